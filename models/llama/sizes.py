@@ -1,0 +1,104 @@
+"""Named sizes of the Llama families, with the dimensions that Meta published."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes:
+    """Dimensions of one Llama network. Raises ValueError where they do not fit each other."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    """Width of the feed-forward layer."""
+    vocab_size: int
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    """The output projection is the embedding table."""
+    rope_factor: float = 1.0
+    """How many times longer than original_seq_len the positions may grow (Llama 3.1); 1: frequencies are not scaled."""
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
+    """Sequence length that the unscaled frequencies were trained for; used where rope_factor is not 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq_factor"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)} must be above 0")
+        if self.dim % self.n_heads:
+            raise ValueError(f"n_heads {self.n_heads} must divide dim {self.dim}")
+        if self.head_dim % 2:
+            raise ValueError(f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary positions turn pairs")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ValueError(
+                f"rope_high_freq_factor {self.rope_high_freq_factor} must be above "
+                f"rope_low_freq_factor {self.rope_low_freq_factor}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+LLAMA2 = {
+    "7b": LlamaSizes(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008, vocab_size=32000, rope_theta=10_000.0
+    ),
+    "13b": LlamaSizes(
+        dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824, vocab_size=32000, rope_theta=10_000.0
+    ),
+    "70b": LlamaSizes(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=32000, rope_theta=10_000.0
+    ),
+}
+
+LLAMA3 = {
+    # Small enough for a laptop, divisible enough for every layout on eight ranks; the vocabulary is the shipped tokenizer's.
+    "debug": LlamaSizes(dim=256, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=704, vocab_size=2048),
+    "8b": LlamaSizes(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256),
+    "70b": LlamaSizes(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256),
+}
+
+LLAMA3_1 = {
+    "8b": LlamaSizes(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256, rope_factor=8.0
+    ),
+    "70b": LlamaSizes(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256, rope_factor=8.0
+    ),
+    "405b": LlamaSizes(
+        dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248, vocab_size=128256, rope_factor=8.0
+    ),
+}
+
+LLAMA3_2 = {
+    "1b": LlamaSizes(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        hidden_dim=8192,
+        vocab_size=128256,
+        tied_embeddings=True,
+        rope_factor=32.0,
+    ),
+    "3b": LlamaSizes(
+        dim=3072,
+        n_layers=28,
+        n_heads=24,
+        n_kv_heads=8,
+        hidden_dim=8192,
+        vocab_size=128256,
+        tied_embeddings=True,
+        rope_factor=32.0,
+    ),
+}

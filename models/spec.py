@@ -1,0 +1,45 @@
+"""What a model family gives to the trainer. Plain data and plain torch: nothing here knows how a model is parallelised."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Generator, Tensor
+
+
+class Network(Protocol):
+    """What the trainer asks of a network, beside being a torch.nn.Module."""
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """tokens, positions, documents: (batch, seq), int64.
+
+        Returns logits (batch, seq, vocab), or, with a head, `head(hidden, weight)`, called inside the output module
+        with hidden (batch, seq, dim) and weight (vocab, dim).
+        """
+
+    def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
+        """Fill `rows`, some whole rows of the parameter of that name, with initial values drawn from the generator."""
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Floating-point operations of forward and backward for one token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """How a network may be cut, by the names of its modules."""
+
+    blocks: str
+    """The container of the blocks: the unit of sharding."""
+    fsdp_units: tuple[tuple[str, ...], ...]
+    """Modules outside the blocks that are sharded and gathered together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model family. Sizes are frozen dataclasses with at least `vocab_size`; bad dimensions raise ValueError."""
+
+    network: Callable[[Any], Any]
+    sizes: Mapping[str, Any]
+    plan: Callable[[Any], ParallelPlan]

@@ -1,0 +1,74 @@
+"""Train a byte-pair tokenizer on a dataset and write it as a tiktoken rank file.
+
+    python scripts/train_tokenizer.py OUT.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
+
+The shipped default was made by `python scripts/train_tokenizer.py trainer/data/default.tiktoken --vocab-size 2048`.
+Needs the optional package `tokenizers` (pip install 'meshwright[tokenizers]').
+"""
+
+import argparse
+import base64
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from trainer.config import DataConfig
+from trainer.data.sources import Problem, Span, open_source
+from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL
+from trainer.load_config import config_from_command_line, exit_with, one_line_errors
+
+try:
+    import tokenizers
+except ModuleNotFoundError:
+    exit_with("scripts/train_tokenizer.py needs the package tokenizers: pip install 'meshwright[tokenizers]'")
+
+
+def documents(config: DataConfig) -> Iterator[str]:
+    source = open_source(config)
+    for path in source.files:
+        for document in source.read(Span(path, 0, path.stat().st_size)):
+            if not isinstance(document, Problem):
+                yield document
+
+
+def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
+    """Tokens in the order of their ranks: the 256 bytes, then the merges as they were learned."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
+    letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, letters])
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=num_ranks, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    byte_of = _byte_of_letter()
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return [bytes(byte_of[letter] for letter in token) for token, _ in vocabulary]
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a printable letter: itself where it is one, else the next free one from 256 on
+    (Radford et al. 2019, GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the rank file to write")
+    parser.add_argument("--vocab-size", type=int, default=2048, help=f"tokens, {NUM_SPECIAL} special ones included")
+    arguments, settings = parser.parse_known_args()
+    num_ranks = arguments.vocab_size - NUM_SPECIAL
+    if num_ranks < 256:
+        exit_with(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
+    config = config_from_command_line(settings)
+    with one_line_errors(config):
+        ranks = train(documents(config.data), num_ranks)
+    arguments.out.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(ranks)))
+    print(f"{arguments.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The only thing that travels from the data to the step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+IGNORED = -100
+"""Label of a position that is no target."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole sequences; all (batch, seq), int64."""
+
+    tokens: Tensor
+    labels: Tensor
+    """The token that follows each position, or IGNORED."""
+    positions: Tensor
+    documents: Tensor
+    """Number of the document each token belongs to."""
+
+    def apply(self, f: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(*(f(getattr(self, field.name)) for field in fields(self)))
+
+    def pin_memory(self) -> "Batch":
+        """Called by the data loader on GPUs."""
+        return self.apply(lambda t: t.pin_memory())

@@ -1,0 +1,239 @@
+"""Every setting of a run: its type, default, unit, range and meaning.
+
+A setting is one field of one section below. The TOML files, the command line, `--help`, docs/configuration.md and all
+checks of single values are made from these declarations (load_config.py); rules between settings stand where the
+values are used, and raise `ConfigError` too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+
+class ConfigError(Exception):
+    """A setting that cannot be honoured: one clear line for the user, exit code 2.
+
+    key: "section.name" of the setting at fault, or "" where `rule` already says everything.
+    rule: what is wrong, in words. `Config.explain` puts the value and its origin in front.
+    """
+
+    def __init__(self, key: str, rule: str):
+        super().__init__(f"{key}: {rule}" if key else rule)
+        self.key = key
+        self.rule = rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a single value must satisfy. Bounds are inclusive, except `above`."""
+
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    unit: str = ""
+    fixed: bool = False
+    """A run that resumes from a checkpoint must have the same value: the saved state means something else without it."""
+
+
+FIXED = Rule(fixed=True)
+
+Count = Annotated[int, Rule(low=1)]
+CountOrZero = Annotated[int, Rule(low=0)]
+Steps = Annotated[int, Rule(low=1, unit="steps")]
+StepsOrZero = Annotated[int, Rule(low=0, unit="steps")]
+Samples = Annotated[int, Rule(low=1, unit="samples")]
+Seconds = Annotated[float, Rule(above=0, unit="seconds")]
+Degree = Annotated[int, Rule(low=1, unit="ranks")]
+Fraction = Annotated[float, Rule(low=0, high=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    name: str = ""
+    """Folder of this run inside output_folder; empty: the name of the configuration file."""
+    output_folder: str = "outputs"
+    """Where the folders of runs are made."""
+    seed: Annotated[int, Rule(low=0, high=2**63 - 1, fixed=True)] = 0
+    """Seed of the initial weights and of the order of samples."""
+    deterministic: Literal["auto", "on", "off"] = "auto"
+    """Bit-identical repetition of a run, at some cost in speed on GPUs; auto: on for CPU, off for GPUs."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: the GPU of each rank where there is one, else the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: Annotated[str, FIXED] = "llama3"
+    """Model family: a key of MODELS in models/__init__.py."""
+    size: Annotated[str, FIXED] = "debug"
+    """Named size of that family."""
+    overrides: Annotated[Mapping[str, int | float | bool], FIXED] = field(default_factory=dict)
+    """Single dimensions of the size, replaced: overrides = { n_layers = 4 }, or --model.overrides.n_layers 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    kind: Literal["default", "tiktoken", "sentencepiece"] = "default"
+    """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file."""
+    path: str = ""
+    """The tokenizer's file; not with kind = default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    init_timeout_s: Seconds = 600.0
+    """How long ranks wait for each other at the start."""
+    timeout_s: Seconds = 600.0
+    """How long a collective may wait for a rank before the job fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    dataset: Literal["python_stdlib", "text", "jsonl"] = "python_stdlib"
+    """Reader of documents: the Python standard library's own source, text files, or JSON lines."""
+    path: str = ""
+    """File, folder or glob with the documents; not with dataset = python_stdlib."""
+    text_field: str = "text"
+    """Field of a JSON line that holds the document; only with dataset = jsonl."""
+    held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
+    """Share of the documents kept out of training for evaluation; chosen by their content."""
+    shuffle: Annotated[bool, FIXED] = True
+    """Visit the samples of each epoch in an order keyed by (seed, epoch); off: in the order of the store."""
+    num_workers: CountOrZero = 0
+    """Processes that load samples ahead; 0: the training process loads them itself."""
+    prefetch: Count = 2
+    """Microbatches each worker keeps ready; only with num_workers > 0."""
+    store_folder: str = "outputs/token_stores"
+    """Where tokenized datasets are kept; found again by content and tokenizer."""
+    prepare_processes: CountOrZero = 0
+    """Processes that tokenize; 0: one for each core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    steps: Steps = 1000
+    """Optimizer steps of the whole run."""
+    seq_len: Annotated[int, Rule(low=1, unit="tokens", fixed=True)] = 2048
+    """Length of a sample."""
+    global_batch_size: Samples = 16
+    """Samples of one optimizer step, over all ranks and microbatches."""
+    local_batch_size: Samples = 1
+    """Samples of one microbatch on one data-parallel rank; the rest of the global batch is accumulated."""
+    compute_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of forward and backward; parameters, gradient reduction and optimizer stay in fp32."""
+    max_norm: Annotated[float | None, Rule(above=0)] = 1.0
+    """Global gradient norm above which gradients are scaled down to it; none: no clipping."""
+    reduce_every_microbatch: bool = False
+    """Reduce gradients after each microbatch instead of once a step: less memory, more traffic."""
+    loss_chunk_tokens: Annotated[int, Rule(low=1, unit="tokens")] = 1024
+    """Tokens whose logits exist at the same time."""
+    cpu_threads: CountOrZero = 0
+    """Threads of each rank for operators on the CPU; 0: the cores divided by the ranks of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Annotated[Literal["adamw"], FIXED] = "adamw"
+    """Optimizer."""
+    lr: Annotated[float, Rule(above=0)] = 3e-4
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Rule(low=0, high=0.999999)] = (0.9, 0.95)
+    """Decay of the averages of gradient and squared gradient."""
+    eps: Annotated[float, Rule(above=0)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Rule(low=0)] = 0.1
+    """Decoupled weight decay of matrices; norms and biases have none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleConfig:
+    name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    warmup_steps: StepsOrZero = 0
+    """Steps of linear rise to the peak."""
+    decay_steps: StepsOrZero = 0
+    """Steps of the final decay; only with name = warmup_stable_decay (the others decay over all that follows warm-up)."""
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    dp_replicate: Degree = 1
+    """Groups of ranks that each hold all parameters (hybrid sharding)."""
+    dp_shard: Annotated[int, Rule(low=-1, unit="ranks")] = -1
+    """Ranks the parameters are sharded over; -1 takes every rank that the other degrees leave."""
+    reshard_after_forward: Literal["default", "always", "never"] | int = "default"
+    """Free gathered parameters after forward; default: all but the output unit; a number: reshard to groups of that size."""
+    fsdp_units: Literal["separate", "root"] = "separate"
+    """separate: embedding and output are units of their own; root: they stay gathered for the whole step (to compare)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    interval_steps: StepsOrZero = 500
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    interval_steps: StepsOrZero = 0
+    """Steps between evaluations on the held-out documents; the last step is then evaluated too; 0: never."""
+    max_samples: Annotated[int, Rule(low=0, unit="samples")] = 0
+    """Held-out samples of one evaluation; 0: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    log_every: Steps = 10
+    """Steps between records; the first and the last step are always recorded."""
+    tensorboard: bool = True
+    """Write TensorBoard files beside metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. Each attribute is a section of the TOML file."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Where a value was set, as the user wrote it: {"training.steps": "--training.steps 5"}. Defaults are not in it."""
+
+    def explain(self, error: ConfigError) -> str:
+        """The one line for the user: where the value at fault was set, then the rule."""
+        if not error.key:
+            return error.rule
+        origin = self.origins.get(error.key)
+        if origin is None:
+            section, _, name = error.key.partition(".")
+            value = getattr(getattr(self, section), name.partition(".")[0])
+            origin = f"[{section}] {name} = {toml_value(value)} (default)"
+        return f"{origin}: {error.rule}"
+
+
+def toml_value(value) -> str:
+    """One value as TOML; None, which TOML has not, as the string that settings accept for it."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
+    return repr(value)

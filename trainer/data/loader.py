@@ -1,0 +1,115 @@
+"""The global order of samples, cut into the microbatches of each rank.
+
+A step that starts at cursor c consumes samples [c, c + G) of the global order, G the global batch. They are cut into
+leaves of local_batch_size; at accumulation j, data-parallel rank r of W takes leaf j * W + r. Neither the order nor the
+content of a step depends on W, so the whole state of the data is the cursor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.batch import Batch
+from trainer.config import DataConfig
+from trainer.data.order import permute
+from trainer.data.packing import WrappedSamples
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """An endless order: one permutation of all samples after the other, keyed by (seed, epoch)."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+
+    def __call__(self, index: np.ndarray) -> np.ndarray:
+        """Numbers of the samples at these places of the global order. int64."""
+        epoch, place = np.divmod(index, self.num_samples)
+        if not self.shuffle:
+            return place
+        result = np.empty_like(place)
+        for e in np.unique(epoch):  # a batch may span epochs
+            chosen = epoch == e
+            result[chosen] = permute(place[chosen], self.num_samples, self.seed, int(e))
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How the global batch falls on the ranks."""
+
+    global_batch_size: int
+    local_batch_size: int
+    rank: int
+    """Of the batch axis."""
+    ranks: int
+
+    @property
+    def grad_accum(self) -> int:
+        """Microbatches of one step."""
+        return self.global_batch_size // (self.local_batch_size * self.ranks)
+
+    def leaves(self, cursor: int) -> Iterator[int]:
+        """First place in the global order of each of this rank's microbatches, from the cursor on, without end."""
+        while True:
+            for j in range(self.grad_accum):
+                yield cursor + (j * self.ranks + self.rank) * self.local_batch_size
+            cursor += self.global_batch_size
+
+
+class _Leaves(Dataset):
+    """Microbatches by the place of their first sample in the global order."""
+
+    def __init__(self, samples: WrappedSamples, order: SampleOrder, size: int):
+        self.samples = samples
+        self.order = order
+        self.size = size
+
+    def __getitem__(self, first: int) -> Batch:
+        return self.samples.batch(self.order(np.arange(first, first + self.size)))
+
+
+class _LeafSampler(Sampler):
+    def __init__(self, cut: Cut, cursor: int):
+        self.cut = cut
+        self.cursor = cursor
+
+    def __iter__(self) -> Iterator[int]:
+        return self.cut.leaves(self.cursor)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def training_batches(
+    samples: WrappedSamples, order: SampleOrder, cut: Cut, cursor: int, config: DataConfig, pin_memory: bool
+) -> Iterator[Batch]:
+    """This rank's microbatches from the cursor on, without end; grad_accum of them make a step.
+
+    The loader's own state is never saved: the cursor says all, whatever the number of workers and what they prefetched.
+    """
+    workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
+    return iter(
+        StatefulDataLoader(
+            _Leaves(samples, order, cut.local_batch_size),
+            batch_size=None,
+            sampler=_LeafSampler(cut, cursor),
+            collate_fn=_as_it_is,
+            pin_memory=pin_memory,
+            **workers,
+        )
+    )
+
+
+def held_out_batches(samples: WrappedSamples, num_samples: int, cut: Cut) -> Iterator[Batch]:
+    """The first num_samples samples in the order of the store, the same number of microbatches on every rank: where they
+    do not come out even, the rest has no targets."""
+    step = cut.local_batch_size * cut.ranks
+    for first in range(0, num_samples, step):
+        mine = first + cut.rank * cut.local_batch_size + np.arange(cut.local_batch_size)
+        yield samples.batch(np.where(mine < num_samples, mine, -1))

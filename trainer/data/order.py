@@ -1,0 +1,34 @@
+"""Keyed permutations: a shuffled order of any length that needs no memory and no history."""
+
+import numpy as np
+
+_ROUNDS = 4
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014), on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, *key: int) -> np.ndarray:
+    """Where the permutation of range(size) named by the key sends each index. int64 in and out.
+
+    A balanced Feistel network over the next even power of two, walked until the image is inside range(size)
+    (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+    half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.zeros(_ROUNDS, dtype=np.uint64)
+    for part in key:
+        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(part))
+    result = index.astype(np.uint64)
+    outside = np.ones(result.shape, dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> half, result[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mix(right + round_key) & mask)
+        result[outside] = (left << half) | right
+        outside = result >= np.uint64(size)
+    return result.astype(np.int64)

@@ -1,0 +1,48 @@
+"""The token store: a prepared dataset on disk, read through memory maps.
+
+A store is a folder with `store.json` and, for each split ("train", "held_out"),
+    SPLIT.tokens      the tokens of all documents, one after the other: little-endian uint16 or uint32
+    SPLIT.documents   where each document begins, and the end of the last: little-endian int64
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+VERSION = 1
+SPLITS = ("train", "held_out")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """One split of a store."""
+
+    tokens: np.ndarray
+    """(tokens,)"""
+    documents: np.ndarray
+    """(documents + 1,): offsets into tokens."""
+
+
+def read_description(folder: Path) -> dict:
+    return json.loads((folder / "store.json").read_text())
+
+
+def open_store(folder: Path, split: str) -> TokenStore:
+    """Raises ValueError where a file has not the length that store.json gives."""
+    description = read_description(folder)
+    counts = description["splits"][split]
+    tokens = _map(folder / f"{split}.tokens", np.dtype(description["dtype"]), counts["tokens"])
+    return TokenStore(tokens, _map(folder / f"{split}.documents", np.dtype("<i8"), counts["documents"] + 1))
+
+
+def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+    found = path.stat().st_size
+    if found != length * dtype.itemsize:
+        raise ValueError(f"{path}: {found} bytes, but store.json says {length * dtype.itemsize}; delete the folder")
+    return np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)

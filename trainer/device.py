@@ -1,0 +1,120 @@
+"""The device of a rank: its choice, memory, random state and peak speed. The only file that says "cuda"."""
+
+import os
+import resource
+import sys
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GIB = 2**30
+
+# Dense peak FLOP/s by the makers' datasheets, SXM parts unless the name says otherwise. A device that is not here has no
+# MFU: a guess would be a wrong figure.
+_PEAK_FLOPS = {
+    "NVIDIA A100-SXM": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100-PCIE": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA H100 80GB HBM3": {"bf16": 989.4e12, "fp32": 66.9e12},
+    "NVIDIA H100 PCIe": {"bf16": 756e12, "fp32": 51e12},
+    "NVIDIA H200": {"bf16": 989.4e12, "fp32": 66.9e12},
+    "NVIDIA B200": {"bf16": 2250e12},
+}
+
+
+def count() -> int:
+    """GPUs of this machine; 0 where it has none."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def pick(choice: Literal["auto", "cpu"]) -> torch.device:
+    """The device of this rank, made current."""
+    if choice == "cpu" or not count():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def communication_backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None where no figure is known."""
+    for prefix, peaks in _PEAK_FLOPS.items():
+        if name(device).startswith(prefix):
+            return peaks.get(dtype)
+    return None
+
+
+def set_cpu_threads(threads: int) -> None:
+    """threads: of operators on the CPU; 0: this rank's share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, cores // local_world_size()))
+
+
+def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:
+    """Returns whether runs now repeat bit by bit."""
+    on = choice == "on" or (choice == "auto" and device.type == "cpu")
+    if on and device.type == "cuda":
+        # cuBLAS reads it when its first handle is made, which is after this.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(on)
+    # It would write NaN over every fresh tensor: a cost per step, and no help to repetition.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return on
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_now(device: torch.device) -> int:
+    """Bytes that are allocated on the GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    return memory_peak(device)
+
+
+def memory_peak(device: torch.device) -> int:
+    """Largest memory_now: since the last reset_memory_peak on a GPU, since the start of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_memory_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """State of this rank's default generators, as byte tensors."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "device" in state:
+        torch.cuda.set_rng_state(state["device"], device)

@@ -1,0 +1,102 @@
+"""The process group of a run: start, end, and what ranks do together outside the step."""
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import device as devices
+from trainer.config import DistributedConfig
+
+T = TypeVar("T")
+
+# Preparing a large corpus may take this long; if the rank that works dies, the launcher ends those that wait.
+_WAIT_FOR_WORK = timedelta(days=7)
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(config: DistributedConfig, device: torch.device) -> None:
+    """Join the process group that the environment describes (as torchrun sets it); without one, a group of this process."""
+    timeout = timedelta(seconds=config.timeout_s)
+    dist.init_process_group(
+        devices.communication_backend(device),
+        store=_store(timedelta(seconds=config.init_timeout_s)),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=world_size(),
+        timeout=timeout,
+        device_id=device if device.type != "cpu" else None,
+    )
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    if world_size() == 1:
+        return dist.HashStore()
+    # torchrun's agents hold the store; started by hand, rank 0 does.
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size(),
+        is_master=not by_agent and os.environ["RANK"] == "0",
+        timeout=timeout,
+    )
+    # The agents' store outlives a restart of the ranks: without a prefix a rank may find the dead attempt's addresses.
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def finish(code: int) -> NoReturn:
+    """End this rank after all have come here.
+
+    Leaves without destroying the group: gloo's threads abort the process in about every second clean exit otherwise
+    (torch 2.13). So whatever must be flushed has to be flushed before.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    last = store.add("finished", 1) == dist.get_world_size()
+    if last:
+        store.set("all_finished", "1")
+    store.wait(["all_finished"])
+    abandon(code)
+
+
+def abandon(code: int) -> NoReturn:
+    """End this rank at once, as `finish` does, without waiting for the others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def leader_first(work: Callable[[], T]) -> T:
+    """Run work on rank 0, then on the first rank of every machine, then on all.
+
+    For work that leaves files which the next ranks find: done once on a shared file system, once per machine otherwise.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"leader_first/rank_{dist.get_rank()}", 1)
+    machine = os.environ.get("GROUP_RANK", "0")
+    wave = 0 if dist.get_rank() == 0 else 1 if devices.local_rank() == 0 else 2
+    all_done, machine_done = f"leader_first/{number}", f"leader_first/{number}/machine_{machine}"
+    if wave > 0:
+        store.wait([all_done], _WAIT_FOR_WORK)
+    if wave > 1:
+        store.wait([machine_done], _WAIT_FOR_WORK)
+    result = work()
+    if wave == 0:
+        store.set(all_done, "1")
+    if wave < 2:
+        store.set(machine_done, "1")
+    return result
+
+
+def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of every rank's tensor; the tensor itself is not changed."""
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,33 @@
+"""Lines for people. Ranks named in LOG_RANK (default: 0) print everything, the others only warnings."""
+
+import os
+import sys
+import time
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _chosen() -> bool:
+    chosen = os.environ.get("LOG_RANK", "0")
+    return chosen == "all" or str(_rank()) in chosen.split(",")
+
+
+def _line(text: str) -> str:
+    rank = f"[rank {_rank()}] " if _rank() else ""
+    return f"{time.strftime('%H:%M:%S')} {rank}{text}"
+
+
+def info(text: str) -> None:
+    if _chosen():
+        print(_line(text), flush=True)
+
+
+def warning(text: str) -> None:
+    print(_line(f"warning: {text}"), file=sys.stderr, flush=True)
+
+
+def on_terminal() -> bool:
+    """Whether a person reads along, so that colour and moving bars make sense."""
+    return _chosen() and sys.stdout.isatty()

@@ -1,0 +1,190 @@
+"""One record per logged step: a line for people, metrics.jsonl, TensorBoard."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import device as devices
+from trainer import logging
+from trainer.config import MetricsConfig
+from trainer.device import GIB
+
+
+class Stopwatch:
+    """Seconds since the last reset, and how many of them went into named activities."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reset()
+
+    def reset(self) -> None:
+        self.start = time.perf_counter()
+        self.spent: dict[str, float] = {}
+
+    @contextmanager
+    def on(self, activity: str, synchronize: bool = True) -> Iterator[None]:
+        """synchronize: let the work that the device still has finish before and after, so that it counts where it
+        belongs."""
+        if synchronize:
+            devices.synchronize(self.device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if synchronize:
+                devices.synchronize(self.device)
+            self.spent[activity] = self.spent.get(activity, 0.0) + time.perf_counter() - start
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.start
+
+
+class Metrics:
+    """Records of a run. A resumed run continues the same files; what a lost stretch of the run wrote is taken out."""
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        folder: Path | None,
+        device: torch.device,
+        *,
+        first_step: int,
+        steps: int,
+        ranks: int,
+        flops_per_token: int,
+        peak_flops: float | None,
+    ):
+        """folder: of the run, None on ranks that write nothing. first_step: steps done before. flops_per_token: of the
+        whole model; peak_flops: of one device, None where unknown."""
+        self.config = config
+        self.device = device
+        self.first_step = first_step
+        self.steps = steps
+        self.ranks = ranks
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.watch = Stopwatch(device)
+        self.run_watch = Stopwatch(device)
+        self.valley = 0
+        self.recorded_step = first_step
+        self.file = _continue_records(folder / "metrics.jsonl", first_step) if folder else None
+        self.board = _open_board(folder / "tb", first_step) if folder and config.tensorboard else None
+
+    def start(self) -> None:
+        """Training begins now: what came before is start-up."""
+        self.watch.reset()
+        self.run_watch.reset()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self.valley = devices.memory_now(self.device)
+        devices.reset_memory_peak(self.device)
+        self.watch.reset()
+
+    def after_step(self) -> None:
+        self.valley = min(self.valley, devices.memory_now(self.device))
+
+    def due(self, step: int) -> bool:
+        return step % self.config.log_every == 0 or step in (1, self.first_step + 1, self.steps)
+
+    def record_training(self, step: int, loss: float, grad_norm: float, rate: float, tokens_seen: int, tokens: int) -> None:
+        """tokens: of one step, over all ranks. The caller has read loss and grad_norm from the device, so its work is done."""
+        spent = self.watch.spent
+        aside = sum(seconds for activity, seconds in spent.items() if activity != "data")
+        num_steps = step - self.recorded_step
+        step_time = (self.watch.elapsed() - aside) / num_steps
+        per_second = tokens / step_time
+        flops = per_second / self.ranks * self.flops_per_token
+        record = {
+            "kind": "train",
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "tokens_seen": tokens_seen,
+            "tokens_per_second": per_second,
+            "tokens_per_second_per_rank": per_second / self.ranks,
+            "tflops_per_second_per_rank": flops / 1e12,
+            "step_time_s": step_time,
+            "data_time_s": spent.get("data", 0.0) / num_steps,
+            "evaluation_time_s": spent.get("evaluation", 0.0),
+            "checkpoint_time_s": spent.get("checkpoint", 0.0),
+            "memory_peak_gib": devices.memory_peak(self.device) / GIB,
+            "memory_valley_gib": self.valley / GIB,
+        }
+        if self.peak_flops is not None:
+            record["mfu_percent"] = 100 * flops / self.peak_flops
+        self._write(record, ("step", "tokens_seen"))
+        logging.info(self._line(record))
+        self.recorded_step = step
+        self._begin_window()
+
+    def _line(self, record: dict[str, Any]) -> str:
+        step = record["step"]
+        left = (self.steps - step) * record["step_time_s"]
+        mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
+        loss = f"loss {record['loss']:.4f}"
+        if logging.on_terminal():
+            loss = f"\x1b[1m{loss}\x1b[0m"
+        return (
+            f"step {step:>{len(str(self.steps))}}/{self.steps} | {loss} | grad norm {record['grad_norm']:.3f} "
+            f"| lr {record['learning_rate']:.2e} | {record['tokens_per_second']:,.0f} tokens/s{mfu} "
+            f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // self.steps} % | {duration(left)} left"
+        )
+
+    def record_event(self, record: dict[str, Any]) -> None:
+        """A record of another kind, with "kind" and "step"."""
+        self._write(record, ("step",))
+
+    def _write(self, record: dict[str, Any], not_drawn: tuple[str, ...]) -> None:
+        if self.file:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+        if self.board:
+            group = "/".join(filter(None, (record["kind"], record.get("set"))))
+            for name, value in record.items():
+                if name not in not_drawn and isinstance(value, int | float):
+                    self.board.add_scalar(f"{group}/{name}", value, record["step"])
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+        if self.board:
+            self.board.close()
+
+
+def _continue_records(path: Path, first_step: int):
+    """The file opened for appending, without records of later steps: they were made by a run that lost these steps."""
+    if path.exists():
+        with path.open() as file:
+            kept = [line for line in file if _step_of(line) <= first_step]
+        aside = path.with_suffix(".jsonl.aside")
+        aside.write_text("".join(kept))
+        aside.replace(path)
+    return path.open("a")
+
+
+def _step_of(line: str) -> float:
+    """A half-written last line belongs to the lost stretch."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+def _open_board(folder: Path, first_step: int):
+    # Not at the top: only one rank writes, and not where it is switched off.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=first_step + 1)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

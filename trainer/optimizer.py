@@ -1,0 +1,95 @@
+"""Optimizers over sharded parameters, with global gradient-norm clipping."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from trainer.config import OptimizerConfig
+from trainer.distributed import sum_over
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Matrices decay; norms and biases (one dim) do not."""
+    named = list(model.named_parameters())
+    decayed = [p for _, p in named if p.dim() >= 2]
+    plain = [p for _, p in named if p.dim() < 2]
+    assert len(decayed) + len(plain) == len(named)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+
+
+def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Loshchilov & Hutter 2017 (arXiv:1711.05101), torch's fused kernel."""
+    groups = [g for g in parameter_groups(model, config.weight_decay) if g["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    # Made now, not in the first step: a checkpoint can be loaded into it, and memory is taken from the start.
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
+
+
+class Optimizer:
+    """One torch optimizer, its state under the names of the parameters, and the global norm of its gradients."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, model_group: ProcessGroup):
+        """model_group: all ranks that hold a part of the model."""
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.copies = torch.tensor([_copies(p) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device)
+        self.inner = OPTIMIZERS[config.name](model, config)
+        self.model_group = model_group
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float | None) -> Tensor:
+        """Global norm of the gradients before clipping, a scalar; gradients are scaled so that it becomes max_norm at
+        most. None: only the norm."""
+        gradients = [_local(p.grad) for p in self.names]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+        # One reduction, whatever the layouts: each rank adds its part of what it shares with others.
+        norm = sum_over((norms.square() / self.copies).sum(), self.model_group).sqrt()
+        if max_norm is not None:
+            # As a tensor, without asking the host whether it is needed.
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def step(self, learning_rate: float) -> None:
+        for group in self.inner.param_groups:
+            group["lr"] = learning_rate
+        self.inner.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """The live state: "<parameter>/<quantity>" -> tensor. Hyperparameters are not in it: they are settings."""
+        return {
+            f"{self.names[p]}/{quantity}": tensor
+            for p, quantities in self.inner.state.items()
+            for quantity, tensor in quantities.items()
+        }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copies(tensor: Tensor) -> int:
+    """How many ranks of its mesh hold the same values."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    copies = 1
+    for axis, placement in enumerate(tensor.placements):
+        assert not isinstance(placement, Partial)
+        if isinstance(placement, Replicate):
+            copies *= tensor.device_mesh.size(axis)
+    return copies

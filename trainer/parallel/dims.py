@@ -1,0 +1,72 @@
+"""How the ranks of a run are arranged: the arithmetic, and the meshes made from it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import ConfigError, ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """Degrees whose product is the world. Every axis is always there, at size 1 too."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    world_size: int
+
+    @classmethod
+    def of(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
+        """Fill in dp_shard = -1 and refuse degrees that do not make up the world."""
+        others = config.dp_replicate
+        dp_shard = config.dp_shard
+        if dp_shard == -1:
+            if world_size % others:
+                raise ConfigError("parallel.dp_replicate", f"must divide the {world_size} ranks of this run")
+            dp_shard = world_size // others
+        if others * dp_shard != world_size:
+            raise ConfigError(
+                "parallel.dp_shard",
+                f"x dp_replicate {config.dp_replicate} makes {others * dp_shard} ranks, "
+                f"but this run has {world_size}; -1 takes what is left",
+            )
+        reshard = config.reshard_after_forward
+        if isinstance(reshard, int) and (dp_shard % reshard or reshard == dp_shard):
+            raise ConfigError(
+                "parallel.reshard_after_forward",
+                f"as a number it must divide dp_shard {dp_shard} and be smaller; always reshards to all of them",
+            )
+        return cls(pp=1, dp_replicate=config.dp_replicate, dp_shard=dp_shard, cp=1, tp=1, world_size=world_size)
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that the parameters are sharded over."""
+        return self.dp_shard * self.cp
+
+
+class Meshes:
+    """Three views of the same ranks."""
+
+    model: DeviceMesh
+    """pp, dp_replicate, fsdp (= dp_shard x cp), tp: where parameters live."""
+    data: DeviceMesh
+    """pp, batch (= dp_replicate x dp_shard), cp, tp: who reads which samples."""
+    loss: DeviceMesh
+    """pp, loss (= batch x cp), tp: who averages what."""
+
+    def __init__(self, dims: ParallelDims, device: torch.device):
+        def mesh(**axes: int) -> DeviceMesh:
+            return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+        self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
+        self.data = mesh(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp)
+        self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)

@@ -1,0 +1,54 @@
+"""Memory and initial values for a model that was parallelised on the meta device."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_ROWS = 1024
+"""Rows that one generator draws. Part of the definition of the initial weights: another number gives other weights."""
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Allocate the parameters and draw their values.
+
+    Every block of rows of every parameter has a generator of its own, seeded by (seed, name, block), on the CPU. So each
+    rank draws just what its shard needs, and the weights are the same on any layout, world size and device.
+    """
+    model.to_empty(device=device)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for name, parameter in model.named_parameters():
+            local, shape, offset = _local_region(parameter)
+            if local.numel() == 0:
+                continue
+            last = offset[0] + local.shape[0]
+            blocks = range(offset[0] // _ROWS, -(-last // _ROWS))
+            draws = pool.map(lambda b, n=name, s=shape: _draw(model, n, s, b, seed), blocks)
+            for block, rows in zip(blocks, draws, strict=True):
+                start = max(block * _ROWS, offset[0])
+                stop = min((block + 1) * _ROWS, last)
+                columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
+                wanted = rows[(slice(start - block * _ROWS, stop - block * _ROWS), *columns)]
+                local[start - offset[0] : stop - offset[0]].copy_(wanted)
+
+
+def _local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    """This rank's values, the shape of the whole parameter, and where in it they stand."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(parameter.shape), (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), tuple(parameter.shape), tuple(offset)
+
+
+def _draw(model: nn.Module, name: str, shape: tuple[int, ...], block: int, seed: int) -> Tensor:
+    """Rows [block * _ROWS, ...) of the full parameter: fp32, on the CPU."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    rows = torch.empty(min(_ROWS, shape[0] - block * _ROWS), *shape[1:])
+    with torch.no_grad():  # grad mode belongs to a thread
+        model.init_parameter(name, rows, generator)
+    return rows

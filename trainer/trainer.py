@@ -1,0 +1,330 @@
+"""The training loop, and the one place where every part of a run meets."""
+
+import json
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models import MODELS
+from models.spec import ModelSpec
+from trainer import checkpoint, logging
+from trainer import device as devices
+from trainer.batch import Batch
+from trainer.config import Config, ConfigError, ModelConfig
+from trainer.data.loader import Cut, SampleOrder, training_batches
+from trainer.data.packing import WrappedSamples
+from trainer.data.prepare import prepare
+from trainer.data.store import open_store
+from trainer.data.tokenizers import Tokenizer, load_tokenizer
+from trainer.distributed import leader_first, sum_over
+from trainer.evaluate import HeldOut
+from trainer.load_config import fixed_settings, nearest_name, to_toml
+from trainer.loss import CrossEntropyHead
+from trainer.metrics import Metrics, duration
+from trainer.optimizer import Optimizer
+from trainer.parallel.dims import Meshes, ParallelDims
+from trainer.parallel.initialize import initialize
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.step import SpmdStep, count_targets
+from trainer.schedule import learning_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a configuration means on a number of ranks; found without a process group."""
+
+    spec: ModelSpec
+    sizes: Any
+    dims: ParallelDims
+    tokenizer: Tokenizer
+
+
+def set_up(config: Config, world_size: int) -> Setup:
+    """Raises ConfigError for every combination that cannot run."""
+    spec, sizes = model_of(config.model)
+    dims = ParallelDims.of(config.parallel, world_size)
+    training = config.training
+    together = training.local_batch_size * dims.batch
+    if training.global_batch_size % together:
+        raise ConfigError(
+            "training.global_batch_size",
+            f"must be a multiple of local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks "
+            f"= {together}",
+        )
+    tokenizer = load_tokenizer(config.tokenizer)
+    if tokenizer.vocab_size > sizes.vocab_size:
+        raise ConfigError(
+            "tokenizer.kind",
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {config.model.name}/"
+            f"{config.model.size} is {sizes.vocab_size}",
+        )
+    return Setup(spec=spec, sizes=sizes, dims=dims, tokenizer=tokenizer)
+
+
+def model_of(config: ModelConfig) -> tuple[ModelSpec, Any]:
+    """The family, and its named size with the overrides in it."""
+    if config.name not in MODELS:
+        raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{nearest_name(config.name, MODELS)}")
+    spec = MODELS[config.name]
+    if config.size not in spec.sizes:
+        expected = f"expected one of {', '.join(spec.sizes)}"
+        raise ConfigError("model.size", f"{expected} for {config.name}{nearest_name(config.size, spec.sizes)}")
+    values = vars(spec.sizes[config.size]) | config.overrides
+    for name, value in config.overrides.items():
+        key = f"model.overrides.{name}"
+        standard = vars(spec.sizes[config.size]).get(name)
+        if standard is None:
+            known = vars(spec.sizes[config.size])
+            raise ConfigError(key, f"unknown dimension of {config.name}{nearest_name(name, known)}")
+        if isinstance(standard, float) and type(value) is int:
+            values[name] = float(value)
+        elif type(value) is not type(standard):
+            kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+            raise ConfigError(key, f"expected {kinds[type(standard)]}")
+    try:
+        return spec, type(spec.sizes[config.size])(**values)
+    except ValueError as error:
+        raise ConfigError("model.overrides", str(error)) from None
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.run.output_folder) / config.run.name
+
+
+def finished_step(config: Config) -> int | None:
+    """The last step of a run that needs no more training, or None."""
+    found = checkpoint.newest(run_folder(config) / "checkpoints")
+    if found is None:
+        return None
+    step = checkpoint.read_train_state(found)["step"]
+    return step if step >= config.training.steps else None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Global values, the same on every rank."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_targets: Tensor
+
+
+class Trainer:
+    """One run, from a started process group on."""
+
+    def __init__(self, config: Config, device: torch.device):
+        """Raises ConfigError before anything is written to the run's folder."""
+        self.config = config
+        self.device = device
+        training = config.training
+        setup = set_up(config, dist.get_world_size())
+        devices.set_cpu_threads(training.cpu_threads)
+        repeats = devices.set_deterministic(config.run.deterministic, device)
+        torch.manual_seed(config.run.seed + dist.get_rank())
+
+        self.meshes = Meshes(setup.dims, device)
+        batch_axis = self.meshes.data["batch"]
+        self.cut = Cut(
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+            rank=batch_axis.get_local_rank(),
+            ranks=batch_axis.size(),
+        )
+        self.batch_group = batch_axis.get_group()
+        self._open_data(setup)
+
+        with torch.device("meta"):
+            self.model = setup.spec.network(setup.sizes)
+        flops_per_token = self.model.flops_per_token(training.seq_len)
+        parallelize(self.model, setup.spec.plan(setup.sizes), self.meshes, config.parallel, training.compute_dtype)
+        initialize(self.model, device, config.run.seed)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = Optimizer(self.model, config.optimizer, dist.group.WORLD)
+        make_head = partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens)
+        loss_group = self.meshes.loss["loss"].get_group()
+        self.step = SpmdStep(self.model, make_head, loss_group, training.reduce_every_microbatch)
+
+        self.folder = run_folder(config)
+        self.steps_done = self.cursor = self.tokens_seen = 0
+        self.identity = fixed_settings(config) | {"tokenizer": setup.tokenizer.fingerprint, "data": self.data_name}
+        self._resume()
+        self._describe(setup, repeats)
+        self.metrics = Metrics(
+            config.metrics,
+            self.folder if dist.get_rank() == 0 else None,
+            device,
+            first_step=self.steps_done,
+            steps=training.steps,
+            ranks=dist.get_world_size(),
+            flops_per_token=flops_per_token,
+            peak_flops=devices.peak_flops(device, training.compute_dtype),
+        )
+
+    def _open_data(self, setup: Setup) -> None:
+        config = self.config
+        store = leader_first(lambda: prepare(config.data, config.tokenizer))
+        self.data_name = store.name
+        self.samples = WrappedSamples(open_store(store, "train"), config.training.seq_len)
+        if not len(self.samples):
+            tokens = len(self.samples.store.tokens)
+            raise ConfigError("training.seq_len", f"the training documents have {tokens} tokens, less than one sample")
+        self.order = SampleOrder(len(self.samples), config.run.seed, config.data.shuffle)
+        self.held_out = None
+        if config.evaluation.interval_steps:
+            held_out = WrappedSamples(open_store(store, "held_out"), config.training.seq_len)
+            self.held_out = HeldOut(held_out, config.evaluation)
+
+    # ------------------------------------------------------------ the loop
+
+    def train(self) -> None:
+        """Train up to training.steps."""
+        config = self.config
+        steps = config.training.steps
+        batches = self._batches()
+        self.metrics.start()
+        while self.steps_done < steps:
+            rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
+            result = self.train_step(batches, rate)
+            self._count_step()
+            if self.metrics.due(self.steps_done):
+                tokens = config.training.global_batch_size * config.training.seq_len
+                self.metrics.record_training(
+                    self.steps_done, result.loss.item(), result.grad_norm.item(), rate, self.tokens_seen, tokens
+                )
+            if self.held_out and self._due(config.evaluation.interval_steps):
+                self.evaluate(self.held_out)
+            if self._due(config.checkpoint.interval_steps):
+                self.save()
+        self.metrics.close()
+        logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
+
+    def train_step(self, batches: Iterator[Batch], rate: float) -> StepResult:
+        """One optimizer step over grad_accum microbatches. rate: learning rate."""
+        self.optimizer.zero_grad()
+        with self.metrics.watch.on("data", synchronize=False):
+            microbatches = [next(batches) for _ in range(self.cut.grad_accum)]
+        # Global, over whole sequences: every target weighs the same, wherever padding or masks fall.
+        num_targets = sum_over(count_targets(microbatches), self.batch_group)
+        loss = self.step(microbatches, num_targets)
+        grad_norm = self.optimizer.clip(self.config.training.max_norm)
+        self.optimizer.step(rate)
+        return StepResult(loss, grad_norm, num_targets)
+
+    def _batches(self) -> Iterator[Batch]:
+        pin_memory = self.device.type != "cpu"
+        for batch in training_batches(self.samples, self.order, self.cut, self.cursor, self.config.data, pin_memory):
+            yield self._to_device(batch)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return batch.apply(lambda t: t.to(self.device, non_blocking=True))
+
+    def _count_step(self) -> None:
+        training = self.config.training
+        self.steps_done += 1
+        self.cursor += training.global_batch_size
+        self.tokens_seen += training.global_batch_size * training.seq_len
+        self.metrics.after_step()
+
+    def _due(self, interval: int) -> bool:
+        """Every interval steps and after the last one."""
+        return self.steps_done == self.config.training.steps or (interval > 0 and self.steps_done % interval == 0)
+
+    def evaluate(self, held_out: HeldOut) -> None:
+        with self.metrics.watch.on("evaluation"):
+            result = held_out.evaluate(self.step, self.cut, self._to_device)
+            entropy = held_out.unigram_entropy()
+        logging.info(
+            f"held-out loss {result.loss:.4f} nats over {result.num_targets} tokens "
+            f"(unigram entropy of the same tokens: {entropy:.4f}, {entropy - result.loss:+.4f} above the loss)"
+        )
+        self.metrics.record_event(
+            {
+                "kind": "eval",
+                "step": self.steps_done,
+                "set": "held_out",
+                "loss": result.loss,
+                "unigram_entropy": entropy,
+                "num_targets": result.num_targets,
+            }
+        )
+
+    # ------------------------------------------------------------ what outlives the process
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything of a run that is a tensor, by its name in a checkpoint."""
+        tensors = {f"model/{name}": p.detach() for name, p in self.parameters.items()}
+        return tensors | {f"optimizer/{name}": t for name, t in self.optimizer.state().items()}
+
+    def save(self) -> None:
+        state = {
+            "step": self.steps_done,
+            "cursor": self.cursor,
+            "tokens_seen": self.tokens_seen,
+            "world_size": dist.get_world_size(),
+            "identity": self.identity,
+        }
+        random = devices.random_state(self.device)
+        tensors = self._tensors() | {f"random/{dist.get_rank()}/{name}": t for name, t in random.items()}
+        with self.metrics.watch.on("checkpoint"):
+            saved = checkpoint.save(
+                self.folder / "checkpoints", self.steps_done, tensors, state, to_toml(self.config)
+            )
+        seconds = self.metrics.watch.spent["checkpoint"]
+        logging.info(f"saved {saved} in {seconds:.1f} s")
+        self.metrics.record_event({"kind": "checkpoint", "step": self.steps_done, "blocked_s": seconds})
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint of this run, if it has one."""
+        found = checkpoint.newest(self.folder / "checkpoints")
+        if found is None:
+            return
+        state = checkpoint.read_train_state(found)
+        checkpoint.require_same(found, state["identity"], self.identity)
+        # A rank that the saving run did not have keeps its fresh generators.
+        prefix = f"random/{dist.get_rank()}/"
+        random = {
+            name: torch.empty_like(t)
+            for name, t in devices.random_state(self.device).items()
+            if prefix + name in checkpoint.keys(found)
+        }
+        checkpoint.load(found, self._tensors() | {prefix + name: t for name, t in random.items()})
+        if random:
+            devices.set_random_state(self.device, random)
+        self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
+        ranks = state["world_size"]
+        logging.info(f"resuming from {found} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
+
+    def _describe(self, setup: Setup, repeats: bool) -> None:
+        """Say what runs, and leave it in the run's folder."""
+        config, dims = self.config, setup.dims
+        num_parameters = sum(p.numel() for p in self.parameters.values())
+        logging.info(
+            f"{config.run.name}: {config.model.name}/{config.model.size}, {num_parameters:,} parameters, computing in "
+            f"{config.training.compute_dtype} on {dims.world_size} x {devices.name(self.device)} "
+            f"(dp_replicate {dims.dp_replicate}, dp_shard {dims.dp_shard}), repeats {'bit by bit' if repeats else 'to rounding'}"
+        )
+        logging.info(
+            f"data {self.data_name}: {len(self.samples)} samples of {config.training.seq_len} tokens, "
+            f"{config.training.global_batch_size} a step in {self.cut.grad_accum} microbatches on each rank"
+        )
+        if config.lr_schedule.warmup_steps >= config.training.steps:
+            logging.warning("the warm-up is as long as the run: the peak learning rate comes last, or never")
+        if dist.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.toml").write_text(to_toml(config))
+            environment = {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "platform": platform.platform(),
+                "device": devices.name(self.device),
+                "world_size": dims.world_size,
+                "cpu_threads": torch.get_num_threads(),
+            }
+            (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))
