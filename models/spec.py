@@ -11,7 +11,11 @@ class Network(Protocol):
     """What the trainer asks of a network, beside being a torch.nn.Module."""
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        documents: Tensor,
+        head: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """tokens, positions, documents: (batch, seq), int64.
 

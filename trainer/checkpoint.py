@@ -1,10 +1,10 @@
 """Checkpoints through torch.distributed.checkpoint: one folder a step, committed by one rename or not there at all.
 
-    checkpoints/step-00000100/
-        *.distcp, .metadata    model, optimizer and random state: each rank's shards, loadable by any number of ranks
-        train_state.json       step, data cursor, and what a run that resumes must have in common
-        config.toml            the resolved configuration
-        manifest.json          every file and its size; written last
+checkpoints/step-00000100/
+    *.distcp, .metadata    model, optimizer and random state: each rank's shards, loadable by any number of ranks
+    train_state.json       step, data cursor, and what a run that resumes must have in common
+    config.toml            the resolved configuration
+    manifest.json          every file and its size; written last
 """
 
 import json
@@ -31,7 +31,9 @@ def newest(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None. Other folders are ignored."""
     if not folder.is_dir():
         return None
-    steps = {int(m[1]): p for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / "manifest.json").exists()}
+    steps = {
+        int(m[1]): p for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / "manifest.json").exists()
+    }
     return steps[max(steps)] if steps else None
 
 

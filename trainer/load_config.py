@@ -1,220 +1,31 @@
-"""TOML file and command line -> Config, and everything that is printed about settings.
+"""TOML file and command line -> Config. Whatever is not exactly right is one line that says what, where, and what was
+probably meant."""
 
-The declarations in config.py are the only source: parsing, checks, `--help`, `--print-config` and
-docs/configuration.md are derived from them.
-"""
-
-import ast
-import difflib
-import functools
 import glob
-import inspect
-import math
 import os
-import re
 import sys
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli
 
-from trainer import config as declarations
-from trainer.config import Config, ConfigError, Rule, toml_value
+from trainer.config import Config, ConfigError, toml_value
+from trainer.settings import (
+    Setting,
+    broken_rule,
+    convert,
+    expected,
+    from_text,
+    is_table,
+    nearest_name,
+    settings,
+)
+from trainer.show_config import help_text, to_toml
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "train_configs" / "debug.toml"
-USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One declared setting; `kind` is its type without annotations."""
-
-    section: str
-    name: str
-    kind: Any
-    rule: Rule
-    default: Any
-    doc: str
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.section}.{self.name}"
-
-
-# ---------------------------------------------------------------- the declarations, read
-
-
-@functools.cache
-def settings() -> Mapping[str, Mapping[str, Setting]]:
-    """Section name -> setting name -> Setting, in the order of config.py."""
-    docs = _docstrings()
-    table = {}
-    defaults = Config()
-    for section in fields(Config):
-        cls = section.default_factory
-        if not is_dataclass(cls):
-            continue
-        hints = typing.get_type_hints(cls, include_extras=True)
-        table[section.name] = {
-            f.name: _setting(section.name, f.name, hints[f.name], defaults, docs[cls.__name__][f.name])
-            for f in fields(cls)
-        }
-    return table
-
-
-def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> Setting:
-    rule = Rule()
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, rule = typing.get_args(hint)
-    default = getattr(getattr(defaults, section), name)
-    return Setting(section=section, name=name, kind=hint, rule=rule, default=default, doc=doc)
-
-
-def _docstrings() -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string that follows the field in config.py."""
-    docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(declarations)).body:
-        if isinstance(node, ast.ClassDef):
-            docs[node.name] = {
-                member.target.id: text.value.value
-                for member, text in zip(node.body, node.body[1:], strict=False)
-                if isinstance(member, ast.AnnAssign)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            }
-    return docs
-
-
-# ---------------------------------------------------------------- one value
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
-def _is_mapping(kind: Any) -> bool:
-    return typing.get_origin(kind) is Mapping
-
-
-def describe(kind: Any) -> str:
-    """The type in a user's words, as it stands behind 'expected'."""
-    if _is_union(kind):
-        return " or ".join(describe(k) for k in typing.get_args(kind))
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"a list of {len(typing.get_args(kind))} numbers"
-    if _is_mapping(kind):
-        return "a table"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
-    return names[kind]
-
-
-def convert(raw: Any, kind: Any) -> Any:
-    """The value of `kind` that a TOML value means. Raises ValueError where there is none."""
-    if _is_union(kind):
-        for option in typing.get_args(kind):
-            try:
-                return convert(raw, option)
-            except ValueError:
-                continue
-        raise ValueError
-    if typing.get_origin(kind) is typing.Literal:
-        if isinstance(raw, str) and raw in typing.get_args(kind):
-            return raw
-        raise ValueError
-    if typing.get_origin(kind) is tuple:
-        members = typing.get_args(kind)
-        if not isinstance(raw, list | tuple) or len(raw) != len(members):
-            raise ValueError
-        return tuple(convert(r, m) for r, m in zip(raw, members, strict=True))
-    if kind is type(None):
-        if raw == "none":
-            return None
-        raise ValueError
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
-        return float(raw)
-    if type(raw) is not kind:
-        raise ValueError
-    return raw
-
-
-def from_text(text: str, kind: Any) -> Any:
-    """The value of `kind` that a command-line word means. Raises ValueError where there is none."""
-    if _is_union(kind):
-        for option in typing.get_args(kind):
-            try:
-                return from_text(text, option)
-            except ValueError:
-                continue
-        raise ValueError
-    if kind is bool:
-        if text in ("true", "false"):
-            return text == "true"
-        raise ValueError
-    if kind is int:
-        if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
-            return int(text)
-        raise ValueError
-    if kind is float:
-        return float(text)
-    if typing.get_origin(kind) is tuple:
-        words = text.strip("[]").split(",")
-        members = typing.get_args(kind)
-        if len(words) != len(members):
-            raise ValueError
-        return tuple(from_text(w.strip(), m) for w, m in zip(words, members, strict=True))
-    return convert(text, kind)
-
-
-def _mapping_member(kind: Any) -> Any:
-    """The type of the values of a table setting; the narrowest of them that fits is taken."""
-    return typing.get_args(kind)[1]
-
-
-def broken_rule(value: Any, rule: Rule) -> str:
-    """What is wrong with a value of the right type, or "". Text and tables have no range."""
-    if isinstance(value, tuple):
-        return next(filter(None, (broken_rule(v, rule) for v in value)), "")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
-    if not math.isfinite(value):
-        return "must be finite"
-    low = rule.low is not None and value < rule.low
-    high = rule.high is not None and value > rule.high
-    if (low or high) and rule.low is not None and rule.high is not None:
-        return f"must be between {rule.low} and {rule.high}"
-    if low:
-        return f"must be at least {rule.low}"
-    if high:
-        return f"must be at most {rule.high}"
-    if rule.above is not None and value <= rule.above:
-        return f"must be above {rule.above}"
-    return ""
-
-
-def _nearest(word: str, candidates: Sequence[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)), None)
-
-
-def nearest_name(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
-    """The end of an error line: "; did you mean 'x'?", or "" where nothing is near."""
-    near = _nearest(word, list(candidates))
-    return f"; did you mean {show.format(near)}?" if near else ""
-
-
-def _expected(setting: Setting, raw: Any, kind: Any) -> str:
-    words = [w for option in (typing.get_args(kind) if _is_union(kind) else (kind,)) for w in _choices(option)]
-    return f"expected {describe(kind)}" + (nearest_name(raw, words) if isinstance(raw, str) else "")
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
 
 
 # ---------------------------------------------------------------- TOML and command line
@@ -228,9 +39,6 @@ class _Values:
         self.origins: dict[str, str] = {}
 
     def put(self, setting: Setting, value: Any, origin: str) -> None:
-        problem = broken_rule(value, setting.rule)
-        if problem:
-            raise ConfigError("", f"{origin}: {problem}")
         self.values[setting.section][setting.name] = value
         self.origins[f"{setting.section}.{setting.name}"] = origin
 
@@ -265,7 +73,9 @@ def _put_file(into: _Values, document: Mapping[str, Any], shown: str) -> None:
             where = _elsewhere(section, "") or (f"; write [{section}] as a table" if known else "")
             raise ConfigError("", f"{shown} {section} = {toml_value(body)}: stands in no section{where}")
         if known is None:
-            raise ConfigError("", f"{shown} [{section}]: unknown section{nearest_name(section, list(settings()), '[{}]')}")
+            raise ConfigError(
+                "", f"{shown} [{section}]: unknown section{nearest_name(section, list(settings()), '[{}]')}"
+            )
         for name, raw in body.items():
             setting = known.get(name)
             if setting is None:
@@ -276,7 +86,7 @@ def _put_file(into: _Values, document: Mapping[str, Any], shown: str) -> None:
 
 def _put_toml_value(into: _Values, setting: Setting, raw: Any, shown: str) -> None:
     origin = f"{shown} [{setting.section}] {setting.name} = {toml_value(raw)}"
-    if _is_mapping(setting.kind):
+    if is_table(setting.kind):
         if not isinstance(raw, dict):
             raise ConfigError("", f"{origin}: expected a table")
         for member, value in raw.items():
@@ -287,11 +97,14 @@ def _put_toml_value(into: _Values, setting: Setting, raw: Any, shown: str) -> No
 
 
 def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
-    kind = _mapping_member(setting.kind) if _is_mapping(setting.kind) else setting.kind
     try:
-        return parse(raw, kind)
+        value = parse(raw, setting.value_kind)
     except ValueError:
-        raise ConfigError("", f"{origin}: {_expected(setting, raw, kind)}") from None
+        raise ConfigError("", f"{origin}: {expected(setting.value_kind, raw)}") from None
+    problem = broken_rule(value, setting.rule)
+    if problem:
+        raise ConfigError("", f"{origin}: {problem}")
+    return value
 
 
 def _elsewhere(name: str, section: str) -> str:
@@ -326,14 +139,18 @@ def _find(flag: str) -> tuple[Setting, str]:
     section, _, rest = flag[2:].partition(".")
     name, _, member = rest.partition(".")
     setting = settings().get(section, {}).get(name)
-    if setting is not None and bool(member) == _is_mapping(setting.kind):
+    if setting is not None and bool(member) == is_table(setting.kind):
         return setting, member
     if setting is not None and not member:
         raise ConfigError("", f"{flag}: a table; set one entry of it: {flag}.NAME VALUE")
     flags = [s.flag for members in settings().values() for s in members.values()]
     same_name = [f for f in flags if f.rpartition(".")[2] == flag.rpartition(".")[2].lstrip("-")]
-    near = same_name[0] if same_name else _nearest(flag, [*flags, "--config", "--print-config", "--help"])
-    raise ConfigError("", f"{flag}: unknown setting" + (f"; did you mean {near!r}?" if near else ""))
+    hint = (
+        f"; did you mean {same_name[0]!r}?"
+        if same_name
+        else nearest_name(flag, [*flags, "--config", "--print-config", "--help"])
+    )
+    raise ConfigError("", f"{flag}: unknown setting{hint}")
 
 
 def _put_words(into: _Values, words: Sequence[tuple[str, str]]) -> None:
@@ -417,87 +234,28 @@ def _check_combinations(config: Config) -> None:
 
 
 def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
-    """(setting, whether it has an effect here, when it has one)."""
+    """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
+    one flag shall be enough to do without it."""
     return (
         ("tokenizer.path", config.tokenizer.kind != "default", "[tokenizer] kind = tiktoken or sentencepiece"),
         ("data.path", config.data.dataset != "python_stdlib", "[data] dataset = text or jsonl"),
         ("data.text_field", config.data.dataset == "jsonl", "[data] dataset = jsonl"),
-        ("data.prefetch", config.data.num_workers > 0, "[data] num_workers > 0"),
         (
             "lr_schedule.decay_steps",
             config.lr_schedule.name == "warmup_stable_decay",
             "[lr_schedule] name = warmup_stable_decay",
         ),
-        ("evaluation.max_samples", config.evaluation.interval_steps > 0, "[evaluation] interval_steps > 0"),
     )
 
 
-# ---------------------------------------------------------------- what is printed
-
-
-def to_toml(config: Config) -> str:
-    """The whole configuration, every default written out; load_config reads it back equal."""
-    lines = []
-    for section, members in settings().items():
-        lines.append(f"[{section}]")
-        values = getattr(config, section)
-        lines += [f"{name} = {toml_value(getattr(values, name))}" for name in members]
-        lines.append("")
-    return "\n".join(lines)
-
-
 def fixed_settings(config: Config) -> dict[str, Any]:
-    """"section.name" -> value of all settings that a resumed run must have in common with its checkpoint."""
+    """ "section.name" -> value of all settings that a resumed run must have in common with its checkpoint."""
     return {
         f"{section}.{name}": getattr(getattr(config, section), name)
         for section, members in settings().items()
         for name, setting in members.items()
         if setting.rule.fixed
     }
-
-
-def _limits(setting: Setting) -> str:
-    """Unit and range, as they stand in brackets behind a default."""
-    rule = setting.rule
-    parts = [rule.unit] if rule.unit else []
-    if rule.low is not None:
-        parts.append(f"at least {rule.low}")
-    if rule.above is not None:
-        parts.append(f"above {rule.above}")
-    if rule.high is not None:
-        parts.append(f"at most {rule.high}")
-    if rule.fixed:
-        parts.append("fixed on resume")
-    return ", ".join(parts)
-
-
-def help_text() -> str:
-    lines = [
-        USAGE,
-        "",
-        "Settings come from the TOML file (default: train_configs/debug.toml); the command line replaces single ones.",
-        "--print-config prints the resulting file and exits.",
-    ]
-    for section, members in settings().items():
-        lines += ["", f"[{section}]"]
-        for s in members.values():
-            flag = s.flag + (".NAME" if _is_mapping(s.kind) else "")
-            limits = _limits(s)
-            lines.append(f"  {flag}: {describe(s.kind)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits)))
-            lines.append(f"      {s.doc}")
-    return "\n".join(lines)
-
-
-def settings_as_markdown() -> str:
-    """The text of docs/configuration.md below its introduction: one table for each section."""
-    lines = []
-    for section, members in settings().items():
-        lines += [f"## [{section}]", "", "| key | type | default | unit, range | meaning |", "|---|---|---|---|---|"]
-        for s in members.values():
-            cells = (f"`{s.name}`", describe(s.kind), f"`{toml_value(s.default)}`", _limits(s), s.doc)
-            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-        lines.append("")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- the start of every command

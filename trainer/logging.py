@@ -1,4 +1,4 @@
-"""Lines for people. Ranks named in LOG_RANK (default: 0) print everything, the others only warnings."""
+"""Lines for people, printed by the ranks named in LOG_RANK (default: 0; several as 0,3; or all)."""
 
 import os
 import sys
@@ -25,7 +25,8 @@ def info(text: str) -> None:
 
 
 def warning(text: str) -> None:
-    print(_line(f"warning: {text}"), file=sys.stderr, flush=True)
+    if _chosen():
+        print(_line(f"warning: {text}"), file=sys.stderr, flush=True)
 
 
 def on_terminal() -> bool:

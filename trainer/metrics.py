@@ -92,7 +92,9 @@ class Metrics:
     def due(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step in (1, self.first_step + 1, self.steps)
 
-    def record_training(self, step: int, loss: float, grad_norm: float, rate: float, tokens_seen: int, tokens: int) -> None:
+    def record_training(
+        self, step: int, loss: float, grad_norm: float, rate: float, tokens_seen: int, tokens: int
+    ) -> None:
         """tokens: of one step, over all ranks. The caller has read loss and grad_norm from the device, so its work is done."""
         spent = self.watch.spent
         aside = sum(seconds for activity, seconds in spent.items() if activity != "data")

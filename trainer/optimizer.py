@@ -44,7 +44,9 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: OptimizerConfig, model_group: ProcessGroup):
         """model_group: all ranks that hold a part of the model."""
         self.names = {p: name for name, p in model.named_parameters()}
-        self.copies = torch.tensor([_copies(p) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device)
+        self.copies = torch.tensor(
+            [_copies(p) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device
+        )
         self.inner = OPTIMIZERS[config.name](model, config)
         self.model_group = model_group
 

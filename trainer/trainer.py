@@ -25,7 +25,7 @@ from trainer.data.store import open_store
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.distributed import leader_first, sum_over
 from trainer.evaluate import HeldOut
-from trainer.load_config import fixed_settings, nearest_name, to_toml
+from trainer.load_config import fixed_settings
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
@@ -34,6 +34,8 @@ from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.step import SpmdStep, count_targets
 from trainer.schedule import learning_rate
+from trainer.settings import nearest_name
+from trainer.show_config import to_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +275,7 @@ class Trainer:
         random = devices.random_state(self.device)
         tensors = self._tensors() | {f"random/{dist.get_rank()}/{name}": t for name, t in random.items()}
         with self.metrics.watch.on("checkpoint"):
-            saved = checkpoint.save(
-                self.folder / "checkpoints", self.steps_done, tensors, state, to_toml(self.config)
-            )
+            saved = checkpoint.save(self.folder / "checkpoints", self.steps_done, tensors, state, to_toml(self.config))
         seconds = self.metrics.watch.spent["checkpoint"]
         logging.info(f"saved {saved} in {seconds:.1f} s")
         self.metrics.record_event({"kind": "checkpoint", "step": self.steps_done, "blocked_s": seconds})

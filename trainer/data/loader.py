@@ -5,6 +5,7 @@ leaves of local_batch_size; at accumulation j, data-parallel rank r of W takes l
 content of a step depends on W, so the whole state of the data is the cursor.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -94,8 +95,9 @@ def training_batches(
     The loader's own state is never saved: the cursor says all, whatever the number of workers and what they prefetched.
     """
     workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
-    return iter(
-        StatefulDataLoader(
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 calls what torch has deprecated
+        loader = StatefulDataLoader(
             _Leaves(samples, order, cut.local_batch_size),
             batch_size=None,
             sampler=_LeafSampler(cut, cursor),
@@ -103,7 +105,7 @@ def training_batches(
             pin_memory=pin_memory,
             **workers,
         )
-    )
+    return iter(loader)
 
 
 def held_out_batches(samples: WrappedSamples, num_samples: int, cut: Cut) -> Iterator[Batch]:

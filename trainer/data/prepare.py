@@ -199,9 +199,7 @@ def _tokenize_all(work: _Work, tokenizer: Tokenizer, parts: list[list[Span]], pr
             done = (_tokenize(work, tokenizer, *job) for job in enumerate(parts))
         else:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(
-                ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (work,))
-            )
+            pool = stack.enter_context(ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (work,)))
             done = pool.map(_tokenize_in_worker, range(len(parts)), parts)
         for text_bytes in done:
             bar.update(text_bytes)
@@ -210,7 +208,9 @@ def _tokenize_all(work: _Work, tokenizer: Tokenizer, parts: list[list[Span]], pr
 # ---------------------------------------------------------------- second pass: one shuffled order
 
 
-def _build(source: Source, data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, folder: Path) -> None:
+def _build(
+    source: Source, data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, folder: Path
+) -> None:
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
     parts = _parts(source)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Train: ./run_llama_train.sh --config train_configs/debug.toml [--section.key value ...]
+#
+# NGPU          processes on this machine (default: its GPUs, or 1 on a CPU)
+# NNODES        machines (1);  NODE_RANK  number of this one (0)
+# MASTER_ADDR   first machine (localhost);  MASTER_PORT  a free port there (29500)
+# LOG_RANK      ranks that print, e.g. 0,3 or all (0)
+# PYTHON        interpreter to begin with (python3)
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$ROOT/scripts/environment.sh"
+use_environment ""
+
+if [ -z "${NGPU:-}" ]; then
+    NGPU=0
+    if command -v nvidia-smi >/dev/null; then
+        NGPU="$(cd "$ROOT" && "$PYTHON" -c 'from trainer import device; print(device.count())')"
+    fi
+    if [ "$NGPU" = 0 ]; then NGPU=1; fi
+fi
+export NGPU
+
+# exec: signals reach the trainer (or the launcher, which passes them on), and its exit code is the script's.
+if [ "$NGPU" = 1 ] && [ "${NNODES:-1}" = 1 ]; then
+    exec "$PYTHON" "$ROOT/train.py" "$@"
+fi
+exec "$PYTHON" "$ROOT/scripts/launch.py" "$@"

@@ -1,0 +1,44 @@
+# Sourced by run_llama_train.sh and scripts/run_tests.sh: find a Python that has what pyproject.toml asks for, or make one.
+#
+#   use_environment MODULES [EXTRA]     sets PYTHON; EXTRA is an optional-dependency group of pyproject.toml
+#
+# The current interpreter is used as it is if it has the modules. Otherwise .venv in this clone is used, and made or
+# completed if needed; nothing outside the clone is ever changed. PYTHON=... chooses the interpreter to begin with.
+
+has_modules() { # PYTHON MODULES
+    "$1" - "$2" >/dev/null 2>&1 <<'PYTHON_CODE'
+import importlib.metadata, importlib.util, sys
+assert sys.version_info >= (3, 10)
+assert all(importlib.util.find_spec(name) for name in sys.argv[1].split())
+major, minor = importlib.metadata.version("torch").split(".")[:2]
+assert (2, 11) <= (int(major), int(minor)) < (2, 14)
+PYTHON_CODE
+}
+
+use_environment() {
+    local modules="numpy sentencepiece tensorboard tiktoken tomli torch torchdata tqdm $1"
+    local extra="${2:+[$2]}"
+    local venv="$ROOT/.venv"
+    PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"
+    if [ -z "$PYTHON" ]; then
+        echo "no python3 on the PATH: Python 3.10 or newer is needed" >&2
+        exit 2
+    fi
+    if has_modules "$PYTHON" "$modules"; then
+        return
+    fi
+    if has_modules "$venv/bin/python" "$modules"; then
+        PYTHON="$venv/bin/python"
+        return
+    fi
+    if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "$PYTHON is $("$PYTHON" -V 2>&1): Python 3.10 or newer is needed; PYTHON=... names another" >&2
+        exit 2
+    fi
+    echo "$PYTHON lacks what pyproject.toml asks for: installing it into $venv (once)" >&2
+    if ! { "$PYTHON" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet -e "$ROOT$extra"; } >&2; then
+        echo "could not make $venv: see the messages above" >&2
+        exit 2
+    fi
+    PYTHON="$venv/bin/python"
+}

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Run the checks and the tests: scripts/run_tests.sh [pytest arguments]
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$ROOT/scripts/environment.sh"
+use_environment "pytest ruff" dev
+
+cd "$ROOT"
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+exec "$PYTHON" -m pytest "$@"

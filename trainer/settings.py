@@ -1,0 +1,198 @@
+"""The declarations of config.py, read: each setting with its type, rule, default and meaning, and what a single value
+of it may be."""
+
+import ast
+import difflib
+import functools
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from trainer import config as declarations
+from trainer.config import Config, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One declared setting; `kind` is its type without annotations."""
+
+    section: str
+    name: str
+    kind: Any
+    rule: Rule
+    default: Any
+    doc: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.section}.{self.name}"
+
+    @property
+    def value_kind(self) -> Any:
+        """The type of one value: of the entries, where the setting is a table."""
+        return typing.get_args(self.kind)[1] if is_table(self.kind) else self.kind
+
+
+@functools.cache
+def settings() -> Mapping[str, Mapping[str, Setting]]:
+    """Section name -> setting name -> Setting, in the order of config.py."""
+    docs = _docstrings()
+    table = {}
+    defaults = Config()
+    for section in fields(Config):
+        cls = section.default_factory
+        if not is_dataclass(cls):
+            continue
+        hints = typing.get_type_hints(cls, include_extras=True)
+        table[section.name] = {
+            f.name: _setting(section.name, f.name, hints[f.name], defaults, docs[cls.__name__][f.name])
+            for f in fields(cls)
+        }
+    return table
+
+
+def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> Setting:
+    rule = Rule()
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, rule = typing.get_args(hint)
+    default = getattr(getattr(defaults, section), name)
+    return Setting(section=section, name=name, kind=hint, rule=rule, default=default, doc=doc)
+
+
+def _docstrings() -> dict[str, dict[str, str]]:
+    """Class name -> field name -> the string that follows the field in config.py."""
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(declarations)).body:
+        if isinstance(node, ast.ClassDef):
+            docs[node.name] = {
+                member.target.id: text.value.value
+                for member, text in zip(node.body, node.body[1:], strict=False)
+                if isinstance(member, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            }
+    return docs
+
+
+# ---------------------------------------------------------------- one value
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The members of a union; any other type alone."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def is_table(kind: Any) -> bool:
+    """Whether the setting is a table of entries that a user names."""
+    return typing.get_origin(kind) is Mapping
+
+
+def describe(kind: Any) -> str:
+    """The type in a user's words, as it stands behind 'expected'."""
+    if len(_options(kind)) > 1:
+        return " or ".join(map(describe, _options(kind)))
+    if typing.get_origin(kind) is typing.Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {len(typing.get_args(kind))} numbers"
+    if is_table(kind):
+        return "a table"
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
+    return names[kind]
+
+
+def convert(raw: Any, kind: Any) -> Any:
+    """The value of `kind` that a TOML value means. Raises ValueError where there is none."""
+    if len(_options(kind)) > 1:
+        for option in _options(kind):
+            try:
+                return convert(raw, option)
+            except ValueError:
+                continue
+        raise ValueError
+    if typing.get_origin(kind) is typing.Literal:
+        if isinstance(raw, str) and raw in typing.get_args(kind):
+            return raw
+        raise ValueError
+    if typing.get_origin(kind) is tuple:
+        members = typing.get_args(kind)
+        if not isinstance(raw, list | tuple) or len(raw) != len(members):
+            raise ValueError
+        return tuple(convert(r, m) for r, m in zip(raw, members, strict=True))
+    if kind is type(None):
+        if raw == "none":
+            return None
+        raise ValueError
+    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if type(raw) is not kind:
+        raise ValueError
+    return raw
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """The value of `kind` that a command-line word means. Raises ValueError where there is none."""
+    if len(_options(kind)) > 1:
+        for option in _options(kind):
+            try:
+                return from_text(text, option)
+            except ValueError:
+                continue
+        raise ValueError
+    if kind is bool:
+        if text in ("true", "false"):
+            return text == "true"
+        raise ValueError
+    if kind is int:
+        if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
+            return int(text)
+        raise ValueError
+    if kind is float:
+        return float(text)
+    if typing.get_origin(kind) is tuple:
+        words = text.strip("[]").split(",")
+        members = typing.get_args(kind)
+        if len(words) != len(members):
+            raise ValueError
+        return tuple(from_text(w.strip(), m) for w, m in zip(words, members, strict=True))
+    return convert(text, kind)
+
+
+def broken_rule(value: Any, rule: Rule) -> str:
+    """What is wrong with a value of the right type, or "". Text and tables have no range."""
+    if isinstance(value, tuple):
+        return next(filter(None, (broken_rule(v, rule) for v in value)), "")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if not math.isfinite(value):
+        return "must be finite"
+    low = rule.low is not None and value < rule.low
+    high = rule.high is not None and value > rule.high
+    if (low or high) and rule.low is not None and rule.high is not None:
+        return f"must be between {rule.low} and {rule.high}"
+    if low:
+        return f"must be at least {rule.low}"
+    if high:
+        return f"must be at most {rule.high}"
+    if rule.above is not None and value <= rule.above:
+        return f"must be above {rule.above}"
+    return ""
+
+
+def nearest_name(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
+    """The end of an error line: "; did you mean 'x'?", or "" where nothing is near."""
+    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {show.format(near[0])}?" if near else ""
+
+
+def expected(kind: Any, raw: Any) -> str:
+    """What stands behind the value that `convert` or `from_text` refused."""
+    words = [
+        w for option in _options(kind) if typing.get_origin(option) is typing.Literal for w in typing.get_args(option)
+    ]
+    return f"expected {describe(kind)}" + (nearest_name(raw, words) if isinstance(raw, str) else "")

@@ -1,0 +1,63 @@
+"""A configuration as text: TOML, --help, and the tables of docs/configuration.md."""
+
+from trainer.config import Config, toml_value
+from trainer.settings import Setting, describe, is_table, settings
+
+USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]"
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, every default written out; load_config reads it back equal."""
+    lines = []
+    for section, members in settings().items():
+        lines.append(f"[{section}]")
+        values = getattr(config, section)
+        lines += [f"{name} = {toml_value(getattr(values, name))}" for name in members]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _limits(setting: Setting) -> str:
+    """Unit and range, as they stand in brackets behind a default."""
+    rule = setting.rule
+    parts = [rule.unit] if rule.unit else []
+    if rule.low is not None:
+        parts.append(f"at least {rule.low}")
+    if rule.above is not None:
+        parts.append(f"above {rule.above}")
+    if rule.high is not None:
+        parts.append(f"at most {rule.high}")
+    if rule.fixed:
+        parts.append("fixed on resume")
+    return ", ".join(parts)
+
+
+def help_text() -> str:
+    lines = [
+        USAGE,
+        "",
+        "Settings come from the TOML file (default: train_configs/debug.toml); the command line replaces single ones.",
+        "--print-config prints the resulting file and exits.",
+    ]
+    for section, members in settings().items():
+        lines += ["", f"[{section}]"]
+        for s in members.values():
+            flag = s.flag + (".NAME" if is_table(s.kind) else "")
+            limits = _limits(s)
+            lines.append(
+                f"  {flag}: {describe(s.kind)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits))
+            )
+            lines.append(f"      {s.doc}")
+    return "\n".join(lines)
+
+
+def settings_as_markdown() -> str:
+    """The text of docs/configuration.md below its introduction: one table for each section."""
+    lines = []
+    for section, members in settings().items():
+        lines += [f"## [{section}]", "", "| key | type | default | unit, range | meaning |", "|---|---|---|---|---|"]
+        for s in members.values():
+            cells = (f"`{s.name}`", describe(s.kind), f"`{toml_value(s.default)}`", _limits(s), s.doc)
+            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
