@@ -1,0 +1,88 @@
+"""Ranks that stay: processes in a gloo group, started once, that run one function after the other."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    # Torch is loaded here, in the rank, and one thread each: more ranks than cores share them.
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send((function(*args), None))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+    os._exit(0)  # see trainer.distributed.finish
+
+
+class RankError(Exception):
+    """A function raised on a rank; the text is its traceback."""
+
+
+class GlooPool:
+    def __init__(self, size: int):
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory()
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.mktemp(dir=self.folder.name)
+        self.pipes = []
+        self.processes = []
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, there))
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(*args) on every rank, together; the results in the order of the ranks. The function must be one that
+        can be imported. Raises RankError; the ranks are then started anew, since others may wait for the one that failed."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(TIMEOUT_S):
+                    raise EOFError("no answer")
+                result, error = pipe.recv()
+            except EOFError as ended:
+                result, error = None, f"the rank ended: {ended}"
+            if error:
+                self._stop()
+                self._start()
+                raise RankError(f"rank {rank} of {self.size}\n{error}")
+            results.append(result)
+        return results
+
+    def _stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+        self._stop()
+        self.folder.cleanup()
