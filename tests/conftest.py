@@ -25,7 +25,7 @@ def ranks() -> Iterator[Callable[[int], GlooPool]]:
         started.close()
 
 
-WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had by".split()
+WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "with", "his")
 
 
 def write_corpus(folder: Path, documents: int, seed: int = 0) -> Path:

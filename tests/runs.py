@@ -39,7 +39,7 @@ class RecordingTrainer(Trainer):
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def hash_of(tensors: dict[str, torch.Tensor]) -> str:

@@ -236,4 +236,4 @@ def toml_value(value) -> str:
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
-    return repr(value)
+    return str(value)

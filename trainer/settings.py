@@ -95,7 +95,7 @@ def is_table(kind: Any) -> bool:
 def describe(kind: Any) -> str:
     """The type in a user's words, as it stands behind 'expected'."""
     if len(_options(kind)) > 1:
-        return " or ".join(map(describe, _options(kind)))
+        return " or ".join(describe(k) for k in _options(kind) if not (k is int and float in _options(kind)))
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
@@ -185,9 +185,10 @@ def broken_rule(value: Any, rule: Rule) -> str:
 
 
 def nearest_name(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
-    """The end of an error line: "; did you mean 'x'?", or "" where nothing is near."""
-    near = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {show.format(near[0])}?" if near else ""
+    """The end of an error line: "; did you mean 'x'?", or "" where nothing is near. Case is no difference."""
+    names = {name.lower(): name for name in candidates}
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return f"; did you mean {show.format(names[near[0]])}?" if near else ""
 
 
 def expected(kind: Any, raw: Any) -> str:

@@ -63,7 +63,7 @@ LLAMA2 = {
 
 LLAMA3 = {
     # Small enough for a laptop, divisible enough for every layout on eight ranks; the vocabulary is the shipped tokenizer's.
-    "debug": LlamaSizes(dim=256, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=704, vocab_size=2048),
+    "debug": LlamaSizes(dim=128, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=352, vocab_size=2048),
     "8b": LlamaSizes(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256),
     "70b": LlamaSizes(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256),
 }

@@ -250,7 +250,7 @@ def _build(
     shutil.rmtree(partial)
     if problems:
         where, reason = problems[0]
-        logging.warning(f"{len(problems)} documents were left out; the first: {where}: {reason}")
+        logging.warning(f"documents left out: {len(problems)}; the first: {where}: {reason}")
     train = splits["train"]
     logging.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")
 

@@ -1,0 +1,94 @@
+"""Which samples a step sees, and what is in them."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from trainer.batch import IGNORED
+from trainer.config import DataConfig
+from trainer.data.loader import Cut, SampleOrder, held_out_batches, training_batches
+from trainer.data.packing import WrappedSamples
+from trainer.data.store import TokenStore
+
+SEQ = 4
+
+
+def samples(num_samples=37):
+    """Token i is i; documents of eleven tokens."""
+    tokens = np.arange(num_samples * SEQ + 1)
+    return WrappedSamples(TokenStore(tokens, np.append(np.arange(0, len(tokens), 11), len(tokens))), SEQ)
+
+
+def cut(rank=0, ranks=1, global_batch_size=12, local_batch_size=2):
+    return Cut(global_batch_size=global_batch_size, local_batch_size=local_batch_size, rank=rank, ranks=ranks)
+
+
+def numbers(batch):
+    """Which samples are in a batch."""
+    return (batch.tokens[:, 0] // SEQ).tolist()
+
+
+def step_samples(ranks, cursor, step, num_workers=0):
+    """The samples of a step, accumulation by accumulation, rank by rank."""
+    order = SampleOrder(37, seed=3, shuffle=True)
+    per_rank = []
+    for rank in range(ranks):
+        mine = cut(rank, ranks)
+        config = DataConfig(num_workers=num_workers)
+        batches = training_batches(samples(), order, mine, cursor, config, pin_memory=False)
+        per_rank.append(list(islice(batches, step * mine.grad_accum, (step + 1) * mine.grad_accum)))
+    return [n for leaves in zip(*per_rank, strict=True) for batch in leaves for n in numbers(batch)]
+
+
+def test_labels_are_the_next_tokens():
+    batch = samples().batch(np.array([2, 0]))
+    assert batch.tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    assert batch.labels.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
+    assert batch.documents.tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+
+
+def test_samples_cover_every_token_once():
+    assert len(samples(5)) == 5
+    assert len(WrappedSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ)) == 4
+    assert len(WrappedSamples(TokenStore(np.arange(0), np.array([0])), SEQ)) == 0
+    labels = samples(5).batch(np.arange(5)).labels.flatten().tolist()
+    assert labels == list(range(1, 21))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_the_samples_of_a_step_do_not_depend_on_the_ranks(ranks):
+    for step in range(7):
+        assert step_samples(ranks, 0, step) == step_samples(1, 0, step)
+
+
+def test_the_cursor_says_where_to_go_on():
+    assert step_samples(2, 24, 0) == step_samples(1, 0, 2)
+
+
+def test_workers_change_nothing():
+    assert step_samples(2, 12, 1, num_workers=2) == step_samples(2, 12, 1)
+
+
+def test_each_epoch_visits_every_sample_once_in_an_order_of_its_own():
+    order = SampleOrder(37, seed=3, shuffle=True)
+    epochs = [order(np.arange(e * 37, (e + 1) * 37)).tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    across = order(np.arange(30, 50)).tolist()
+    assert across == epochs[0][30:] + epochs[1][:13]
+
+
+def test_without_shuffling_samples_come_as_stored():
+    assert SampleOrder(37, 3, shuffle=False)(np.arange(35, 40)).tolist() == [35, 36, 0, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_held_out_batches_come_even_on_all_ranks(ranks):
+    per_rank = [list(held_out_batches(samples(), 7, cut(rank, ranks))) for rank in range(ranks)]
+    assert len({len(batches) for batches in per_rank}) == 1
+    targets = [
+        label for batches in per_rank for b in batches for label in b.labels.flatten().tolist() if label != IGNORED
+    ]
+    assert sorted(targets) == list(range(1, 7 * SEQ + 1))

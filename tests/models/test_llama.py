@@ -1,0 +1,133 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import MODELS
+from models.llama.model import Attention, Llama, rope_frequencies, rotate
+from models.llama.sizes import LlamaSizes
+
+SMALL = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
+CPU = torch.device("cpu")
+
+
+def build(sizes: LlamaSizes) -> Llama:
+    torch.manual_seed(0)
+    return Llama(sizes)
+
+
+def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 10):
+    tokens = torch.randint(sizes.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.arange(seq).repeat(batch, 1), torch.zeros(batch, seq, dtype=torch.int64)
+
+
+def test_rotation_is_a_complex_product():
+    x = torch.randn(2, 3, 5, 8)
+    frequencies = 1 / 10_000 ** (torch.arange(0, 8, 2) / 8)
+    angles = torch.outer(torch.arange(5), frequencies)
+    expected = torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones(5, 4), angles)
+    )
+    torch.testing.assert_close(rotate(x, (angles.cos(), angles.sin())), expected.flatten(-2))
+
+
+def test_frequencies_without_scaling():
+    sizes = replace(SMALL, rope_theta=10_000.0)
+    torch.testing.assert_close(rope_frequencies(sizes, CPU), 1 / 10_000 ** (torch.arange(0, 8, 2) / 8))
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama3.1", "8b"), ("llama3.2", "1b")])
+def test_frequencies_scaled_as_in_llama_3_1(family, size):
+    """The published rule, written out pair by pair: by wavelength, with the two borders."""
+    sizes = MODELS[family].sizes[size]
+    expected = []
+    for pair in range(sizes.head_dim // 2):
+        frequency = 500_000.0 ** (-2 * pair / sizes.head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength > 8192 / 1.0:
+            frequency /= sizes.rope_factor
+        elif wavelength > 8192 / 4.0:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            frequency = (1 - smooth) * frequency / sizes.rope_factor + smooth * frequency
+        expected.append(frequency)
+    torch.testing.assert_close(rope_frequencies(sizes, CPU), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert len({round(f / 500_000.0 ** (-2 * i / sizes.head_dim), 3) for i, f in enumerate(expected)}) > 3
+
+
+def test_grouped_query_attention_is_attention_with_repeated_heads():
+    torch.manual_seed(0)
+    attention = Attention(SMALL)
+    x = torch.randn(2, 6, 32)
+    _, positions, documents = inputs(SMALL, seq=6)
+    rope = build(SMALL).rope(positions)
+    q = rotate(attention.wq(x).view(2, 6, 4, 8).transpose(1, 2), rope)
+    k = rotate(attention.wk(x).view(2, 6, 2, 8).transpose(1, 2), rope).repeat_interleave(2, dim=1)
+    v = attention.wv(x).view(2, 6, 2, 8).transpose(1, 2).repeat_interleave(2, dim=1)
+    scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    expected = attention.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(attention(x, rope, positions, documents), expected)
+
+
+def test_a_token_sees_only_what_stands_before_it():
+    model = build(SMALL)
+    tokens, positions, documents = inputs(SMALL)
+    changed = tokens.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % SMALL.vocab_size
+    before, after = model(tokens, positions, documents), model(changed, positions, documents)
+    torch.testing.assert_close(before[:, :6], after[:, :6])
+    assert (before[:, 6:] - after[:, 6:]).abs().amax(-1).min() > 1e-4
+
+
+def test_logits_depend_on_distances_not_on_absolute_positions():
+    model = build(SMALL)
+    tokens, positions, documents = inputs(SMALL)
+    torch.testing.assert_close(model(tokens, positions, documents), model(tokens, positions + 100, documents))
+
+
+def test_a_head_is_applied_inside_the_output_module():
+    model = build(SMALL)
+    tokens, positions, documents = inputs(SMALL)
+    logits = model(tokens, positions, documents)
+    assert logits.shape == (2, 10, 64)
+    torch.testing.assert_close(model(tokens, positions, documents, head=F.linear), logits)
+
+
+def test_tied_embeddings_are_one_parameter():
+    model = build(replace(SMALL, tied_embeddings=True))
+    assert model.output.weight is model.tok_embeddings.weight
+    assert "output.weight" not in dict(model.named_parameters())
+
+
+def test_flops_are_counted_by_hand():
+    """One layer, dim 4, hidden 6, vocab 10, two heads, one kv head: every product written out."""
+    sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=6, vocab_size=10)
+    multiply_adds = 4 * 4 + 2 * (4 * 2) + 4 * 4 + 3 * (4 * 6) + 4 * 10
+    attention = 4 * (1 + 2 + 3 + 4 + 5) / 5 * 2  # token i looks at i keys; scores and values
+    assert Llama(sizes).flops_per_token(5) == 3 * 2 * (multiply_adds + attention)
+
+
+def test_flops_of_8b_are_six_for_each_parameter_of_a_product_and_attention():
+    with torch.device("meta"):
+        model = MODELS["llama3"].network(MODELS["llama3"].sizes["8b"])
+    in_products = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # neither the embedding nor the norms
+    assert model.flops_per_token(8192) == 6 * in_products + 6 * 32 * 4096 * 8193
+
+
+def test_initial_values_have_the_promised_spread():
+    model = build(SMALL)
+    for name, std in {
+        "tok_embeddings.weight": 0.02,
+        "layers.0.attention.wq.weight": 0.02,
+        "layers.1.attention.wo.weight": 0.01,
+        "layers.1.feed_forward.w2.weight": 0.01,
+        "output.weight": 0.02,
+    }.items():
+        rows = torch.empty(500, 500)
+        model.init_parameter(name, rows, torch.Generator().manual_seed(0))
+        assert rows.std().item() == pytest.approx(std, rel=0.02)
+        assert abs(rows.mean().item()) < 0.001
+    rows = torch.empty(8)
+    model.init_parameter("layers.0.attention_norm.weight", rows, torch.Generator())
+    assert rows.tolist() == [1.0] * 8

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from trainer.config import ConfigError, ParallelConfig
+from trainer.parallel.dims import Meshes, ParallelDims
+
+
+def test_what_is_left_is_sharded_over():
+    dims = ParallelDims.of(ParallelConfig(dp_replicate=2), world_size=8)
+    assert (dims.dp_shard, dims.fsdp, dims.batch) == (4, 4, 8)
+    assert dims.pp * dims.dp_replicate * dims.dp_shard * dims.cp * dims.tp == dims.world_size == 8
+
+
+@pytest.mark.parametrize("world_size", range(1, 65))
+def test_degrees_make_up_the_world_or_are_refused(world_size):
+    for replicate in range(1, 9):
+        for shard in (-1, *range(1, 9)):
+            fits = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
+            config = ParallelConfig(dp_replicate=replicate, dp_shard=shard)
+            if fits:
+                dims = ParallelDims.of(config, world_size)
+                assert dims.dp_replicate * dims.dp_shard == world_size
+            else:
+                with pytest.raises(ConfigError):
+                    ParallelDims.of(config, world_size)
+
+
+def axes():
+    meshes = Meshes(ParallelDims.of(ParallelConfig(dp_replicate=2), world_size=4), torch.device("cpu"))
+    sizes = [{n: mesh[n].size() for n in mesh.mesh_dim_names} for mesh in (meshes.model, meshes.data, meshes.loss)]
+    model = meshes.model
+    return sizes, (
+        model["dp_replicate"].get_local_rank(),
+        model["fsdp"].get_local_rank(),
+        meshes.data["batch"].get_local_rank(),
+    )
+
+
+def test_every_axis_is_there_at_size_one_too(ranks):
+    results = ranks(4).run(axes)
+    for sizes, _ in results:
+        assert sizes == [
+            {"pp": 1, "dp_replicate": 2, "fsdp": 2, "tp": 1},
+            {"pp": 1, "batch": 4, "cp": 1, "tp": 1},
+            {"pp": 1, "loss": 4, "tp": 1},
+        ]
+    assert [place for _, place in results] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]

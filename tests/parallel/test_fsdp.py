@@ -1,0 +1,146 @@
+"""Which parameters are gathered together, how much at once, and for how long."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.llama.model import Llama
+from models.llama.plan import plan
+from models.llama.sizes import LlamaSizes
+from trainer.config import ParallelConfig
+from trainer.loss import CrossEntropyHead
+from trainer.parallel.dims import Meshes, ParallelDims
+from trainer.parallel.initialize import initialize
+from trainer.parallel.parallelize import parallelize
+
+VOCAB, DIM = 512, 32
+TABLE = VOCAB * DIM
+CPU = torch.device("cpu")
+
+
+def build(tied=False, dtype="fp32", **settings):
+    sizes = LlamaSizes(
+        dim=DIM, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCAB, tied_embeddings=tied
+    )
+    config = ParallelConfig(**settings)
+    with torch.device("meta"):
+        model = Llama(sizes)
+    parallelize(model, plan(sizes), Meshes(ParallelDims.of(config, dist.get_world_size()), CPU), config, dtype)
+    initialize(model, CPU, seed=0)
+    return model
+
+
+def units(tied, fsdp_units):
+    """The parameters of each unit, by the names of the modules that FSDP was given."""
+    model = build(tied, fsdp_units=fsdp_units)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for module in model.modules():
+        group = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group
+        if group:
+            unit = tuple(names[id(m)] for m in group.modules)
+            found[unit] = sorted(
+                f"{names[id(p._module_info.module)]}.{p._module_info.param_name}" for p in group.fsdp_params
+            )
+    return found
+
+
+BLOCKS = [("layers.0",), ("layers.1",)]
+
+
+def test_embedding_and_output_are_units_of_their_own(ranks):
+    found = ranks(2).run(units, False, "separate")[0]
+    assert set(found) == {*BLOCKS, ("tok_embeddings",), ("norm", "output")}
+    assert found["tok_embeddings",] == ["tok_embeddings.weight"]
+    assert found["norm", "output"] == ["norm.weight", "output.weight"]
+    assert len(found["layers.0",]) == 9
+
+
+def test_tied_embeddings_are_one_unit_with_the_norm(ranks):
+    found = ranks(2).run(units, True, "separate")[0]
+    assert set(found) == {*BLOCKS, ("tok_embeddings", "norm", "output")}
+    assert found["tok_embeddings", "norm", "output"] == ["norm.weight", "tok_embeddings.weight"]
+
+
+def test_they_can_be_put_back_into_the_root(ranks):
+    found = ranks(2).run(units, False, "root")[0]
+    assert set(found) == {*BLOCKS, ("",)}
+    assert found["",] == ["norm.weight", "output.weight", "tok_embeddings.weight"]
+
+
+class Gathers(TorchDispatchMode):
+    """Elements of every all-gather."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "allgather" in str(func):
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def one_step(settings):
+    """Sizes of all gathers of a step, and the elements that are gathered while the first block computes."""
+    model = build(**settings)
+    gathered = []
+
+    def look(*_):
+        gathered.append(sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor)))
+
+    model.layers["0"].feed_forward.register_forward_hook(look)
+    tokens = torch.arange(16)[None]
+    labels = tokens + 1
+    with Gathers() as gathers:
+        model(tokens, tokens, tokens, head=CrossEntropyHead(labels, 1024)).backward()
+    return gathers.sizes, gathered[0], sum(p.numel() for p in model.layers["0"].parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_gather_is_larger_than_one_table_and_the_final_norm(ranks, tied):
+    sizes, gathered, block = ranks(2).run(one_step, {"tied": tied})[0]
+    assert max(sizes) == TABLE + DIM
+    # Untied, no table is held while the blocks compute; tied, the one table has to serve both ends.
+    assert gathered == block + (TABLE + DIM if tied else 0)
+
+
+def test_in_the_root_both_tables_are_gathered_at_once_and_held(ranks):
+    sizes, gathered, block = ranks(2).run(one_step, {"fsdp_units": "root"})[0]
+    assert max(sizes) == 2 * TABLE + DIM
+    assert gathered == block + 2 * TABLE + DIM
+
+
+@pytest.mark.parametrize(
+    ("setting", "gathers"),
+    # Forward: embedding, two blocks, output. Backward: whatever was freed, the embedding too (FSDP does not know that
+    # its gradient needs no values).
+    [("default", 7), ("always", 8), ("never", 4), (2, 8)],
+)
+def test_resharding_decides_what_is_gathered_again(ranks, setting, gathers):
+    sizes, _, _ = ranks(4).run(one_step, {"reshard_after_forward": setting})[0]
+    assert len(sizes) == gathers
+
+
+def precision(dtype):
+    model = build(dtype=dtype)
+    seen = {}
+    model.layers["0"].attention.wq.register_forward_hook(
+        lambda m, args, out: seen.update(wq=(args[0].dtype, out.dtype))
+    )
+    rope = []
+    model.layers["0"].register_forward_pre_hook(lambda m, args: rope.append(args[1][0].dtype))
+    tokens = torch.arange(16)[None]
+    model(tokens, tokens, tokens, head=CrossEntropyHead(tokens, 1024)).backward()
+    return seen["wq"], rope[0], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_precision_policy_holds_on_one_rank_too(ranks, size):
+    computed, rope, parameters, gradients = ranks(size).run(precision, "bf16")[0]
+    assert computed == (torch.bfloat16, torch.bfloat16)
+    assert rope == torch.float32  # angles of long positions have no meaning in bf16
+    assert parameters == gradients == {torch.float32}

@@ -1,0 +1,58 @@
+from models.llama.model import Llama
+from models.llama.sizes import LlamaSizes
+from tests.parallel.test_fsdp import build
+from tests.runs import full, hash_of
+
+
+def weights(settings):
+    return hash_of(dict(build(**settings).named_parameters()))
+
+
+def test_initial_weights_do_not_depend_on_the_layout(ranks):
+    for tied in (False, True):
+        hashes = {
+            *ranks(1).run(weights, {"tied": tied}),
+            *ranks(2).run(weights, {"tied": tied}),
+            *ranks(4).run(weights, {"tied": tied}),
+            *ranks(4).run(weights, {"tied": tied, "dp_replicate": 2}),
+            *ranks(4).run(weights, {"tied": tied, "fsdp_units": "root"}),
+        }
+        assert len(hashes) == 1
+
+
+def spread():
+    model = build()
+    wq = full(model.get_parameter("layers.0.attention.wq.weight"))
+    halves = wq.chunk(2)
+    same = [
+        name
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and (full(p)[:2, :32] == full(model.get_parameter("output.weight"))[:2, :32]).all()
+    ]
+    return (halves[0] == halves[1]).any().item(), wq.std().item(), same
+
+
+def test_shards_and_parameters_are_drawn_independently(ranks):
+    """A generator seeded alike on all ranks would give every shard the same numbers."""
+    halves_agree, std, same = ranks(2).run(spread)[0]
+    assert not halves_agree
+    assert 0.015 < std < 0.025
+    assert same == ["output.weight"]
+
+
+def test_parameters_longer_than_one_generator_draws_are_filled(ranks):
+    assert all(ranks(2).run(long_table))
+
+
+def long_table():
+    import torch
+
+    from trainer.parallel.initialize import initialize
+
+    sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=4, vocab_size=2500)
+    with torch.device("meta"):
+        model = Llama(sizes)
+    initialize(model, torch.device("cpu"), seed=0)
+    table = model.tok_embeddings.weight
+    blocks = table[:1024], table[1024:2048]
+    return bool(table.std(dim=1).min() > 0 and not (blocks[0] == blocks[1]).any())

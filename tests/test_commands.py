@@ -1,0 +1,167 @@
+"""The commands as a user types them: output, exit codes, files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.runs import records
+
+SCRIPT = str(ROOT / "run_llama_train.sh")
+
+
+def environment(**more):
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("NGPU", "NNODES", "NODE_RANK", "MASTER_PORT", "LOG_RANK")
+    }
+    return inherited | {"PYTHON": sys.executable} | more
+
+
+def call(*command, cwd=None, **variables):
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env=environment(**variables),
+    )
+
+
+def test_one_process_trains_from_anywhere_and_says_what_it_does(tiny, tmp_path):
+    done = call(SCRIPT, *tiny, "--metrics.tensorboard", "true", cwd=tmp_path, NGPU="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    folder = tmp_path / "outputs" / "tiny"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+        "environment.json",
+        "metrics.jsonl",
+        "tb",
+    ]
+    assert [r["step"] for r in records(folder)] == [1, 2, 3, 4]
+    assert json.loads((folder / "environment.json").read_text())["world_size"] == 1
+    assert "step 4/4 | loss " in done.stdout
+
+    again = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="1")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout[9:] == "tiny is finished: step 4; a higher --training.steps trains on\n"
+
+
+def test_several_processes_train_to_the_same_losses(tiny, tmp_path):
+    for size in ("1", "2"):
+        done = call(SCRIPT, *tiny, "--run.name", size, cwd=tmp_path, NGPU=size)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+    one, two = (records(tmp_path / "outputs" / size) for size in ("1", "2"))
+    assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=5e-6)
+
+
+WRONG = {
+    "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
+    "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?",
+    "--parallel.dp_shard 3": None,
+    "--data.dataset text --data.path /no/such": "--data.path /no/such: no such file or folder, and no match as a pattern",
+}
+
+
+@pytest.mark.parametrize("ngpu", ["1", "2"])
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
+    done = call(SCRIPT, *command.split(), cwd=tmp_path, NGPU=ngpu)
+    here = f"--parallel.dp_shard 3: x dp_replicate 1 makes 3 ranks, but this run has {ngpu}; -1 takes what is left"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or here}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_that_only_the_ranks_can_find_is_told_once(tiny, tmp_path):
+    first = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
+    assert first.returncode == 0
+    done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=tmp_path, NGPU="2")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
+        "another --run.name starts a new run\n"
+    )
+
+
+VARIABLES = {
+    "NGPU=two": "NGPU=two: expected a whole number of at least 1",
+    "NGPU=0": "NGPU=0: expected a whole number of at least 1",
+    "NNODES=2": "NNODES=2: needs MASTER_ADDR, the name of the first machine",
+    "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
+    "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected a whole number of at least 1",
+}
+
+
+@pytest.mark.parametrize("variables", VARIABLES)
+def test_wrong_variables_are_one_line_and_exit_code_2(variables, tmp_path):
+    done = call(SCRIPT, cwd=tmp_path, **{"NGPU": "1"} | dict(v.split("=") for v in variables.split()))
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", VARIABLES[variables] + "\n")
+
+
+def test_print_config_prints_what_runs(tmp_path):
+    done = call(SCRIPT, "--training.steps", "7", "--print-config", cwd=tmp_path, NGPU="2")
+    assert done.returncode == 0
+    (tmp_path / "printed.toml").write_text(done.stdout)
+    again = call(SCRIPT, "--config", tmp_path / "printed.toml", "--print-config", cwd=tmp_path, NGPU="1")
+    assert again.stdout == done.stdout
+    assert "steps = 7" in done.stdout
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """Processes below the launcher that run train.py."""
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    return [int(pid) for pid, parent, args in rows if int(parent) == process.pid and "train.py" in args]
+
+
+@pytest.fixture
+def endless(tiny, tmp_path):
+    """A run on two ranks that has begun to train."""
+    process = subprocess.Popen(
+        [SCRIPT, *tiny, "--training.steps", "1000000", "--run.output_folder", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(NGPU="2"),
+    )
+    for line in process.stdout:
+        if "step" in line and "loss" in line:
+            break
+    yield process
+    process.kill()
+    process.wait()
+
+
+def gone(pids) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_signal_to_the_script_reaches_all_ranks(endless):
+    pids = ranks_of(endless)
+    assert len(pids) == 2
+    endless.send_signal(signal.SIGTERM)
+    endless.communicate(timeout=60)
+    assert endless.returncode == 128 + signal.SIGTERM
+    assert gone(pids)
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(endless):
+    pids = ranks_of(endless)
+    os.kill(pids[1], signal.SIGKILL)
+    _, errors = endless.communicate(timeout=60)
+    assert endless.returncode != 0
+    assert gone(pids)
+    assert "SIGKILL" in errors or "Connection" in errors

@@ -1,0 +1,105 @@
+"""The shipped configurations."""
+
+import pytest
+import tomli
+import torch
+
+from tests.conftest import ROOT
+from trainer.config import ConfigError
+from trainer.load_config import load_config
+from trainer.trainer import model_of, set_up
+
+FILES = sorted((ROOT / "train_configs").glob("*.toml"))
+
+# As published; each is the sum over the architecture's tensors in the model cards' checkpoints.
+PARAMETERS = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+}
+
+
+def load(file, tmp_path):
+    """With the files that a user would bring."""
+    names = ["--config", str(file)]
+    document = tomli.loads(file.read_text())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "tokenizer.model").touch()
+    if document["data"].get("path"):
+        names += ["--data.path", str(tmp_path / "data")]
+    if document.get("tokenizer", {}).get("path"):
+        names += ["--tokenizer.path", str(tmp_path / "tokenizer.model")]
+    return load_config(names)
+
+
+def test_all_promised_files_are_there():
+    assert {f.stem for f in FILES} >= {"debug", *PARAMETERS}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_a_shipped_file_loads_and_names_a_model_that_is_there(file, tmp_path):
+    model_of(load(file, tmp_path).model)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_model_has_the_published_number_of_parameters(name, tmp_path):
+    spec, sizes = model_of(load(ROOT / "train_configs" / f"{name}.toml", tmp_path).model)
+    with torch.device("meta"):
+        model = spec.network(sizes)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_the_debug_run_fits_one_to_eight_ranks(world_size):
+    setup = set_up(load_config([]), world_size)
+    assert setup.tokenizer.vocab_size == setup.sizes.vocab_size
+
+
+COMBINATIONS = {
+    "--model.name lama3": (
+        "--model.name lama3: expected one of llama2, llama3, llama3.1, llama3.2; did you mean 'llama3'?"
+    ),
+    "--model.size 8B": "--model.size 8B: expected one of debug, 8b, 70b for llama3; did you mean '8b'?",
+    "--model.overrides.n_layer 4": (
+        "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?"
+    ),
+    "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected a whole number",
+    "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",
+    "--model.overrides.norm_eps true": "--model.overrides.norm_eps true: expected a number",
+    "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1",
+    "--model.overrides.n_heads 7": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
+    "--model.overrides.n_heads 128": (
+        "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary positions turn pairs"
+    ),
+    "--model.overrides.n_kv_heads 3": "--model.overrides.n_kv_heads 3: n_kv_heads 3 must divide n_heads 8",
+    "--model.overrides.rope_factor -1": "--model.overrides.rope_factor -1: rope_factor -1.0 must be above 0",
+    "--model.overrides.vocab_size 1000": (
+        '[tokenizer] kind = "default" (default): the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000'
+    ),
+    "--parallel.dp_shard 3": (
+        "--parallel.dp_shard 3: x dp_replicate 1 makes 3 ranks, but this run has 4; -1 takes what is left"
+    ),
+    "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the 4 ranks of this run",
+    "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
+        "--parallel.dp_shard 4: x dp_replicate 2 makes 8 ranks, but this run has 4; -1 takes what is left"
+    ),
+    "--parallel.reshard_after_forward 4": (
+        "--parallel.reshard_after_forward 4: as a number it must divide dp_shard 4 and be smaller; "
+        "always reshards to all of them"
+    ),
+    "--training.global_batch_size 24": (
+        "--training.global_batch_size 24: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMBINATIONS)
+def test_a_combination_that_cannot_run_is_told_in_one_line(command):
+    config = load_config(command.split())
+    with pytest.raises(ConfigError) as error:
+        set_up(config, world_size=4)
+    assert config.explain(error.value) == COMBINATIONS[command]

@@ -1,0 +1,230 @@
+"""Settings from files and from the command line, and the exact line for each way of getting them wrong."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.config import Config, ConfigError, toml_value
+from trainer.load_config import load_config
+from trainer.settings import settings
+from trainer.show_config import help_text, settings_as_markdown, to_toml
+
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+def line_of(argv) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+COMMAND_LINES = {
+    "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
+    "--trainin.steps 5": "--trainin.steps: unknown setting; did you mean '--training.steps'?",
+    "--steps 5": "--steps: unknown setting; did you mean '--training.steps'?",
+    "--lr 1e-4": "--lr: unknown setting; did you mean '--optimizer.lr'?",
+    "--qqqq 5": "--qqqq: unknown setting",
+    "--training 5": "--training: unknown setting; did you mean '--training.steps'?",
+    "--training.steps.x 5": "--training.steps.x: unknown setting; did you mean '--training.steps'?",
+    "--confg x.toml": "--confg: unknown setting; did you mean '--config'?",
+    "--print-confg 1": "--print-confg: unknown setting; did you mean '--print-config'?",
+    "steps=5": "steps=5: unexpected argument; settings are written --section.key value",
+    "-training.steps 5": "-training.steps: unexpected argument; settings are written --section.key value",
+    "-- 5": "--: unexpected argument; settings are written --section.key value",
+    "--training.steps": "--training.steps: expects a value",
+    "--training.steps --run.seed 1": "--training.steps: expects a value",
+    "--config": "--config: expects a value",
+    "--training.steps 1e3": "--training.steps 1e3: expected a whole number",
+    "--training.steps 5.0": "--training.steps 5.0: expected a whole number",
+    "--training.steps=": "--training.steps : expected a whole number",
+    "--training.steps 0": "--training.steps 0: must be at least 1",
+    "--training.steps -5": "--training.steps -5: must be at least 1",
+    "--training.steps none": "--training.steps none: expected a whole number",
+    "--training.steps 5 --training.steps 6": "--training.steps 6: given twice",
+    "--optimizer.lr fast": "--optimizer.lr fast: expected a number",
+    "--optimizer.lr 0": "--optimizer.lr 0: must be above 0",
+    "--optimizer.lr nan": "--optimizer.lr nan: must be finite",
+    "--optimizer.lr inf": "--optimizer.lr inf: must be finite",
+    "--optimizer.betas 0.9": "--optimizer.betas 0.9: expected a list of 2 numbers",
+    "--optimizer.betas 0.9,high": "--optimizer.betas 0.9,high: expected a list of 2 numbers",
+    "--optimizer.betas 0.9,1.5": "--optimizer.betas 0.9,1.5: must be between 0 and 0.999999",
+    "--optimizer.name adam": "--optimizer.name adam: expected one of adamw; did you mean 'adamw'?",
+    "--training.max_norm 0": "--training.max_norm 0: must be above 0",
+    "--training.max_norm off": "--training.max_norm off: expected a number or none",
+    "--metrics.tensorboard yes": "--metrics.tensorboard yes: expected true or false",
+    "--metrics.tensorboard": "--metrics.tensorboard: expects a value",
+    "--run.seed -1": "--run.seed -1: must be between 0 and 9223372036854775807",
+    "--run.name a/b": "--run.name a/b: must be the name of one folder",
+    "--run.name ..": "--run.name ..: must be the name of one folder",
+    "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be between 0 and 0.5",
+    "--lr_schedule.name cosin": (
+        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
+    ),
+    "--lr_schedule.decay_steps 5": (
+        "--lr_schedule.decay_steps 5: has no effect here: only with [lr_schedule] name = warmup_stable_decay"
+    ),
+    "--lr_schedule.name warmup_stable_decay": (
+        "[lr_schedule] decay_steps = 0 (default): must be at least 1 with name = warmup_stable_decay"
+    ),
+    "--parallel.reshard_after_forward alwys": (
+        "--parallel.reshard_after_forward alwys: expected one of default, always, never or a whole number; "
+        "did you mean 'always'?"
+    ),
+    "--parallel.reshard_after_forward 1": (
+        "--parallel.reshard_after_forward 1: as a number of ranks it must be at least 2"
+    ),
+    "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for every rank that is left",
+    "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
+    "--model.overrides 4": "--model.overrides: a table; set one entry of it: --model.overrides.NAME VALUE",
+    "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
+    "--tokenizer.kind tiktoken": '[tokenizer] path = "" (default): needed with [tokenizer] kind = tiktoken',
+    "--tokenizer.kind tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
+    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with [tokenizer] kind = tiktoken or sentencepiece",
+    "--data.dataset jsonl": '[data] path = "" (default): needed with [data] dataset = jsonl',
+    "--data.dataset text --data.path no/such": (
+        "--data.path no/such: no such file or folder, and no match as a pattern"
+    ),
+    "--data.path x": "--data.path x: has no effect here: only with [data] dataset = text or jsonl",
+    "--data.text_field body": "--data.text_field body: has no effect here: only with [data] dataset = jsonl",
+    "--training.global_batch_size 6": "--training.global_batch_size 6: must be a multiple of local_batch_size 4",
+    "--data.held_out_fraction 0": (
+        f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
+def test_a_wrong_command_line_is_told_in_one_line(command):
+    words = ["--training.steps="] if command == "--training.steps=" else command.split()
+    assert line_of(words) == COMMAND_LINES[command]
+
+
+FILES = {
+    "[training]\nstpes = 5": "{f} [training] stpes: unknown key; did you mean 'steps'?",
+    "[training]\nlr = 5": "{f} [training] lr: unknown key; did you mean [optimizer] lr?",
+    "[trainng]\nsteps = 5": "{f} [trainng]: unknown section; did you mean [training]?",
+    "steps = 5": "{f} steps = 5: stands in no section; did you mean [training] steps?",
+    "training = 5": "{f} training = 5: stands in no section; write [training] as a table",
+    "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected a whole number',
+    "[training]\nsteps = true": "{f} [training] steps = true: expected a whole number",
+    "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected a whole number",
+    "[training]\nsteps = [5]": "{f} [training] steps = [5]: expected a whole number",
+    "[training]\nlocal_batch_size = -3": "{f} [training] local_batch_size = -3: must be at least 1",
+    "[training.steps]\na = 1": "{f} [training] steps = {{ a = 1 }}: expected a whole number",
+    "[training]\nsteps = 2024-01-01": "{f} [training] steps = 2024-01-01: expected a whole number",
+    "[optimizer]\nlr = '3e-4x'": '{f} [optimizer] lr = "3e-4x": expected a number',
+    "[optimizer]\nlr = nan": "{f} [optimizer] lr = nan: must be finite",
+    "[optimizer]\nbetas = [0.9]": "{f} [optimizer] betas = [0.9]: expected a list of 2 numbers",
+    "[metrics]\ntensorboard = 1": "{f} [metrics] tensorboard = 1: expected true or false",
+    "[model]\noverrides = 4": "{f} [model] overrides = 4: expected a table",
+    "[model.overrides]\nn_layers = 'x'": ('{f} [model.overrides] n_layers = "x": expected a number or true or false'),
+    "[training]\ncompute_dtype = 'bf1'": (
+        "{f} [training] compute_dtype = \"bf1\": expected one of bf16, fp32; did you mean 'bf16'?"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_wrong_file_is_told_in_one_line(text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert line_of(["--config", str(file)]) == FILES[text].format(f=file)
+
+
+@pytest.mark.parametrize(
+    "text", ["[training\nsteps = 5\n", "[training]\nsteps = 5\nsteps = 6\n", "=", "[run]\nname = 'x"]
+)
+def test_what_is_not_toml_is_told_with_its_place(text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    line = line_of(["--config", str(file)])
+    assert line.startswith(f"--config {file}: not valid TOML: ")
+    assert line.endswith(")")  # (at line 1, column 10)
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path):
+    (tmp_path / "debug.toml").touch()
+    assert line_of(["--config", f"{tmp_path}/debgu.toml"]) == (
+        f"--config {tmp_path}/debgu.toml: no such file; did you mean '{tmp_path}/debug.toml'?"
+    )
+
+
+def test_files_that_cannot_be_text_are_told(tmp_path):
+    assert line_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: is a folder, expected a TOML file"
+    (tmp_path / "x.toml").write_bytes(b"[run]\nname = '\xff'")
+    assert line_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
+    assert line_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: given twice"
+
+
+def test_the_command_line_replaces_the_file():
+    config = load_config(
+        [
+            *("--training.steps", "7", "--training.compute_dtype=bf16", "--metrics.tensorboard", "false"),
+            *("--parallel.dp_shard", "-1", "--optimizer.betas", "[0.8, 0.9]", "--training.max_norm", "none"),
+            *("--model.overrides.n_layers", "4", "--model.overrides.tied_embeddings=true", "--run.seed=1_000"),
+            *("--model.overrides.rope_theta", "1e4", "--parallel.reshard_after_forward", "4"),
+        ]
+    )
+    assert config.training.steps == 7
+    assert config.training.compute_dtype == "bf16"
+    assert config.metrics.tensorboard is False
+    assert config.parallel.dp_shard == -1
+    assert config.parallel.reshard_after_forward == 4
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.training.max_norm is None
+    assert config.run.seed == 1000
+    assert config.model.overrides == {"n_layers": 4, "tied_embeddings": True, "rope_theta": 1e4}
+    assert config.run.name == "debug"
+
+
+def test_single_overrides_join_those_of_the_file(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("[model]\noverrides = { n_layers = 2, dim = 64 }\n[training]\nmax_norm = 'none'")
+    config = load_config(["--config", str(file), "--model.overrides.dim", "32"])
+    assert config.model.overrides == {"n_layers": 2, "dim": 32}
+    assert config.training.max_norm is None
+
+
+def test_what_is_printed_reads_back_equal(tmp_path):
+    config = load_config(
+        ["--model.overrides.n_layers", "4", "--run.output_folder", 'a "b" \\ ü\n', "--optimizer.lr", "1e-7"]
+    )
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--config", str(tmp_path / "again.toml")]) == config
+
+
+def test_every_setting_has_a_meaning_and_stands_in_help_and_docs():
+    text, table = help_text(), (ROOT / "docs" / "configuration.md").read_text()
+    for members in settings().values():
+        for setting in members.values():
+            assert setting.doc
+            assert setting.flag in text
+    assert table.endswith(settings_as_markdown()), "run scripts/configuration_docs.py"
+
+
+def test_defaults_obey_their_own_rules(tmp_path):
+    (tmp_path / "defaults.toml").write_text(to_toml(Config()).replace('name = ""', 'name = "x"'))
+    load_config(["--config", str(tmp_path / "defaults.toml")])
+
+
+@pytest.mark.parametrize("value", ["plain", 'a"b', "tab\tnew\nline", "back\\slash", "\x7f\x00", "日本"])
+def test_strings_survive_toml(value):
+    import tomli
+
+    assert tomli.loads(f"x = {toml_value(value)}") == {"x": value}
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys; sys.argv = ['train.py', '--help']\n"
+        "try: import train; train.main()\n"
+        "except SystemExit as e: assert not e.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--training.steps: a whole number; default 1000 (steps, at least 1)" in done.stdout

@@ -1,0 +1,76 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from trainer.batch import IGNORED
+from trainer.loss import CrossEntropyHead
+
+
+def problem(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 16, generator=draw).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16, generator=draw).to(dtype).requires_grad_()
+    labels = torch.randint(50, (2, 7), generator=draw)
+    labels[0, 2:4] = IGNORED
+    return hidden, weight, labels
+
+
+def plain(hidden, weight, labels):
+    logits = F.linear(hidden, weight).float().flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 14, 100])
+def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(chunk_tokens):
+    hidden, weight, labels = problem()
+    (CrossEntropyHead(labels, chunk_tokens)(hidden, weight) / 12).backward()
+    reference = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    expected = plain(*reference, labels) / 12
+    expected.backward()
+    torch.testing.assert_close(CrossEntropyHead(labels, chunk_tokens)(hidden, weight) / 12, expected)
+    torch.testing.assert_close(hidden.grad, reference[0].grad)
+    torch.testing.assert_close(weight.grad, reference[1].grad)
+
+
+def test_the_value_is_fp32_also_in_bf16():
+    hidden, weight, labels = problem(torch.bfloat16)
+    loss = CrossEntropyHead(labels, 4)(hidden, weight)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, plain(hidden, weight, labels), rtol=1e-6, atol=0)
+    loss.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_without_gradients_none_are_made():
+    hidden, weight, labels = problem()
+    with torch.no_grad():
+        loss = CrossEntropyHead(labels, 4)(hidden, weight)
+    assert loss.grad_fn is None
+    torch.testing.assert_close(loss, plain(hidden, weight, labels).detach())
+
+
+def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
+    hidden, weight, labels = problem()
+    loss = CrossEntropyHead(torch.full_like(labels, IGNORED), 4)(hidden, weight)
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad.abs().max() == weight.grad.abs().max() == 0
+
+
+def test_no_tensor_holds_the_whole_logits():
+    """The largest tensor that any operator returns has one chunk's logits."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.append(out.numel() if isinstance(out, torch.Tensor) else 0)
+            return out
+
+    hidden, weight, labels = torch.randn(1, 512, 8), torch.randn(1000, 8), torch.zeros(1, 512, dtype=torch.int64)
+    weight.requires_grad_()
+    with Sizes():
+        CrossEntropyHead(labels, 64)(hidden, weight).backward()
+    assert max(sizes) == 64 * 1000

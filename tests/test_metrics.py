@@ -1,0 +1,113 @@
+import json
+import time
+
+import pytest
+import torch
+
+from trainer import device as devices
+from trainer.config import MetricsConfig
+from trainer.metrics import Metrics, duration
+
+CPU = torch.device("cpu")
+
+
+def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
+    settings = {"ranks": 2, "flops_per_token": 10**9, "peak_flops": None} | more
+    config = MetricsConfig(log_every=5, tensorboard=tensorboard)
+    metrics = Metrics(config, folder, CPU, first_step=first_step, steps=steps, **settings)
+    metrics.start()
+    return metrics
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_first_every_nth_and_the_last_step_are_due(tmp_path):
+    assert [s for s in range(1, 21) if open_metrics(tmp_path).due(s)] == [1, 5, 10, 15, 20]
+    assert [s for s in range(8, 23) if open_metrics(tmp_path, first_step=7, steps=22).due(s)] == [8, 10, 15, 20, 22]
+
+
+def test_throughput_is_tokens_over_training_time_alone(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    metrics = open_metrics(tmp_path, peak_flops=50e12)
+    clock[0] += 4.0  # two steps
+    with metrics.watch.on("data"):
+        clock[0] += 1.0
+    with metrics.watch.on("checkpoint"):
+        clock[0] += 100.0
+    with metrics.watch.on("evaluation"):
+        clock[0] += 30.0
+    metrics.record_training(2, 3.0, 1.5, 1e-3, 100_000, 50_000)
+    clock[0] += 2.0  # the next window has forgotten all that
+    metrics.record_training(3, 3.0, 1.5, 1e-3, 150_000, 50_000)
+    first, second = lines(tmp_path)
+    assert first["step_time_s"] == 2.5
+    assert first["data_time_s"] == 0.5
+    assert (first["checkpoint_time_s"], first["evaluation_time_s"]) == (100.0, 30.0)
+    assert first["tokens_per_second"] == 20_000
+    assert first["tokens_per_second_per_rank"] == 10_000
+    assert first["tflops_per_second_per_rank"] == 10.0
+    assert first["mfu_percent"] == 20.0
+    assert second["tokens_per_second"] == 25_000
+
+
+def test_mfu_of_published_examples():
+    """Llama-3 405B: 430 TFLOP/s for each of 8,192 H100 were published as 43 % (arXiv:2407.21783, table 4)."""
+    assert 100 * 430e12 / devices._PEAK_FLOPS["NVIDIA H100 80GB HBM3"]["bf16"] == pytest.approx(43, abs=0.6)
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
+    open_metrics(tmp_path).record_training(1, 3.0, 1.5, 1e-3, 1, 1)
+    assert "mfu_percent" not in lines(tmp_path)[0]
+    assert devices.peak_flops(CPU, "bf16") is None
+
+
+def test_a_resumed_run_continues_the_file_without_the_lost_stretch(tmp_path):
+    metrics = open_metrics(tmp_path)
+    for step in (1, 5, 10):
+        metrics.record_training(step, 3.0, 1.5, 1e-3, 1, 1)
+    metrics.record_event({"kind": "eval", "step": 10, "set": "held_out", "loss": 2.0})
+    metrics.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # killed while writing
+    metrics = open_metrics(tmp_path, first_step=5)
+    metrics.record_training(6, 3.0, 1.5, 1e-3, 1, 1)
+    assert [record["step"] for record in lines(tmp_path)] == [1, 5, 6]
+
+
+def test_memory_is_that_of_this_process(tmp_path):
+    metrics = open_metrics(tmp_path)
+    ballast = torch.ones(64 * 2**20 // 4)
+    metrics.record_training(1, 3.0, 1.5, 1e-3, 1, 1)
+    record = lines(tmp_path)[0]
+    assert 0.0625 < record["memory_valley_gib"] + ballast.nbytes / 2**30 <= record["memory_peak_gib"] + 0.01
+
+
+def test_tensorboard_gets_the_same_values(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = open_metrics(tmp_path, tensorboard=True)
+    metrics.record_training(5, 3.25, 1.5, 1e-3, 1, 1)
+    metrics.record_event({"kind": "eval", "step": 5, "set": "held_out", "loss": 2.5})
+    metrics.close()
+    board = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 3.25)]
+    assert [(e.step, e.value) for e in board.Scalars("eval/held_out/loss")] == [(5, 2.5)]
+
+
+def test_the_console_line_reads_well(tmp_path, capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    metrics = open_metrics(tmp_path, steps=200)
+    clock[0] = 2.0
+    metrics.record_training(1, 3.14159, 1.5, 1e-3, 4096, 4096)
+    line = capsys.readouterr().out
+    assert "step   1/200 | loss 3.1416 | grad norm 1.500 | lr 1.00e-03 | 2,048 tokens/s | " in line
+    assert line.endswith("| 0 % | 6m38s left\n")
+    assert "\x1b" not in line, "colour only on a terminal"
+
+
+def test_durations():
+    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == ["0m00s", "1m00s", "59m59s", "1h00m", "25h01m"]

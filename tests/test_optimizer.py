@@ -1,0 +1,79 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from trainer.config import OptimizerConfig
+from trainer.optimizer import Optimizer, parameter_groups
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.RMSNorm(10), nn.Linear(10, 3, bias=False))
+
+
+def test_norms_and_biases_do_not_decay():
+    model = network()
+    decayed, plain = parameter_groups(model, 0.1)
+    names = {p: name for name, p in model.named_parameters()}
+    assert [names[p] for p in decayed["params"]] == ["0.weight", "2.weight"]
+    assert [names[p] for p in plain["params"]] == ["0.bias", "1.weight"]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def clipped(max_norm, replicate):
+    """Norm and clipped gradients of a sharded network, beside torch's own on the whole one."""
+    reference = network()
+    model = network()
+    shape = (2, dist.get_world_size() // 2) if replicate else (dist.get_world_size(),)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[: len(shape)]))
+    optimizer = Optimizer(model, OptimizerConfig(), dist.group.WORLD)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 10
+    for net in (model, reference):
+        net(x).square().sum().backward()
+    norm = optimizer.clip(max_norm)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm or float("inf"))
+    torch.testing.assert_close(norm, expected)
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-6)
+    return norm.item()
+
+
+@pytest.mark.parametrize("replicate", [False, True])
+def test_clipping_is_that_of_the_whole_network(ranks, replicate):
+    (norm, *others) = ranks(4).run(clipped, 1.0, replicate)
+    assert norm > 10
+    assert others == [norm] * 3
+
+
+def test_a_norm_below_the_limit_leaves_gradients_alone(ranks):
+    ranks(2).run(clipped, 1e9, False)
+    ranks(2).run(clipped, None, False)
+
+
+def stepped():
+    """Three steps of ours and of torch's AdamW."""
+    ours, theirs = network(), network()
+    fully_shard(ours)
+    optimizer = Optimizer(ours, OptimizerConfig(weight_decay=0.1), dist.group.WORLD)
+    reference = torch.optim.AdamW(parameter_groups(theirs, 0.1), betas=(0.9, 0.95), eps=1e-8)
+    for rate in (1e-2, 3e-2, 1e-3):
+        for net in (ours, theirs):
+            net.zero_grad()
+            net(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step(rate)
+        for group in reference.param_groups:
+            group["lr"] = rate
+        reference.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+    return sorted(optimizer.state())
+
+
+def test_steps_are_those_of_torch_and_state_is_named_after_parameters(ranks):
+    names = ranks(1).run(stepped)[0]
+    assert names == sorted(
+        f"{p}/{q}" for p in ("0.weight", "0.bias", "1.weight", "2.weight") for q in ("exp_avg", "exp_avg_sq", "step")
+    )
