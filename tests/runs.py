@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainer.device import random_state
 from trainer.load_config import load_config
 from trainer.trainer import Trainer
 
@@ -22,6 +23,8 @@ class Result:
     """For each step, a hash of each microbatch this rank was given."""
     weights: str
     """Hash of all parameters and of the optimizer's state, as full tensors."""
+    random: str
+    """Hash of the state of this rank's random generators."""
 
 
 class RecordingTrainer(Trainer):
@@ -54,7 +57,7 @@ def train(argv: Sequence[str]) -> Result:
     trainer = RecordingTrainer(load_config(argv), torch.device("cpu"))
     trainer.leaves = []
     trainer.train()
-    return Result(trainer.leaves, hash_of(trainer._tensors()))
+    return Result(trainer.leaves, hash_of(trainer._tensors()), hash_of(random_state(torch.device("cpu"))))
 
 
 def leaves_of_step(results: list[Result], step: int) -> list[str]:

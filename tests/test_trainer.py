@@ -76,6 +76,8 @@ def test_a_stopped_and_resumed_run_ends_bit_identical(ranks, tiny, tmp_path):
     resumed = run(ranks, 2, tiny, tmp_path / "run", *more)
     assert [len(r.leaves) for r in resumed] == [3, 3]
     assert resumed[0].weights == whole[0].weights
+    assert [r.random for r in resumed] == [r.random for r in whole]
+    assert resumed[0].random != resumed[1].random
     assert [r["loss"] for r in records(tmp_path / "run")] == [r["loss"] for r in before]
 
 

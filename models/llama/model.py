@@ -135,14 +135,15 @@ class Llama(nn.Module):
         return angles.cos(), angles.sin()
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
-        """See models.spec.Network. Normal with standard deviation 0.02, for the two projections that write into the
-        residual stream divided by sqrt(2 n_layers) (Radford et al. 2019, GPT-2); norms start at one."""
+        """See models.spec.Network. Matrices are normal with variance 1 / (number of inputs) (LeCun et al. 1998, "Efficient
+        BackProp"), the embedding table, which may be the output's too, with 1 / dim. The two projections that write into
+        the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start at one."""
         if name.endswith("norm.weight"):
             rows.fill_(1.0)
             return
         into_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-        std = 0.02 / math.sqrt(2 * self.sizes.n_layers) if into_residual else 0.02
-        rows.normal_(0.0, std, generator=generator)
+        std = rows.shape[1] ** -0.5
+        rows.normal_(0.0, std / math.sqrt(2 * self.sizes.n_layers) if into_residual else std, generator=generator)
 
     def flops_per_token(self, seq_len: int) -> int:
         """See models.spec.Network. Two operations per multiply-add; backward costs twice the forward.

@@ -36,7 +36,7 @@ def test_shards_and_parameters_are_drawn_independently(ranks):
     """A generator seeded alike on all ranks would give every shard the same numbers."""
     halves_agree, std, same = ranks(2).run(spread)[0]
     assert not halves_agree
-    assert 0.015 < std < 0.025
+    assert 0.15 < std < 0.2  # 1 / sqrt(32)
     assert same == ["output.weight"]
 
 

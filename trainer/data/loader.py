@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -103,6 +104,7 @@ def training_batches(
             sampler=_LeafSampler(cut, cursor),
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
+            generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
             **workers,
         )
     return iter(loader)
