@@ -10,7 +10,8 @@ def main() -> None:
     config = config_from_command_line(sys.argv[1:])
     # After the configuration: a wrong setting is told, and --help answered, without waiting for torch.
     from trainer import device, distributed, logging
-    from trainer.trainer import Trainer, finished_step, set_up
+    from trainer.setup import set_up
+    from trainer.trainer import Trainer, finished_step
 
     code = 1
     try:

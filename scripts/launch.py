@@ -40,7 +40,7 @@ def main() -> NoReturn:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from trainer.trainer import set_up
+    from trainer.setup import set_up
 
     with one_line_errors(config):
         set_up(config, ranks * nodes)

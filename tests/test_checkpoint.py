@@ -72,18 +72,37 @@ def test_a_step_can_be_saved_again(ranks, tmp_path):
     assert ranks(1).run(saved_twice, tmp_path)[0] == (["step-00000003"], [2.0] * 4)
 
 
+def commit(folder, name, **files):
+    (folder / name).mkdir()
+    for file, size in files.items():
+        (folder / name / file).write_bytes(bytes(size))
+    (folder / name / "manifest.json").write_text(json.dumps({"version": 1, "files": files}))
+
+
 def test_other_folders_are_ignored(tmp_path):
     assert checkpoint.newest(tmp_path / "none") is None
-    for name in ("step-00000009-backup", "step-x", "step-00000012.saving", "step-00000010"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-00000012.saving" / "manifest.json").touch()
-    (tmp_path / "step-00000009-backup" / "manifest.json").touch()
+    for name in ("step-00000009-backup", "step-x", "step-00000012.saving", "step-7"):
+        commit(tmp_path, name)
     (tmp_path / "notes.txt").touch()
     assert checkpoint.newest(tmp_path) is None
     for step in (8, 100_000_000):
-        (tmp_path / f"step-{step:08d}").mkdir()
-        (tmp_path / f"step-{step:08d}" / "manifest.json").touch()
+        commit(tmp_path, f"step-{step:08d}", shard=5)
     assert checkpoint.newest(tmp_path).name == "step-100000000"
+    assert checkpoint.passed_over(tmp_path) == []
+
+
+def test_an_incomplete_checkpoint_is_passed_over_and_told(tmp_path):
+    for step in (1, 2, 3, 4):
+        commit(tmp_path, f"step-{step:08d}", shard=5)
+    (tmp_path / "step-00000002" / "shard").write_bytes(bytes(4))
+    (tmp_path / "step-00000003" / "shard").unlink()
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    assert checkpoint.newest(tmp_path).name == "step-00000001"
+    assert checkpoint.passed_over(tmp_path) == [
+        f"{tmp_path}/step-00000004: no readable manifest.json",
+        f"{tmp_path}/step-00000003: shard is missing",
+        f"{tmp_path}/step-00000002: shard has 4 bytes of 5",
+    ]
 
 
 def test_differences_are_told_all_at_once(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 from trainer.load_config import load_config
-from trainer.trainer import model_of, set_up
+from trainer.setup import model_of, set_up
 
 FILES = sorted((ROOT / "train_configs").glob("*.toml"))
 

@@ -26,6 +26,7 @@ FLOORS = {
     "trainer.data": 2,
     "trainer.checkpoint": 3,
     "trainer.evaluate": 3,
+    "trainer.setup": 4,
     "trainer.trainer": 4,
     "train": 5,
     "scripts": 5,
@@ -110,6 +111,6 @@ def test_only_device_names_the_accelerator(path):
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_only_the_trainer_sees_the_whole_configuration(path):
     """Functions take their own section: `Config` as a type stands only where configurations are made, shown and used."""
-    allowed = {"trainer.settings", "trainer.show_config", "trainer.load_config", "trainer.trainer"}
+    allowed = {"trainer.settings", "trainer.show_config", "trainer.load_config", "trainer.setup", "trainer.trainer"}
     if name_of(path) not in allowed:
         assert "trainer.config.Config" not in set(imports(ast.parse(path.read_text())))

@@ -7,6 +7,7 @@ checkpoints/step-00000100/
     manifest.json          every file and its size; written last
 """
 
+import itertools
 import json
 import os
 import re
@@ -31,12 +32,32 @@ Tensors = Mapping[str, Tensor]
 
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None. Other folders are ignored."""
-    if not folder.is_dir():
-        return None
-    steps = {
-        int(m[1]): p for p in folder.iterdir() if (m := _NAME.fullmatch(p.name)) and (p / "manifest.json").exists()
-    }
-    return steps[max(steps)] if steps else None
+    return next((path for path in _newest_first(folder) if not _problem(path)), None)
+
+
+def passed_over(folder: Path) -> list[str]:
+    """For each checkpoint of a higher step than the newest complete one, what is wrong with it."""
+    broken = itertools.takewhile(_problem, _newest_first(folder))
+    return [f"{path}: {_problem(path)}" for path in broken]
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    steps = {int(m[1]): p for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name))}
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def _problem(checkpoint: Path) -> str:
+    """What the manifest promises and the folder does not hold, or ""."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return "no readable manifest.json"
+    for name, size in files.items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            return f"{name} has {found} bytes of {size}" if found is not None else f"{name} is missing"
+    return ""
 
 
 def read_train_state(checkpoint: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TypeVar
@@ -59,10 +60,15 @@ def finish(code: int) -> NoReturn:
     (torch 2.13). So whatever must be flushed has to be flushed before.
     """
     store = dist.distributed_c10d._get_default_store()
-    last = store.add("finished", 1) == dist.get_world_size()
-    if last:
+    ranks = dist.get_world_size()
+    if store.add("finished", 1) == ranks:
         store.set("all_finished", "1")
     store.wait(["all_finished"])
+    # Rank 0 may hold the store: it leaves when nobody needs an answer any more.
+    left = store.add("left", 1)
+    while dist.get_rank() == 0 and left < ranks:
+        time.sleep(0.01)
+        left = store.add("left", 0)
     abandon(code)
 
 

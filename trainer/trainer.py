@@ -6,94 +6,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models import MODELS
-from models.spec import ModelSpec
 from trainer import checkpoint, logging
 from trainer import device as devices
 from trainer.batch import Batch
-from trainer.config import Config, ConfigError, ModelConfig
+from trainer.config import Config, ConfigError
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
 from trainer.data.prepare import prepare
 from trainer.data.store import open_store
-from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.distributed import leader_first, sum_over
 from trainer.evaluate import HeldOut
 from trainer.load_config import fixed_settings
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
-from trainer.parallel.dims import Meshes, ParallelDims
+from trainer.parallel.dims import Meshes
 from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.step import SpmdStep, count_targets
 from trainer.schedule import learning_rate
-from trainer.settings import nearest_name
+from trainer.setup import Setup, set_up
 from trainer.show_config import to_toml
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a configuration means on a number of ranks; found without a process group."""
-
-    spec: ModelSpec
-    sizes: Any
-    dims: ParallelDims
-    tokenizer: Tokenizer
-
-
-def set_up(config: Config, world_size: int) -> Setup:
-    """Raises ConfigError for every combination that cannot run."""
-    spec, sizes = model_of(config.model)
-    dims = ParallelDims.of(config.parallel, world_size)
-    training = config.training
-    together = training.local_batch_size * dims.batch
-    if training.global_batch_size % together:
-        raise ConfigError(
-            "training.global_batch_size",
-            f"must be a multiple of local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks "
-            f"= {together}",
-        )
-    tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size > sizes.vocab_size:
-        raise ConfigError(
-            "tokenizer.kind",
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {config.model.name}/"
-            f"{config.model.size} is {sizes.vocab_size}",
-        )
-    return Setup(spec=spec, sizes=sizes, dims=dims, tokenizer=tokenizer)
-
-
-def model_of(config: ModelConfig) -> tuple[ModelSpec, Any]:
-    """The family, and its named size with the overrides in it."""
-    if config.name not in MODELS:
-        raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{nearest_name(config.name, MODELS)}")
-    spec = MODELS[config.name]
-    if config.size not in spec.sizes:
-        expected = f"expected one of {', '.join(spec.sizes)}"
-        raise ConfigError("model.size", f"{expected} for {config.name}{nearest_name(config.size, spec.sizes)}")
-    values = vars(spec.sizes[config.size]) | config.overrides
-    for name, value in config.overrides.items():
-        key = f"model.overrides.{name}"
-        standard = vars(spec.sizes[config.size]).get(name)
-        if standard is None:
-            known = vars(spec.sizes[config.size])
-            raise ConfigError(key, f"unknown dimension of {config.name}{nearest_name(name, known)}")
-        if isinstance(standard, float) and type(value) is int:
-            values[name] = float(value)
-        elif type(value) is not type(standard):
-            kinds = {int: "a whole number", float: "a number", bool: "true or false"}
-            raise ConfigError(key, f"expected {kinds[type(standard)]}")
-    try:
-        return spec, type(spec.sizes[config.size])(**values)
-    except ValueError as error:
-        raise ConfigError("model.overrides", str(error)) from None
 
 
 def run_folder(config: Config) -> Path:
@@ -283,6 +221,8 @@ class Trainer:
     def _resume(self) -> None:
         """Go on from the newest checkpoint of this run, if it has one."""
         found = checkpoint.newest(self.folder / "checkpoints")
+        for broken in checkpoint.passed_over(self.folder / "checkpoints"):
+            logging.warning(f"passed over {broken}")
         if found is None:
             return
         state = checkpoint.read_train_state(found)
