@@ -3,7 +3,7 @@
 #
 # NGPU          processes on this machine (default: its GPUs, or 1 on a CPU)
 # NNODES        machines (1);  NODE_RANK  number of this one (0)
-# MASTER_ADDR   first machine (localhost);  MASTER_PORT  a free port there (29500)
+# MASTER_ADDR   first machine;  MASTER_PORT  a free port there (29500; one machine: any free port)
 # LOG_RANK      ranks that print, e.g. 0,3 or all (0)
 # PYTHON        interpreter to begin with (python3)
 set -euo pipefail
@@ -11,6 +11,9 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$ROOT/scripts/environment.sh"
 use_environment ""
 
+case " $* " in
+    *" --help "* | *" -h "* | *" --print-config "*) NGPU=1 NNODES=1 ;; # answered at once, without looking for GPUs
+esac
 if [ -z "${NGPU:-}" ]; then
     NGPU=0
     if command -v nvidia-smi >/dev/null; then

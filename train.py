@@ -3,6 +3,7 @@
 import sys
 import traceback
 
+from trainer.config import ConfigError
 from trainer.load_config import config_from_command_line, one_line_errors
 
 
@@ -11,27 +12,30 @@ def main() -> None:
     # After the configuration: a wrong setting is told, and --help answered, without waiting for torch.
     from trainer import device, distributed, logging
     from trainer.setup import set_up
-    from trainer.trainer import Trainer, finished_step
+    from trainer.trainer import Trainer, resume_point
 
-    code = 1
+    with one_line_errors(config):
+        setup = set_up(config, distributed.world_size())
+        here = device.pick(config.run.device)
     try:
-        with one_line_errors(config):
-            set_up(config, distributed.world_size())
-            step = finished_step(config)
-            if step is not None:
-                logging.info(f"{config.run.name} is finished: step {step}; a higher --training.steps trains on")
-                return
-            here = device.pick(config.run.device)
-            distributed.start(config.distributed, here)
-            Trainer(config, here).train()
-        distributed.finish(0)
-    except SystemExit as exit:
-        code = exit.code
+        distributed.start(config.distributed, here)
+        saved = resume_point(config, setup)
+        if saved is not None and saved.state["step"] >= config.training.steps:
+            logging.info(
+                f"{config.run.name} is finished: step {saved.state['step']}; a higher --training.steps trains on"
+            )
+        else:
+            Trainer(config, setup, here, saved).train()
+    except ConfigError as error:
+        distributed.tell_once(config.explain(error))
+        distributed.abandon(2)
     except KeyboardInterrupt:
-        code = 130
+        logging.info("interrupted; the same command goes on from the last checkpoint")
+        distributed.abandon(130)
     except BaseException:
         traceback.print_exc()
-    distributed.abandon(code)
+        distributed.abandon(1)
+    distributed.finish(0)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,15 @@ class Network(Protocol):
         """Floating-point operations of forward and backward for one token."""
 
 
+class SizeError(ValueError):
+    """Dimensions that make no network."""
+
+    def __init__(self, rule: str, *names: str):
+        """names: the dimensions that the rule is about."""
+        super().__init__(rule)
+        self.names = names
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """How a network may be cut, by the names of its modules."""
@@ -42,8 +51,8 @@ class ParallelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model family. Sizes are frozen dataclasses with at least `vocab_size`; bad dimensions raise ValueError."""
+    """A model family. Sizes are frozen dataclasses with at least `vocab_size`; bad dimensions raise SizeError."""
 
-    network: Callable[[Any], Any]
+    network: Callable[[Any], Network]
     sizes: Mapping[str, Any]
     plan: Callable[[Any], ParallelPlan]

@@ -17,8 +17,10 @@ A run is one TOML file; `--section.key value` (or `--section.key=value`) on the 
     python train.py --help                                                  # the tables below, in the terminal
 
 - Whatever is not exactly right (an unknown key, a wrong type, a value out of range, a missing file, a combination that
-  cannot run, a setting that would have no effect) is one line on stderr that says where it was set and what is wrong,
-  with exit code 2, before any process group exists.
+  cannot run, a setting that belongs to another choice) is one line on stderr that says where it was set and what is
+  wrong, with exit code 2, before any process group exists. Details of a feature that is switched off are no error: one
+  flag is enough to do without it.
+- `--print-config` checks every single value and file; whether they make a model and a mesh is checked when a run starts.
 - Lists are written `0.9,0.95`, booleans `true` and `false`; `none` is a value only where the type says so. A setting may
   be given once.
 - The size of a model can be changed without touching code: `--model.overrides.n_layers 4`, with any field of

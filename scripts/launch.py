@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trainer.load_config import config_from_command_line, exit_with, one_line_errors
+from trainer.system import cores
 
 
 def whole_number(name: str, default: int, low: int) -> int:
@@ -44,7 +45,7 @@ def main() -> NoReturn:
 
     with one_line_errors(config):
         set_up(config, ranks * nodes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))  # else torchrun warns and sets 1
     # The ranks have said what is wrong; the agent's own report of it is noise.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     where = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]

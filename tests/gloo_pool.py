@@ -6,7 +6,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT_S = 120
@@ -59,20 +59,25 @@ class GlooPool:
         can be imported. Raises RankError; the ranks are then started anew, since others may wait for the one that failed."""
         for pipe in self.pipes:
             pipe.send((function, args))
-        results = []
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                if not pipe.poll(TIMEOUT_S):
-                    raise EOFError("no answer")
-                result, error = pipe.recv()
-            except EOFError as ended:
-                result, error = None, f"the rank ended: {ended}"
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
+            ready = wait(
+                waiting, 2 * TIMEOUT_S
+            )  # whoever has an answer, so that the first error is the one that is told
+            rank, (result, error) = self._answer(ready[0]) if ready else (None, (None, "no answer"))
             if error:
                 self._stop()
                 self._start()
                 raise RankError(f"rank {rank} of {self.size}\n{error}")
-            results.append(result)
-        return results
+            results[rank] = result
+        return [results[rank] for rank in range(self.size)]
+
+    def _answer(self, pipe: Connection) -> tuple[int, tuple[Any, str | None]]:
+        try:
+            return self.pipes.index(pipe), pipe.recv()
+        except EOFError:
+            return self.pipes.index(pipe), (None, "the rank ended")
 
     def _stop(self) -> None:
         for process in self.processes:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.device import random_state
 from trainer.load_config import load_config
-from trainer.trainer import Trainer
+from trainer.setup import set_up
+from trainer.trainer import Trainer, resume_point
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,12 @@ def hash_of(tensors: dict[str, torch.Tensor]) -> str:
 
 def train(argv: Sequence[str]) -> Result:
     """Run on a rank of a pool: the Trainer of these arguments, to its end."""
-    trainer = RecordingTrainer(load_config(argv), torch.device("cpu"))
+    config, cpu = load_config(argv), torch.device("cpu")
+    setup = set_up(config, dist.get_world_size())
+    trainer = RecordingTrainer(config, setup, cpu, resume_point(config, setup))
     trainer.leaves = []
     trainer.train()
-    return Result(trainer.leaves, hash_of(trainer._tensors()), hash_of(random_state(torch.device("cpu"))))
+    return Result(trainer.leaves, hash_of(trainer._tensors()), hash_of(random_state(cpu)))
 
 
 def leaves_of_step(results: list[Result], step: int) -> list[str]:

@@ -24,91 +24,107 @@ def saved_and_loaded(folder):
     path = save(folder, 3, 7)
     names = sorted(p.name for p in folder.iterdir())
     manifest = json.loads((path / "manifest.json").read_text())
-    return path.name, names, load(path), manifest["files"], checkpoint.keys(path)
+    return path.name, names, load(path), manifest["files"], checkpoint.find(folder)
 
 
-def test_what_was_saved_is_loaded_and_nothing_else_is_left(ranks, tmp_path):
-    name, names, loaded, files, keys = ranks(1).run(saved_and_loaded, tmp_path / "c")[0]
-    assert name == "step-00000003"
-    assert names == [name]
-    assert loaded == ([7.0] * 4, [0, 1, 2])
-    assert files == {p.name: p.stat().st_size for p in (tmp_path / "c" / name).iterdir() if p.name != "manifest.json"}
-    assert {"train_state.json", "config.toml", ".metadata"} < set(files)
-    assert keys == {"model/w", "model/b"}
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_saved_is_loaded_and_nothing_else_is_left(ranks, tmp_path, size):
+    folder = tmp_path / "c"
+    for name, names, loaded, files, found in ranks(size).run(saved_and_loaded, folder):
+        assert name == "step-00000003"
+        assert names == [name]
+        assert loaded == ([7.0] * 4, [0, 1, 2])
+        assert files == {p.name: p.stat().st_size for p in (folder / name).iterdir() if p.name != "manifest.json"}
+        assert {"train_state.json", "config.toml", ".metadata"} < set(files)
+        assert found == checkpoint.Saved(folder / name, {"step": 3})
 
 
 def interrupted(folder):
-    """The end of a save fails; then it is tried again."""
+    """The end of a save fails; then another step is saved."""
     save(folder, 3, 1)
-    original, checkpoint._sync = checkpoint._sync, fail
+    original, checkpoint.write_durably = checkpoint.write_durably, fail
     try:
         save(folder, 6, 2)
     except OSError:
         pass
     finally:
-        checkpoint._sync = original
-    after_failure = checkpoint.newest(folder).name, sorted(p.name for p in folder.iterdir())
-    save(folder, 6, 3)
-    return after_failure, checkpoint.newest(folder).name, load(checkpoint.newest(folder))[0]
+        checkpoint.write_durably = original
+    after_failure = checkpoint.find(folder).path.name, sorted(p.name for p in folder.iterdir())
+    save(folder, 9, 3)
+    return after_failure, sorted(p.name for p in folder.iterdir()), load(checkpoint.find(folder).path)[0]
 
 
-def fail(folder):
+def fail(path, text):
     raise OSError("the disk is gone")
 
 
-def test_an_interrupted_save_is_not_there_and_does_not_stand_in_the_way(ranks, tmp_path):
-    after_failure, newest, weights = ranks(1).run(interrupted, tmp_path)[0]
+def test_an_interrupted_save_is_not_there_and_is_cleared_by_the_next(ranks, tmp_path):
+    after_failure, names, weights = ranks(1).run(interrupted, tmp_path)[0]
     assert after_failure == ("step-00000003", ["step-00000003", "step-00000006.saving"])
-    assert (newest, weights) == ("step-00000006", [3.0] * 4)
+    assert (names, weights) == (["step-00000003", "step-00000009"], [3.0] * 4)
 
 
-def saved_twice(folder):
-    save(folder, 3, 1)
+def broken_and_saved_again(folder):
+    path = save(folder, 3, 1)
+    (path / "train_state.json").unlink()
+    passed_over = checkpoint.find(folder)
     save(folder, 3, 2)
-    return sorted(p.name for p in folder.iterdir()), load(checkpoint.newest(folder))[0]
+    return passed_over, sorted(p.name for p in folder.iterdir()), load(checkpoint.find(folder).path)[0]
 
 
-def test_a_step_can_be_saved_again(ranks, tmp_path):
-    assert ranks(1).run(saved_twice, tmp_path)[0] == (["step-00000003"], [2.0] * 4)
+def test_a_broken_checkpoint_is_replaced_when_its_step_comes_again(ranks, tmp_path):
+    assert ranks(1).run(broken_and_saved_again, tmp_path)[0] == (None, ["step-00000003"], [2.0] * 4)
 
 
 def commit(folder, name, **files):
     (folder / name).mkdir()
     for file, size in files.items():
         (folder / name / file).write_bytes(bytes(size))
+    (folder / name / "train_state.json").write_text("{}")
     (folder / name / "manifest.json").write_text(json.dumps({"version": 1, "files": files}))
 
 
-def test_other_folders_are_ignored(tmp_path):
-    assert checkpoint.newest(tmp_path / "none") is None
+def test_other_folders_are_ignored(ranks, tmp_path):
+    assert ranks(1).run(checkpoint.find, tmp_path / "none") == [None]
     for name in ("step-00000009-backup", "step-x", "step-00000012.saving", "step-7"):
         commit(tmp_path, name)
     (tmp_path / "notes.txt").touch()
-    assert checkpoint.newest(tmp_path) is None
+    assert ranks(1).run(checkpoint.find, tmp_path) == [None]
     for step in (8, 100_000_000):
         commit(tmp_path, f"step-{step:08d}", shard=5)
-    assert checkpoint.newest(tmp_path).name == "step-100000000"
-    assert checkpoint.passed_over(tmp_path) == []
+    assert [found.path.name for found in ranks(2).run(checkpoint.find, tmp_path)] == ["step-100000000"] * 2
 
 
-def test_an_incomplete_checkpoint_is_passed_over_and_told(tmp_path):
+def found_and_told(folder):
+    told = []
+    original, checkpoint.logging.warning = checkpoint.logging.warning, told.append
+    try:
+        return checkpoint.find(folder).path.name, told
+    finally:
+        checkpoint.logging.warning = original
+
+
+def test_an_incomplete_checkpoint_is_passed_over_and_told(ranks, tmp_path):
     for step in (1, 2, 3, 4):
         commit(tmp_path, f"step-{step:08d}", shard=5)
     (tmp_path / "step-00000002" / "shard").write_bytes(bytes(4))
     (tmp_path / "step-00000003" / "shard").unlink()
-    (tmp_path / "step-00000004" / "manifest.json").unlink()
-    assert checkpoint.newest(tmp_path).name == "step-00000001"
-    assert checkpoint.passed_over(tmp_path) == [
-        f"{tmp_path}/step-00000004: no readable manifest.json",
-        f"{tmp_path}/step-00000003: shard is missing",
-        f"{tmp_path}/step-00000002: shard has 4 bytes of 5",
-    ]
+    (tmp_path / "step-00000004" / "manifest.json").write_text("[]")
+    assert ranks(1).run(found_and_told, tmp_path)[0] == (
+        "step-00000001",
+        [
+            f"passed over {tmp_path}/step-00000004: no readable manifest.json",
+            f"passed over {tmp_path}/step-00000003: shard is missing",
+            f"passed over {tmp_path}/step-00000002: shard has 4 bytes of 5",
+        ],
+    )
 
 
 def test_differences_are_told_all_at_once(tmp_path):
+    saved = checkpoint.Saved(tmp_path, {"identity": {"a": 1, "b": "x", "c": [1, 2]}})
     with pytest.raises(ConfigError) as error:
-        checkpoint.require_same(tmp_path, {"a": 1, "b": "x", "c": None}, {"a": 2, "b": "x", "d": True})
+        checkpoint.require_same(saved, {"a": 2, "b": "x", "d": True})
     assert error.value.rule == (
         f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; another --run.name starts a new run"
     )
-    checkpoint.require_same(tmp_path, {"a": [1, 2]}, {"a": [1, 2]})
+    checkpoint.require_same(saved, {"b": "x", "c": (1, 2)})

@@ -71,14 +71,17 @@ COMBINATIONS = {
     "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",
     "--model.overrides.norm_eps true": "--model.overrides.norm_eps true: expected a number",
     "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1",
-    "--model.overrides.n_heads 7": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
+    "--model.overrides.n_heads 7 --model.overrides.rope_theta 1e4": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
     "--model.overrides.n_heads 128": (
         "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary positions turn pairs"
     ),
     "--model.overrides.n_kv_heads 3": "--model.overrides.n_kv_heads 3: n_kv_heads 3 must divide n_heads 8",
     "--model.overrides.rope_factor -1": "--model.overrides.rope_factor -1: rope_factor -1.0 must be above 0",
     "--model.overrides.vocab_size 1000": (
-        '[tokenizer] kind = "default" (default): the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000'
+        "--model.overrides.vocab_size 1000: the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000"
+    ),
+    "--training.global_batch_size 6": (
+        "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
     "--parallel.dp_shard 3": (
         "--parallel.dp_shard 3: x dp_replicate 1 makes 3 ranks, but this run has 4; -1 takes what is left"

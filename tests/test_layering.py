@@ -14,6 +14,7 @@ FLOORS = {
     "trainer.show_config": 0,
     "trainer.load_config": 0,
     "trainer.logging": 0,
+    "trainer.system": 0,
     "models": 1,
     "trainer.batch": 1,
     "trainer.device": 2,
@@ -109,8 +110,8 @@ def test_only_device_names_the_accelerator(path):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_only_the_trainer_sees_the_whole_configuration(path):
-    """Functions take their own section: `Config` as a type stands only where configurations are made, shown and used."""
+def test_functions_take_their_own_section(path):
+    """The whole `Config` stands only where it is made and shown, and on floor 4, where a run is put together."""
     allowed = {"trainer.settings", "trainer.show_config", "trainer.load_config", "trainer.setup", "trainer.trainer"}
     if name_of(path) not in allowed:
         assert "trainer.config.Config" not in set(imports(ast.parse(path.read_text())))

@@ -1,9 +1,23 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import IGNORED
 from trainer.loss import CrossEntropyHead
+
+
+class Operators(TorchDispatchMode):
+    """Name and elements of the result of every operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((str(func), out.numel() if isinstance(out, torch.Tensor) else 0))
+        return out
 
 
 def problem(dtype=torch.float32):
@@ -49,6 +63,19 @@ def test_without_gradients_none_are_made():
     torch.testing.assert_close(loss, plain(hidden, weight, labels).detach())
 
 
+def products(gradients):
+    """Matrix products of one loss over two chunks."""
+    hidden, weight, labels = problem()
+    with torch.set_grad_enabled(gradients), Operators() as operators:
+        CrossEntropyHead(labels, 7)(hidden, weight)
+    return sum(name in ("aten.mm.default", "aten.addmm.default") for name, _ in operators.seen)
+
+
+def test_evaluation_makes_no_gradients():
+    assert products(gradients=True) == 6
+    assert products(gradients=False) == 2
+
+
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
     hidden, weight, labels = problem()
     loss = CrossEntropyHead(torch.full_like(labels, IGNORED), 4)(hidden, weight)
@@ -59,18 +86,8 @@ def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
 
 def test_no_tensor_holds_the_whole_logits():
     """The largest tensor that any operator returns has one chunk's logits."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes.append(out.numel() if isinstance(out, torch.Tensor) else 0)
-            return out
-
     hidden, weight, labels = torch.randn(1, 512, 8), torch.randn(1000, 8), torch.zeros(1, 512, dtype=torch.int64)
     weight.requires_grad_()
-    with Sizes():
+    with Operators() as operators:
         CrossEntropyHead(labels, 64)(hidden, weight).backward()
-    assert max(sizes) == 64 * 1000
+    assert max(size for _, size in operators.seen) == 64 * 1000

@@ -6,9 +6,20 @@ import torch
 
 from trainer import device as devices
 from trainer.config import MetricsConfig
-from trainer.metrics import Metrics, duration
+from trainer.metrics import Metrics, Stopwatch, duration
 
 CPU = torch.device("cpu")
+
+
+def test_a_lap_is_one_activity_of_several(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    watch = Stopwatch(CPU)
+    for seconds in (2.0, 3.0):
+        with watch.on("checkpoint") as lap:
+            clock[0] += seconds
+        assert lap.seconds == seconds
+    assert watch.spent == {"checkpoint": 5.0}
 
 
 def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
@@ -17,6 +28,11 @@ def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
     metrics = Metrics(config, folder, CPU, first_step=first_step, steps=steps, **settings)
     metrics.start()
     return metrics
+
+
+def record(metrics, step, **more):
+    values = {"loss": 3.0, "grad_norm": 1.5, "learning_rate": 1e-3, "num_targets": 1, "tokens_seen": 1, "tokens": 1}
+    metrics.record_training(step, **values | more)
 
 
 def lines(folder):
@@ -39,9 +55,9 @@ def test_throughput_is_tokens_over_training_time_alone(tmp_path, monkeypatch):
         clock[0] += 100.0
     with metrics.watch.on("evaluation"):
         clock[0] += 30.0
-    metrics.record_training(2, 3.0, 1.5, 1e-3, 100_000, 50_000)
+    record(metrics, 2, tokens_seen=100_000, tokens=50_000)
     clock[0] += 2.0  # the next window has forgotten all that
-    metrics.record_training(3, 3.0, 1.5, 1e-3, 150_000, 50_000)
+    record(metrics, 3, tokens_seen=150_000, tokens=50_000)
     first, second = lines(tmp_path)
     assert first["step_time_s"] == 2.5
     assert first["data_time_s"] == 0.5
@@ -59,7 +75,7 @@ def test_mfu_of_published_examples():
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
-    open_metrics(tmp_path).record_training(1, 3.0, 1.5, 1e-3, 1, 1)
+    record(open_metrics(tmp_path), 1)
     assert "mfu_percent" not in lines(tmp_path)[0]
     assert devices.peak_flops(CPU, "bf16") is None
 
@@ -67,29 +83,38 @@ def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
 def test_a_resumed_run_continues_the_file_without_the_lost_stretch(tmp_path):
     metrics = open_metrics(tmp_path)
     for step in (1, 5, 10):
-        metrics.record_training(step, 3.0, 1.5, 1e-3, 1, 1)
+        record(metrics, step, tokens_seen=1, tokens=1)
     metrics.record_event({"kind": "eval", "step": 10, "set": "held_out", "loss": 2.0})
     metrics.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # killed while writing
     metrics = open_metrics(tmp_path, first_step=5)
-    metrics.record_training(6, 3.0, 1.5, 1e-3, 1, 1)
+    record(metrics, 6, tokens_seen=1, tokens=1)
     assert [record["step"] for record in lines(tmp_path)] == [1, 5, 6]
 
 
 def test_memory_is_that_of_this_process(tmp_path):
+    before = devices.memory_now(CPU)
+    ballast = torch.ones(256 * 2**20 // 4)
     metrics = open_metrics(tmp_path)
-    ballast = torch.ones(64 * 2**20 // 4)
-    metrics.record_training(1, 3.0, 1.5, 1e-3, 1, 1)
-    record = lines(tmp_path)[0]
-    assert 0.0625 < record["memory_valley_gib"] + ballast.nbytes / 2**30 <= record["memory_peak_gib"] + 0.01
+    metrics.after_step()
+    record(metrics, 1)
+    low = lines(tmp_path)[0]
+    del ballast
+    metrics.after_step()
+    record(metrics, 2)
+    freed = lines(tmp_path)[1]
+    assert low["memory_valley_gib"] * 2**30 == pytest.approx(before + 256 * 2**20, abs=32 * 2**20)
+    assert low["memory_peak_gib"] >= low["memory_valley_gib"]
+    assert freed["memory_valley_gib"] < low["memory_valley_gib"] - 0.2
+    assert freed["memory_peak_gib"] >= low["memory_peak_gib"]
 
 
 def test_tensorboard_gets_the_same_values(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = open_metrics(tmp_path, tensorboard=True)
-    metrics.record_training(5, 3.25, 1.5, 1e-3, 1, 1)
+    record(metrics, 5, loss=3.25)
     metrics.record_event({"kind": "eval", "step": 5, "set": "held_out", "loss": 2.5})
     metrics.close()
     board = EventAccumulator(str(tmp_path / "tb")).Reload()
@@ -102,7 +127,7 @@ def test_the_console_line_reads_well(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     metrics = open_metrics(tmp_path, steps=200)
     clock[0] = 2.0
-    metrics.record_training(1, 3.14159, 1.5, 1e-3, 4096, 4096)
+    record(metrics, 1, loss=3.14159, tokens=4096)
     line = capsys.readouterr().out
     assert "step   1/200 | loss 3.1416 | grad norm 1.500 | lr 1.00e-03 | 2,048 tokens/s | " in line
     assert line.endswith("| 0 % | 6m38s left\n")

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
 from trainer.optimizer import Optimizer, parameter_groups
@@ -29,7 +30,7 @@ def clipped(max_norm, replicate):
     model = network()
     shape = (2, dist.get_world_size() // 2) if replicate else (dist.get_world_size(),)
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[: len(shape)]))
-    optimizer = Optimizer(model, OptimizerConfig(), dist.group.WORLD)
+    optimizer = Optimizer(model, OptimizerConfig(), dist.group.WORLD, dist.get_world_size())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 10
     for net in (model, reference):
         net(x).square().sum().backward()
@@ -53,11 +54,35 @@ def test_a_norm_below_the_limit_leaves_gradients_alone(ranks):
     ranks(2).run(clipped, None, False)
 
 
+def norm_of_mixed_layouts():
+    """Parameters on one axis of a 2 x 2 world, on both, on none: as tensor parallelism will leave them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    whole = [torch.full((4, 4), 1.0), torch.full((4, 4), 2.0), torch.full((4,), 3.0), torch.full((4, 4), 4.0)]
+    model = nn.Module()
+    layouts = (
+        distribute_tensor(whole[0], mesh["fsdp"], [Shard(0)]),
+        distribute_tensor(whole[1], mesh, [Shard(0), Shard(1)]),
+        whole[2],
+        distribute_tensor(whole[3], mesh, [Shard(0), Replicate()]),
+    )
+    for number, tensor in enumerate(layouts):
+        model.register_parameter(str(number), nn.Parameter(tensor))
+    optimizer = Optimizer(model, OptimizerConfig(), dist.group.WORLD, 4)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    return optimizer.clip(None).item(), torch.cat([t.flatten() for t in whole]).norm().item()
+
+
+def test_the_norm_counts_every_value_once_whatever_the_layouts(ranks):
+    for norm, expected in ranks(4).run(norm_of_mixed_layouts):
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
 def stepped():
     """Three steps of ours and of torch's AdamW."""
     ours, theirs = network(), network()
     fully_shard(ours)
-    optimizer = Optimizer(ours, OptimizerConfig(weight_decay=0.1), dist.group.WORLD)
+    optimizer = Optimizer(ours, OptimizerConfig(weight_decay=0.1), dist.group.WORLD, 1)
     reference = torch.optim.AdamW(parameter_groups(theirs, 0.1), betas=(0.9, 0.95), eps=1e-8)
     for rate in (1e-2, 3e-2, 1e-3):
         for net in (ours, theirs):

@@ -7,74 +7,89 @@ checkpoints/step-00000100/
     manifest.json          every file and its size; written last
 """
 
-import itertools
 import json
-import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
+from trainer import logging
 from trainer.config import ConfigError
+from trainer.system import sync, write_durably
 
 _NAME = re.compile(r"step-(\d{8,})")
 
 Tensors = Mapping[str, Tensor]
 
 
-def newest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, or None. Other folders are ignored."""
-    return next((path for path in _newest_first(folder) if not _problem(path)), None)
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that a run can go on from."""
+
+    path: Path
+    state: dict[str, Any]
+    """The content of train_state.json."""
 
 
-def passed_over(folder: Path) -> list[str]:
-    """For each checkpoint of a higher step than the newest complete one, what is wrong with it."""
-    broken = itertools.takewhile(_problem, _newest_first(folder))
-    return [f"{path}: {_problem(path)}" for path in broken]
+def find(folder: Path) -> Saved | None:
+    """The complete checkpoint of the highest step, or None, on all ranks together: rank 0 looks, since ranks that see
+    different states of a file system must not go on from different steps. Other folders are ignored; an incomplete
+    checkpoint is passed over with a warning."""
+    found = [_newest(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    return found[0]
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def _newest(folder: Path) -> Saved | None:
     steps = {int(m[1]): p for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name))}
-    return [steps[step] for step in sorted(steps, reverse=True)]
+    for _, path in sorted(steps.items(), reverse=True):
+        problem = _problem(path)
+        if not problem:
+            return Saved(path, json.loads((path / "train_state.json").read_text()))
+        logging.warning(f"passed over {path}: {problem}")
+    return None
 
 
 def _problem(checkpoint: Path) -> str:
     """What the manifest promises and the folder does not hold, or ""."""
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "no readable manifest.json"
-    for name, size in files.items():
+    for name, size in files:
         path = checkpoint / name
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            return f"{name} has {found} bytes of {size}" if found is not None else f"{name} is missing"
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
     return ""
 
 
-def read_train_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "train_state.json").read_text())
+def require_same(saved: Saved, now: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds.
 
-
-def require_same(checkpoint: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds."""
+    now: as in the state's "identity", or a part of it.
+    """
+    before = saved.state["identity"]
     now = json.loads(json.dumps(now))  # as it would have been saved
     differences = [
-        f"{key} was {json.dumps(saved.get(key))}, is {json.dumps(now.get(key))}"
-        for key in sorted({*saved, *now})
-        if saved.get(key) != now.get(key)
+        f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
+        for key, value in sorted(now.items())
+        if before.get(key) != value
     ]
     if differences:
         raise ConfigError(
-            "", f"cannot resume from {checkpoint}: {'; '.join(differences)}; another --run.name starts a new run"
+            "", f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
         )
 
 
@@ -83,29 +98,28 @@ def save(folder: Path, step: int, tensors: Tensors, train_state: Mapping[str, An
     final = folder / f"step-{step:08d}"
     aside = folder / f"{final.name}.saving"
     _on_rank_0(lambda: _empty(aside))
-    with _alone():
-        dcp.save(dict(tensors), storage_writer=FileSystemWriter(aside), no_dist=dist.get_world_size() == 1)
+    with _collectives() as no_dist:
+        dcp.save(dict(tensors), storage_writer=FileSystemWriter(aside), no_dist=no_dist)
     _on_rank_0(lambda: _commit(aside, final, train_state, config_toml))
     return final
 
 
 def load(checkpoint: Path, tensors: Tensors) -> None:
     """Fill the tensors from a checkpoint, on all ranks together, whatever ranks and layout it was saved by."""
-    dcp.load(dict(tensors), storage_reader=FileSystemReader(checkpoint))
-
-
-def keys(checkpoint: Path) -> set[str]:
-    """Names of the tensors in a checkpoint."""
-    return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
+    with _collectives() as no_dist:
+        dcp.load(dict(tensors), storage_reader=FileSystemReader(checkpoint), no_dist=no_dist)
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One rank saves without collectives. They would run in a thread of gloo's with an OpenMP team of its own, and with
-    more teams than cores libgomp no longer spins: every later step took 1.7 times as long (torch 2.13, 2 cores)."""
+def _collectives() -> Iterator[bool]:
+    """Yields whether DCP shall do without collectives: on one rank.
+
+    They run in a thread of gloo's, with an OpenMP team of its own; with more teams than cores libgomp no longer spins, and
+    after a save every later step took 1.7 times as long (torch 2.13, 2 cores).
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        yield dist.get_world_size() == 1
 
 
 def _on_rank_0(work: Callable[[], None]) -> None:
@@ -116,39 +130,24 @@ def _on_rank_0(work: Callable[[], None]) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """What a save left behind that never came to its end."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    """A new folder, and nothing left of saves that never came to their end."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left_behind in folder.parent.glob("step-*.saving"):
+        shutil.rmtree(left_behind)
+    folder.mkdir()
 
 
 def _commit(aside: Path, final: Path, train_state: Mapping[str, Any], config_toml: str) -> None:
-    _write(aside / "train_state.json", json.dumps(train_state, indent=1))
-    _write(aside / "config.toml", config_toml)
-    sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
-    _write(aside / "manifest.json", json.dumps({"version": 1, "files": sizes}, indent=1))
-    _sync(aside)
-    if final.exists():  # the same step again, after a return to an earlier one
-        replaced = final.with_name(f"{final.name}.replaced")
-        final.rename(replaced)
-        aside.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        aside.rename(final)
-    _sync(final.parent)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    (aside / "train_state.json").write_text(json.dumps(train_state, indent=1))
+    (aside / "config.toml").write_text(config_toml)
+    files = sorted(aside.iterdir())
+    for path in files:
+        sync(path)
+    sizes = {path.name: path.stat().st_size for path in files}
+    write_durably(aside / "manifest.json", json.dumps({"version": 1, "files": sizes}, indent=1))
+    sync(aside)
+    if final.exists():
+        assert _problem(final), "a run goes on from its newest complete checkpoint"
+        shutil.rmtree(final)
+    aside.rename(final)
+    sync(final.parent)

@@ -1,7 +1,7 @@
 """Every setting of a run: its type, default, unit, range and meaning.
 
 A setting is one field of one section below. The TOML files, the command line, `--help`, docs/configuration.md and all
-checks of single values are made from these declarations (load_config.py); rules between settings stand where the
+checks of single values are made from these declarations (settings.py); rules between settings stand where the
 values are used, and raise `ConfigError` too.
 """
 

@@ -8,13 +8,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer.config import ConfigError
+from trainer.system import cores
+
 GIB = 2**30
 
-# Dense peak FLOP/s by the makers' datasheets, SXM parts unless the name says otherwise. A device that is not here has no
-# MFU: a guess would be a wrong figure.
+# Dense peak FLOP/s by the makers' datasheets, under the whole name: another board, or a slice of one, has another peak. A
+# device that is not here has no MFU: a guess would be a wrong figure.
 _PEAK_FLOPS = {
-    "NVIDIA A100-SXM": {"bf16": 312e12, "fp32": 19.5e12},
-    "NVIDIA A100-PCIE": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100-SXM4-40GB": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100-SXM4-80GB": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100-PCIE-40GB": {"bf16": 312e12, "fp32": 19.5e12},
+    "NVIDIA A100 80GB PCIe": {"bf16": 312e12, "fp32": 19.5e12},
     "NVIDIA H100 80GB HBM3": {"bf16": 989.4e12, "fp32": 66.9e12},
     "NVIDIA H100 PCIe": {"bf16": 756e12, "fp32": 51e12},
     "NVIDIA H200": {"bf16": 989.4e12, "fp32": 66.9e12},
@@ -36,9 +41,11 @@ def local_world_size() -> int:
 
 
 def pick(choice: Literal["auto", "cpu"]) -> torch.device:
-    """The device of this rank, made current."""
+    """The device of this rank, made current. Raises ConfigError where there are more ranks than GPUs."""
     if choice == "cpu" or not count():
         return torch.device("cpu")
+    if local_world_size() > count():
+        raise ConfigError("", f"NGPU={local_world_size()}: this machine has {count()} GPUs; --run.device cpu uses none")
     device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     return device
@@ -54,16 +61,12 @@ def name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None where no figure is known."""
-    for prefix, peaks in _PEAK_FLOPS.items():
-        if name(device).startswith(prefix):
-            return peaks.get(dtype)
-    return None
+    return _PEAK_FLOPS.get(name(device), {}).get(dtype)
 
 
 def set_cpu_threads(threads: int) -> None:
     """threads: of operators on the CPU; 0: this rank's share of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(threads or max(1, cores // local_world_size()))
+    torch.set_num_threads(threads or max(1, cores() // local_world_size()))
 
 
 def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:
@@ -90,13 +93,17 @@ def memory_now(device: torch.device) -> int:
     if sys.platform == "linux":
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
-    return memory_peak(device)
+    return _largest_resident()
 
 
 def memory_peak(device: torch.device) -> int:
     """Largest memory_now: since the last reset_memory_peak on a GPU, since the start of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return max(_largest_resident(), memory_now(device))  # the kernel's record of the largest lags behind
+
+
+def _largest_resident() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -115,6 +122,8 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "device" in state:
+    """state: as random_state gave it; what is not in it stays as it is."""
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "device" in state:
         torch.cuda.set_rng_state(state["device"], device)

@@ -72,6 +72,12 @@ def finish(code: int) -> NoReturn:
     abandon(code)
 
 
+def tell_once(line: str) -> None:
+    """Print a line on stderr, on the first rank that has one to tell: several may find the same error."""
+    if dist.distributed_c10d._get_default_store().add("told", 1) == 1:
+        print(line, file=sys.stderr, flush=True)
+
+
 def abandon(code: int) -> NoReturn:
     """End this rank at once, as `finish` does, without waiting for the others."""
     sys.stdout.flush()

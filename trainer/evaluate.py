@@ -1,5 +1,6 @@
 """Held-out loss, by the same Step that trains."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,7 @@ class HeldOut:
                 f"seq_len {samples.seq_len}; raise [data] held_out_fraction",
             )
 
+    @functools.cached_property
     def unigram_entropy(self) -> float:
         """Entropy of the targets' own frequencies, in nats: the loss of the best model that ignores all context."""
         targets = self.samples.store.tokens[1 : self.num_samples * self.samples.seq_len + 1]

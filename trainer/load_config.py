@@ -4,6 +4,7 @@ probably meant."""
 import glob
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -44,6 +45,8 @@ class _Values:
 
     def put_member(self, setting: Setting, member: str, value: Any, origin: str) -> None:
         """One entry of a table setting."""
+        if not member.isidentifier():
+            raise ConfigError("", f"{origin}: {member!r} is no name")
         self.values[setting.section].setdefault(setting.name, {})[member] = value
         self.origins[f"{setting.section}.{setting.name}.{member}"] = origin
         self.origins[f"{setting.section}.{setting.name}"] = origin
@@ -181,7 +184,7 @@ def load_config(argv: Sequence[str]) -> Config:
     into = _Values()
     _put_file(into, _read_toml(path, str(path)), str(path))
     _put_words(into, [(flag, value) for flag, value in words if flag != "--config"])
-    into.values["run"].setdefault("name", path.stem)
+    into.values["run"]["name"] = into.values["run"].get("name") or path.stem
     sections = {
         section.name: section.default_factory(**into.values[section.name])
         for section in fields(Config)
@@ -217,11 +220,6 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("tokenizer.path", "no such file")
     if config.data.path and not os.path.exists(config.data.path) and not glob.glob(config.data.path, recursive=True):
         raise ConfigError("data.path", "no such file or folder, and no match as a pattern")
-    training = config.training
-    if training.global_batch_size % training.local_batch_size:
-        raise ConfigError(
-            "training.global_batch_size", f"must be a multiple of local_batch_size {training.local_batch_size}"
-        )
     if config.parallel.dp_shard == 0:
         raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
     reshard = config.parallel.reshard_after_forward
@@ -248,22 +246,15 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     )
 
 
-def fixed_settings(config: Config) -> dict[str, Any]:
-    """ "section.name" -> value of all settings that a resumed run must have in common with its checkpoint."""
-    return {
-        f"{section}.{name}": getattr(getattr(config, section), name)
-        for section, members in settings().items()
-        for name, setting in members.items()
-        if setting.rule.fixed
-    }
-
-
 # ---------------------------------------------------------------- the start of every command
 
 
 def exit_with(line: str) -> NoReturn:
-    """Print one line and exit with code 2. Every rank comes here with the same line, so only the first of a node prints."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
+    the first one prints it."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)  # the launcher ends all ranks when one has ended: leave the first one time to speak
+    else:
         print(line, file=sys.stderr, flush=True)
     sys.exit(2)
 

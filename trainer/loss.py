@@ -15,9 +15,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
-        """hidden: (tokens, dim); weight: (vocab, dim); labels: (tokens,)."""
-        needs_gradient = any(ctx.needs_input_grad)
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, needs_gradient: bool) -> Tensor:
+        """hidden: (tokens, dim); weight: (vocab, dim); labels: (tokens,). needs_gradient: whether a backward follows."""
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
@@ -43,8 +42,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled_weight = grad_weight.mul_(grad_total).to(ctx.weight_dtype)
-        return grad_hidden * grad_total, scaled_weight, None, None
+        # Scaled in fp32 and rounded once, without a second fp32 table.
+        scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+        torch.mul(grad_weight, grad_total, out=scaled_weight)
+        return grad_hidden * grad_total, scaled_weight, None, None, None
 
 
 class CrossEntropyHead:
@@ -57,4 +58,8 @@ class CrossEntropyHead:
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Returns the sum over all targets, fp32, a scalar."""
-        return _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, self.labels.flatten(), self.chunk_tokens)
+        # Asked here: inside the function grad mode is always off, and its inputs claim to need gradients in evaluation too.
+        needs_gradient = torch.is_grad_enabled()
+        return _ChunkedCrossEntropy.apply(
+            hidden.flatten(0, 1), weight, self.labels.flatten(), self.chunk_tokens, needs_gradient
+        )

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,29 @@ class Stopwatch:
         self.spent: dict[str, float] = {}
 
     @contextmanager
-    def on(self, activity: str, synchronize: bool = True) -> Iterator[None]:
+    def on(self, activity: str, synchronize: bool = True) -> Iterator["Lap"]:
         """synchronize: let the work that the device still has finish before and after, so that it counts where it
         belongs."""
         if synchronize:
             devices.synchronize(self.device)
         start = time.perf_counter()
+        lap = Lap()
         try:
-            yield
+            yield lap
         finally:
             if synchronize:
                 devices.synchronize(self.device)
-            self.spent[activity] = self.spent.get(activity, 0.0) + time.perf_counter() - start
+            lap.seconds = time.perf_counter() - start
+            self.spent[activity] = self.spent.get(activity, 0.0) + lap.seconds
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.start
+
+
+@dataclass
+class Lap:
+    seconds: float = 0.0
+    """Known when the activity has ended."""
 
 
 class Metrics:
@@ -77,7 +86,6 @@ class Metrics:
 
     def start(self) -> None:
         """Training begins now: what came before is start-up."""
-        self.watch.reset()
         self.run_watch.reset()
         self._begin_window()
 
@@ -90,12 +98,21 @@ class Metrics:
         self.valley = min(self.valley, devices.memory_now(self.device))
 
     def due(self, step: int) -> bool:
-        return step % self.config.log_every == 0 or step in (1, self.first_step + 1, self.steps)
+        return step % self.config.log_every == 0 or step in (self.first_step + 1, self.steps)
 
     def record_training(
-        self, step: int, loss: float, grad_norm: float, rate: float, tokens_seen: int, tokens: int
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        num_targets: int,
+        tokens_seen: int,
+        tokens: int,
     ) -> None:
-        """tokens: of one step, over all ranks. The caller has read loss and grad_norm from the device, so its work is done."""
+        """num_targets, tokens: of this step, over all ranks; tokens_seen: of the run. The caller has read the loss from the
+        device, so its work is done."""
         spent = self.watch.spent
         aside = sum(seconds for activity, seconds in spent.items() if activity != "data")
         num_steps = step - self.recorded_step
@@ -107,7 +124,8 @@ class Metrics:
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": rate,
+            "learning_rate": learning_rate,
+            "num_targets": num_targets,
             "tokens_seen": tokens_seen,
             "tokens_per_second": per_second,
             "tokens_per_second_per_rank": per_second / self.ranks,
@@ -152,6 +170,11 @@ class Metrics:
             for name, value in record.items():
                 if name not in not_drawn and isinstance(value, int | float):
                     self.board.add_scalar(f"{group}/{name}", value, record["step"])
+
+    def flush(self) -> None:
+        """Everything so far is in the files. TensorBoard's would wait for minutes, and a killed run lose that."""
+        if self.board:
+            self.board.flush()
 
     def close(self) -> None:
         if self.file:

@@ -1,11 +1,12 @@
 """Optimizers over sharded parameters, with global gradient-norm clipping."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.config import OptimizerConfig
 from trainer.distributed import sum_over
@@ -41,11 +42,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimiz
 class Optimizer:
     """One torch optimizer, its state under the names of the parameters, and the global norm of its gradients."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, model_group: ProcessGroup):
-        """model_group: all ranks that hold a part of the model."""
+    def __init__(self, model: nn.Module, config: OptimizerConfig, model_group: ProcessGroup, ranks_of_stage: int):
+        """model_group: all ranks that hold a part of the model. ranks_of_stage: how many of them hold a part of what this
+        rank holds; all, unless the model is cut into pipeline stages."""
         self.names = {p: name for name, p in model.named_parameters()}
         self.copies = torch.tensor(
-            [_copies(p) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device
+            [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device
         )
         self.inner = OPTIMIZERS[config.name](model, config)
         self.model_group = model_group
@@ -59,7 +61,7 @@ class Optimizer:
         most. None: only the norm."""
         gradients = [_local(p.grad) for p in self.names]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
-        # One reduction, whatever the layouts: each rank adds its part of what it shares with others.
+        # One reduction, whatever the layouts: what several ranks hold, each of them adds a part of.
         norm = sum_over((norms.square() / self.copies).sum(), self.model_group).sqrt()
         if max_norm is not None:
             # As a tensor, without asking the host whether it is needed.
@@ -85,13 +87,14 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _copies(tensor: Tensor) -> int:
-    """How many ranks of its mesh hold the same values."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    copies = 1
-    for axis, placement in enumerate(tensor.placements):
-        assert not isinstance(placement, Partial)
-        if isinstance(placement, Replicate):
-            copies *= tensor.device_mesh.size(axis)
-    return copies
+def _copies(parameter: Tensor, ranks_of_stage: int) -> int:
+    """How many ranks hold the values that this rank holds: all of its stage, less those that hold other shards."""
+    if not isinstance(parameter, DTensor):
+        return ranks_of_stage
+    assert not any(placement.is_partial() for placement in parameter.placements)
+    shards = math.prod(
+        parameter.device_mesh.size(axis)
+        for axis, placement in enumerate(parameter.placements)
+        if not isinstance(placement, Replicate)
+    )
+    return ranks_of_stage // shards

@@ -128,7 +128,7 @@ def convert(raw: Any, kind: Any) -> Any:
         if raw == "none":
             return None
         raise ValueError
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+    if kind is float and type(raw) is int and abs(raw) < 10**300:
         return float(raw)
     if type(raw) is not kind:
         raise ValueError
@@ -137,30 +137,21 @@ def convert(raw: Any, kind: Any) -> Any:
 
 def from_text(text: str, kind: Any) -> Any:
     """The value of `kind` that a command-line word means. Raises ValueError where there is none."""
-    if len(_options(kind)) > 1:
-        for option in _options(kind):
-            try:
-                return from_text(text, option)
-            except ValueError:
-                continue
-        raise ValueError
-    if kind is bool:
-        if text in ("true", "false"):
-            return text == "true"
-        raise ValueError
-    if kind is int:
-        if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
-            return int(text)
-        raise ValueError
-    if kind is float:
-        return float(text)
-    if typing.get_origin(kind) is tuple:
-        words = text.strip("[]").split(",")
-        members = typing.get_args(kind)
-        if len(words) != len(members):
-            raise ValueError
-        return tuple(from_text(w.strip(), m) for w, m in zip(words, members, strict=True))
-    return convert(text, kind)
+    try:
+        return convert(text, kind)  # text, a choice, none
+    except ValueError:
+        return convert(_literal(text), kind)
+
+
+def _literal(text: str) -> Any:
+    """The boolean, number or list (0.9,0.95, with or without brackets) that a word writes. Raises ValueError."""
+    if text in ("true", "false"):
+        return text == "true"
+    if "," in text or text.startswith("["):
+        return [_literal(word.strip()) for word in text.removeprefix("[").removesuffix("]").split(",")]
+    if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
+        return int(text)
+    return float(text)
 
 
 def broken_rule(value: Any, rule: Rule) -> str:

@@ -1,24 +1,24 @@
 """What a configuration means on a number of ranks, found before any process group exists."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from models import MODELS
-from models.spec import ModelSpec
+from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.parallel.dims import ParallelDims
-from trainer.settings import nearest_name
+from trainer.settings import convert, describe, nearest_name, settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a configuration means on a number of ranks; found without a process group."""
-
     spec: ModelSpec
     sizes: Any
     dims: ParallelDims
     tokenizer: Tokenizer
+    identity: dict[str, Any]
+    """What a run that resumes must have in common with its checkpoint, by the names that users know."""
 
 
 def set_up(config: Config, world_size: int) -> Setup:
@@ -36,11 +36,23 @@ def set_up(config: Config, world_size: int) -> Setup:
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise ConfigError(
-            "tokenizer.kind",
+            "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.kind",
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {config.model.name}/"
             f"{config.model.size} is {sizes.vocab_size}",
         )
-    return Setup(spec=spec, sizes=sizes, dims=dims, tokenizer=tokenizer)
+    identity = _fixed_settings(config) | {"tokenizer": tokenizer.fingerprint}
+    identity |= {f"model.{name}": value for name, value in asdict(sizes).items()}
+    return Setup(spec=spec, sizes=sizes, dims=dims, tokenizer=tokenizer, identity=identity)
+
+
+def _fixed_settings(config: Config) -> dict[str, Any]:
+    """All settings that may not change on resume, but for the model's: what counts there are the sizes they lead to."""
+    return {
+        f"{section}.{name}": getattr(getattr(config, section), name)
+        for section, members in settings().items()
+        for name, setting in members.items()
+        if setting.rule.fixed and section != "model"
+    }
 
 
 def model_of(config: ModelConfig) -> tuple[ModelSpec, Any]:
@@ -51,19 +63,19 @@ def model_of(config: ModelConfig) -> tuple[ModelSpec, Any]:
     if config.size not in spec.sizes:
         expected = f"expected one of {', '.join(spec.sizes)}"
         raise ConfigError("model.size", f"{expected} for {config.name}{nearest_name(config.size, spec.sizes)}")
-    values = vars(spec.sizes[config.size]) | config.overrides
+    standard = spec.sizes[config.size]
+    values = asdict(standard)
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"
-        standard = vars(spec.sizes[config.size]).get(name)
-        if standard is None:
-            known = vars(spec.sizes[config.size])
-            raise ConfigError(key, f"unknown dimension of {config.name}{nearest_name(name, known)}")
-        if isinstance(standard, float) and type(value) is int:
-            values[name] = float(value)
-        elif type(value) is not type(standard):
-            kinds = {int: "a whole number", float: "a number", bool: "true or false"}
-            raise ConfigError(key, f"expected {kinds[type(standard)]}")
+        if name not in values:
+            raise ConfigError(key, f"unknown dimension of {config.name}{nearest_name(name, values)}")
+        kind = type(values[name])
+        try:
+            values[name] = convert(value, kind)
+        except ValueError:
+            raise ConfigError(key, f"expected {describe(kind)}") from None
     try:
-        return spec, type(spec.sizes[config.size])(**values)
-    except ValueError as error:
-        raise ConfigError("model.overrides", str(error)) from None
+        return spec, type(standard)(**values)
+    except SizeError as error:
+        to_blame = next(name for name in error.names if name in config.overrides)
+        raise ConfigError(f"model.overrides.{to_blame}", str(error)) from None

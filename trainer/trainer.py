@@ -14,14 +14,14 @@ from torch import Tensor
 from trainer import checkpoint, logging
 from trainer import device as devices
 from trainer.batch import Batch
+from trainer.checkpoint import Saved
 from trainer.config import Config, ConfigError
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
 from trainer.data.prepare import prepare
 from trainer.data.store import open_store
-from trainer.distributed import leader_first, sum_over
+from trainer.distributed import leader_first
 from trainer.evaluate import HeldOut
-from trainer.load_config import fixed_settings
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
@@ -30,7 +30,7 @@ from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.step import SpmdStep, count_targets
 from trainer.schedule import learning_rate
-from trainer.setup import Setup, set_up
+from trainer.setup import Setup
 from trainer.show_config import to_toml
 
 
@@ -38,13 +38,12 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.output_folder) / config.run.name
 
 
-def finished_step(config: Config) -> int | None:
-    """The last step of a run that needs no more training, or None."""
-    found = checkpoint.newest(run_folder(config) / "checkpoints")
-    if found is None:
-        return None
-    step = checkpoint.read_train_state(found)["step"]
-    return step if step >= config.training.steps else None
+def resume_point(config: Config, setup: Setup) -> Saved | None:
+    """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
+    saved = checkpoint.find(run_folder(config) / "checkpoints")
+    if saved is not None:
+        checkpoint.require_same(saved, setup.identity)
+    return saved
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,11 @@ class StepResult:
 class Trainer:
     """One run, from a started process group on."""
 
-    def __init__(self, config: Config, device: torch.device):
-        """Raises ConfigError before anything is written to the run's folder."""
+    def __init__(self, config: Config, setup: Setup, device: torch.device, saved: Saved | None):
+        """saved: what to go on from. Raises ConfigError before anything is written to the run's folder."""
         self.config = config
         self.device = device
         training = config.training
-        setup = set_up(config, dist.get_world_size())
         devices.set_cpu_threads(training.cpu_threads)
         repeats = devices.set_deterministic(config.run.deterministic, device)
         torch.manual_seed(config.run.seed + dist.get_rank())
@@ -86,15 +84,17 @@ class Trainer:
         parallelize(self.model, setup.spec.plan(setup.sizes), self.meshes, config.parallel, training.compute_dtype)
         initialize(self.model, device, config.run.seed)
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = Optimizer(self.model, config.optimizer, dist.group.WORLD)
+        self.optimizer = Optimizer(self.model, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
         make_head = partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens)
         loss_group = self.meshes.loss["loss"].get_group()
-        self.step = SpmdStep(self.model, make_head, loss_group, training.reduce_every_microbatch)
+        self.step = SpmdStep(self.model, make_head, self.batch_group, loss_group, training.reduce_every_microbatch)
 
         self.folder = run_folder(config)
         self.steps_done = self.cursor = self.tokens_seen = 0
-        self.identity = fixed_settings(config) | {"tokenizer": setup.tokenizer.fingerprint, "data": self.data_name}
-        self._resume()
+        self.identity = setup.identity | {"data": self.data_name}
+        if saved is not None:
+            self._resume(saved)
+        self._open_folder()
         self._describe(setup, repeats)
         self.metrics = Metrics(
             config.metrics,
@@ -109,7 +109,7 @@ class Trainer:
 
     def _open_data(self, setup: Setup) -> None:
         config = self.config
-        store = leader_first(lambda: prepare(config.data, config.tokenizer))
+        store = leader_first(lambda: prepare(config.data, config.tokenizer, setup.tokenizer))
         self.data_name = store.name
         self.samples = WrappedSamples(open_store(store, "train"), config.training.seq_len)
         if not len(self.samples):
@@ -136,7 +136,13 @@ class Trainer:
             if self.metrics.due(self.steps_done):
                 tokens = config.training.global_batch_size * config.training.seq_len
                 self.metrics.record_training(
-                    self.steps_done, result.loss.item(), result.grad_norm.item(), rate, self.tokens_seen, tokens
+                    self.steps_done,
+                    loss=result.loss.item(),
+                    grad_norm=result.grad_norm.item(),
+                    learning_rate=rate,
+                    num_targets=int(result.num_targets.item()),
+                    tokens_seen=self.tokens_seen,
+                    tokens=tokens,
                 )
             if self.held_out and self._due(config.evaluation.interval_steps):
                 self.evaluate(self.held_out)
@@ -150,8 +156,7 @@ class Trainer:
         self.optimizer.zero_grad()
         with self.metrics.watch.on("data", synchronize=False):
             microbatches = [next(batches) for _ in range(self.cut.grad_accum)]
-        # Global, over whole sequences: every target weighs the same, wherever padding or masks fall.
-        num_targets = sum_over(count_targets(microbatches), self.batch_group)
+        num_targets = count_targets(microbatches, self.batch_group)
         loss = self.step(microbatches, num_targets)
         grad_norm = self.optimizer.clip(self.config.training.max_norm)
         self.optimizer.step(rate)
@@ -179,7 +184,7 @@ class Trainer:
     def evaluate(self, held_out: HeldOut) -> None:
         with self.metrics.watch.on("evaluation"):
             result = held_out.evaluate(self.step, self.cut, self._to_device)
-            entropy = held_out.unigram_entropy()
+            entropy = held_out.unigram_entropy
         logging.info(
             f"held-out loss {result.loss:.4f} nats over {result.num_targets} tokens "
             f"(unigram entropy of the same tokens: {entropy:.4f}, {entropy - result.loss:+.4f} above the loss)"
@@ -203,46 +208,49 @@ class Trainer:
         return tensors | {f"optimizer/{name}": t for name, t in self.optimizer.state().items()}
 
     def save(self) -> None:
+        random = devices.random_state(self.device)
         state = {
             "step": self.steps_done,
             "cursor": self.cursor,
             "tokens_seen": self.tokens_seen,
             "world_size": dist.get_world_size(),
             "identity": self.identity,
+            "random": sorted(random),
         }
-        random = devices.random_state(self.device)
         tensors = self._tensors() | {f"random/{dist.get_rank()}/{name}": t for name, t in random.items()}
-        with self.metrics.watch.on("checkpoint"):
+        self.metrics.flush()
+        with self.metrics.watch.on("checkpoint") as lap:
             saved = checkpoint.save(self.folder / "checkpoints", self.steps_done, tensors, state, to_toml(self.config))
-        seconds = self.metrics.watch.spent["checkpoint"]
-        logging.info(f"saved {saved} in {seconds:.1f} s")
-        self.metrics.record_event({"kind": "checkpoint", "step": self.steps_done, "blocked_s": seconds})
+        logging.info(f"saved {saved} in {lap.seconds:.1f} s")
+        self.metrics.record_event({"kind": "checkpoint", "step": self.steps_done, "blocked_s": lap.seconds})
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint of this run, if it has one."""
-        found = checkpoint.newest(self.folder / "checkpoints")
-        for broken in checkpoint.passed_over(self.folder / "checkpoints"):
-            logging.warning(f"passed over {broken}")
-        if found is None:
-            return
-        state = checkpoint.read_train_state(found)
-        checkpoint.require_same(found, state["identity"], self.identity)
+    def _resume(self, saved: Saved) -> None:
+        """Take over everything that a checkpoint holds."""
+        checkpoint.require_same(saved, self.identity)
+        state = saved.state
         # A rank that the saving run did not have keeps its fresh generators.
+        names = state["random"] if dist.get_rank() < state["world_size"] else []
+        fresh = devices.random_state(self.device)
+        random = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
         prefix = f"random/{dist.get_rank()}/"
-        random = {
-            name: torch.empty_like(t)
-            for name, t in devices.random_state(self.device).items()
-            if prefix + name in checkpoint.keys(found)
-        }
-        checkpoint.load(found, self._tensors() | {prefix + name: t for name, t in random.items()})
-        if random:
-            devices.set_random_state(self.device, random)
+        checkpoint.load(saved.path, self._tensors() | {prefix + name: t for name, t in random.items()})
+        devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         ranks = state["world_size"]
-        logging.info(f"resuming from {found} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
+        logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
+
+    def _open_folder(self) -> None:
+        """Make the run's folder, with the configuration in it."""
+        if dist.get_rank() == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "config.toml").write_text(to_toml(self.config))
+            except OSError as error:
+                rule = f"{self.folder} cannot be written ({error.strerror})"
+                raise ConfigError("run.output_folder", rule) from None
 
     def _describe(self, setup: Setup, repeats: bool) -> None:
-        """Say what runs, and leave it in the run's folder."""
+        """Say what runs on what."""
         config, dims = self.config, setup.dims
         num_parameters = sum(p.numel() for p in self.parameters.values())
         logging.info(
@@ -254,11 +262,13 @@ class Trainer:
             f"data {self.data_name}: {len(self.samples)} samples of {config.training.seq_len} tokens, "
             f"{config.training.global_batch_size} a step in {self.cut.grad_accum} microbatches on each rank"
         )
-        if config.lr_schedule.warmup_steps >= config.training.steps:
-            logging.warning("the warm-up is as long as the run: the peak learning rate comes last, or never")
+        schedule, steps = config.lr_schedule, config.training.steps
+        if schedule.warmup_steps + schedule.decay_steps > steps:
+            logging.warning(
+                f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} are more than the {steps} steps "
+                "of this run: the learning rate will not go all its way"
+            )
         if dist.get_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(to_toml(config))
             environment = {
                 "python": platform.python_version(),
                 "torch": torch.__version__,

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from models.spec import SizeError
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSizes:
-    """Dimensions of one Llama network. Raises ValueError where they do not fit each other."""
+    """Dimensions of one Llama network. Raises SizeError where they do not fit each other."""
 
     dim: int
     n_layers: int
@@ -28,20 +30,24 @@ class LlamaSizes:
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+                raise SizeError(f"{name} {getattr(self, name)} must be at least 1", name)
         for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq_factor"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)} must be above 0")
+                raise SizeError(f"{name} {getattr(self, name)} must be above 0", name)
         if self.dim % self.n_heads:
-            raise ValueError(f"n_heads {self.n_heads} must divide dim {self.dim}")
+            raise SizeError(f"n_heads {self.n_heads} must divide dim {self.dim}", "n_heads", "dim")
         if self.head_dim % 2:
-            raise ValueError(f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary positions turn pairs")
+            raise SizeError(
+                f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary positions turn pairs", "n_heads", "dim"
+            )
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}")
+            raise SizeError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}", "n_kv_heads", "n_heads")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise ValueError(
+            raise SizeError(
                 f"rope_high_freq_factor {self.rope_high_freq_factor} must be above "
-                f"rope_low_freq_factor {self.rope_low_freq_factor}"
+                f"rope_low_freq_factor {self.rope_low_freq_factor}",
+                "rope_high_freq_factor",
+                "rope_low_freq_factor",
             )
 
     @property

@@ -10,11 +10,14 @@ import pytest
 from tests.conftest import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data import prepare as module
-from trainer.data.prepare import prepare
 from trainer.data.store import open_store, read_description, token_dtype
 from trainer.data.tokenizers import DEFAULT_FILE, load_tokenizer
 
 DEFAULT = TokenizerConfig()
+
+
+def prepare(data, tokenizer_config):
+    return module.prepare(data, tokenizer_config, load_tokenizer(tokenizer_config))
 
 
 @pytest.fixture
@@ -162,13 +165,43 @@ def test_a_corpus_without_documents_is_refused(data, tmp_path):
         prepare(replace(data, path=str(folder)), DEFAULT)
 
 
-def test_a_truncated_store_is_told(data):
+def test_a_damaged_store_is_told(data):
     folder = prepare(data, DEFAULT)
     path = folder / "train.tokens"
     path.write_bytes(path.read_bytes()[:-2])
     size = path.stat().st_size
-    with pytest.raises(ValueError, match=f"{size} bytes, but store.json says {size + 2}; delete the folder"):
+    with pytest.raises(ConfigError) as error:
         open_store(folder, "train")
+    assert error.value.key == "data.store_folder"
+    assert error.value.rule == f"{path} has {size} bytes of {size + 2}; delete the folder {folder}"
+    (folder / "store.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"store\.json cannot be read; delete the folder"):
+        open_store(folder, "train")
+
+
+def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as error:
+        prepare(replace(data, store_folder=str(tmp_path / "file")), DEFAULT)
+    assert (error.value.key, error.value.rule) == ("data.store_folder", "cannot be written (File exists)")
+
+
+def test_a_torn_part_is_made_again(data, monkeypatch):
+    whole = contents(prepare(data, DEFAULT))
+    shutil.rmtree(data.store_folder)
+    monkeypatch.setattr(module, "_write_split", lambda *_: pytest.fail("stop"))
+    with pytest.raises(pytest.fail.Exception):
+        prepare(data, DEFAULT)
+    monkeypatch.undo()
+    (part,) = Path(data.store_folder).glob("*.partial/part-000000.npz")
+    part.write_bytes(part.read_bytes()[:1000])
+    assert contents(prepare(data, DEFAULT)) == whole
+
+
+@pytest.mark.parametrize("pattern", ["corpus/*.txt", "c*/0*.txt", "**/*.txt"])
+def test_an_absolute_pattern_names_a_corpus(data, tmp_path, pattern):
+    folder = prepare(replace(data, path=f"{tmp_path}/{pattern}"), DEFAULT)
+    assert sorted(documents(folder, "train") + documents(folder, "held_out")) == texts(data)
 
 
 def test_the_width_of_tokens_follows_the_vocabulary():

@@ -48,7 +48,9 @@ def test_each_json_line_is_read_once_however_the_file_is_cut(tmp_path, step):
 
 def test_broken_json_lines_are_named(tmp_path):
     file = tmp_path / "x.jsonl"
-    file.write_bytes(b'{"text": "a"}\n{"text": \n\n{"body": "b"}\n[1]\n{"text": 5}\n{"text": "\xff"}\n{"text": "z"}')
+    file.write_bytes(
+        b'{"text": "a"}\n{"text": \n\n{"body": "b"}\n[1]\n{"text": 5}\n{"text": "\xff"}\n{"text": "\\ud800"}\n{"text": "z"}'
+    )
     assert read_all(DataConfig(dataset="jsonl", path=str(file))) == [
         "a",
         Problem(f"{file} (byte 14)", "not valid JSON"),
@@ -56,6 +58,7 @@ def test_broken_json_lines_are_named(tmp_path):
         Problem(f"{file} (byte 39)", "no text in field 'text'"),
         Problem(f"{file} (byte 43)", "no text in field 'text'"),
         Problem(f"{file} (byte 55)", "not UTF-8 text"),
+        Problem(f"{file} (byte 69)", "holds half of a surrogate pair"),
         "z",
     ]
 

@@ -20,6 +20,23 @@ def test_the_default_tokenizer_gives_every_text_back():
     assert (tokenizer.bos, tokenizer.eos) == (1792, 1793)
 
 
+@pytest.mark.parametrize(
+    "text", [" " * 1_000_000, "x" * 900_001, "long enough " * 80_000, "\n" * 30_000 + "y" * 60_000]
+)
+def test_texts_of_any_length_come_back(text):
+    tokenizer = load_tokenizer(TokenizerConfig())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_long_runs_are_cut_where_metas_tokenizer_cuts_them():
+    tokenizer = load_tokenizer(TokenizerConfig())
+    assert tokenizer.encode("a" * 60_000) == 2 * tokenizer.encode("a" * 25_000) + tokenizer.encode("a" * 10_000)
+    assert tokenizer.encode("b" * 25_000 + " c") == tokenizer.encode("b" * 25_000) + tokenizer.encode(" c")
+    assert tokenizer.encode("x y" * 200_000) == tokenizer.encode(("x y" * 200_000)[:400_000]) + tokenizer.encode(
+        ("x y" * 200_000)[400_000:]
+    )
+
+
 def test_the_default_tokenizer_has_learned_from_source_code():
     source = open_source(load_config([]).data)
     text = "".join(str(d) for path in source.files[:20] for d in source.read(Span(path, 0, 10**9)))

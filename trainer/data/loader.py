@@ -84,10 +84,6 @@ class _LeafSampler(Sampler):
         return self.cut.leaves(self.cursor)
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
-
-
 def training_batches(
     samples: WrappedSamples, order: SampleOrder, cut: Cut, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
@@ -102,7 +98,6 @@ def training_batches(
             _Leaves(samples, order, cut.local_batch_size),
             batch_size=None,
             sampler=_LeafSampler(cut, cursor),
-            collate_fn=_as_it_is,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
             **workers,

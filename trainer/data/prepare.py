@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from trainer.data.order import permute
 from trainer.data.sources import Problem, Source, Span, open_source
 from trainer.data.store import SPLITS, VERSION, token_dtype
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
+from trainer.system import cores, sync, write_durably
 
 PART_BYTES = 4 * 2**20
 """Text of one part: the unit of parallel work, and what a kill can lose."""
@@ -33,15 +35,19 @@ _SHUFFLE_KEY = 0x6D657368
 """The order of documents in a store is a property of the store, not of a run."""
 
 
-def prepare(data: DataConfig, tokenizer_config: TokenizerConfig) -> Path:
+def prepare(data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer) -> Path:
     """The folder of the token store of this dataset under this tokenizer, made if it is not there.
 
-    Raises ConfigError where the source has no documents.
+    tokenizer: loaded from its config, which goes to the worker processes. Raises ConfigError where the source has no
+    documents, or the store cannot be written.
     """
     source = open_source(data)
-    tokenizer = load_tokenizer(tokenizer_config)
     stores = Path(data.store_folder)
-    stores.mkdir(parents=True, exist_ok=True)
+    try:
+        stores.mkdir(parents=True, exist_ok=True)
+        (stores / "digests.json").touch()
+    except OSError as error:
+        raise ConfigError("data.store_folder", f"cannot be written ({error.strerror})") from None
     folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
     if folder.exists():
         return folder
@@ -151,7 +157,7 @@ def _tokenize(work: _Work, tokenizer: Tokenizer, number: int, spans: list[Span])
     """Write part `number`; returns the bytes of text that it was made from."""
     target = _part_file(work.folder, number)
     text_bytes = sum(span.stop - span.start for span in spans)
-    if target.exists():
+    if _is_whole(target):
         return text_bytes
     tokens: list[np.ndarray] = []
     held_out: list[bool] = []
@@ -174,8 +180,18 @@ def _tokenize(work: _Work, tokenizer: Tokenizer, number: int, spans: list[Span])
         held_out=np.array(held_out, bool),
         problems=np.array(problems, np.str_).reshape(-1, 2),
     )
+    sync(aside)
     aside.replace(target)
     return text_bytes
+
+
+def _is_whole(part: Path) -> bool:
+    """A part may be torn by a power cut."""
+    try:
+        with np.load(part):
+            return True
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
 
 
 def _part_file(folder: Path, number: int) -> Path:
@@ -217,7 +233,7 @@ def _build(
     if not parts:
         raise ConfigError("data.path", "the files are empty")
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {len(parts)} parts -> {folder}")
-    processes = data.prepare_processes or os.cpu_count() or 1
+    processes = data.prepare_processes or cores()
     _tokenize_all(_Work(source, tokenizer_config, data.held_out_fraction, partial), tokenizer, parts, processes)
 
     final = partial / "store"
@@ -245,7 +261,9 @@ def _build(
         "splits": splits,
         "skipped": len(problems),
     }
-    (final / "store.json").write_text(json.dumps(description, indent=1))
+    write_durably(final / "store.json", json.dumps(description, indent=1))
+    for path in (*final.iterdir(), final):
+        sync(path)
     final.rename(folder)
     shutil.rmtree(partial)
     if problems:

@@ -1,6 +1,7 @@
 """Readers of documents. A source is a list of files and a way to read a piece of one; nothing here knows of tokens."""
 
 import glob
+import itertools
 import json
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -70,7 +71,18 @@ class _JsonLines:
         except ValueError:
             return Problem(where, "not valid JSON")
         text = document.get(self.field) if isinstance(document, dict) else None
-        return text if isinstance(text, str) else Problem(where, f"no text in field {self.field!r}")
+        if not isinstance(text, str):
+            return Problem(where, f"no text in field {self.field!r}")
+        # JSON can name half of a surrogate pair, which is no character and which no tokenizer takes.
+        return text if text.isascii() or _is_unicode(text) else Problem(where, "holds half of a surrogate pair")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _matching(path: str, suffixes: tuple[str, ...]) -> tuple[Path, tuple[Path, ...]]:
@@ -81,7 +93,9 @@ def _matching(path: str, suffixes: tuple[str, ...]) -> tuple[Path, tuple[Path, .
     elif named.is_file():
         root, files = named.parent, iter([named])
     else:
-        root, files = Path(), (Path(p) for p in glob.glob(path, recursive=True))
+        # The folders before the first wildcard.
+        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), named.parts[:-1])
+        root, files = Path(*fixed), (Path(p) for p in glob.glob(path, recursive=True))
     found = tuple(sorted((p for p in files if p.is_file()), key=lambda p: p.as_posix()))
     if not found:
         raise ConfigError("data.path", f"holds no file ending in {' or '.join(suffixes)}")

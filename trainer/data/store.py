@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.config import ConfigError
+
 VERSION = 1
 SPLITS = ("train", "held_out")
 
@@ -34,15 +36,19 @@ def read_description(folder: Path) -> dict:
 
 
 def open_store(folder: Path, split: str) -> TokenStore:
-    """Raises ValueError where a file has not the length that store.json gives."""
-    description = read_description(folder)
-    counts = description["splits"][split]
+    """Raises ConfigError where the files are not what store.json promises."""
+    try:
+        description = read_description(folder)
+        counts = description["splits"][split]
+    except (OSError, ValueError, KeyError):
+        raise ConfigError("data.store_folder", f"{folder}/store.json cannot be read; delete the folder") from None
     tokens = _map(folder / f"{split}.tokens", np.dtype(description["dtype"]), counts["tokens"])
     return TokenStore(tokens, _map(folder / f"{split}.documents", np.dtype("<i8"), counts["documents"] + 1))
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
-    found = path.stat().st_size
+    found = path.stat().st_size if path.exists() else 0
     if found != length * dtype.itemsize:
-        raise ValueError(f"{path}: {found} bytes, but store.json says {length * dtype.itemsize}; delete the folder")
+        wanted = length * dtype.itemsize
+        raise ConfigError("data.store_folder", f"{path} has {found} bytes of {wanted}; delete the folder {path.parent}")
     return np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)

@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -77,6 +79,19 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
     return ranks
 
 
+# tiktoken's regular expressions overflow on longer texts, and take quadratic time on longer runs without a border. Meta's
+# reference tokenizer cuts at the same places, so these are part of the encoding.
+_LONGEST_TEXT = 400_000
+_LONG_RUN = re.compile(r"\s{25000}(?=\s)|\S{25000}(?=\S)")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _LONGEST_TEXT):
+        piece = text[start : start + _LONGEST_TEXT]
+        cuts = [0, *(run.end() for run in _LONG_RUN.finditer(piece)), len(piece)]
+        yield from (piece[a:b] for a, b in itertools.pairwise(cuts))
+
+
 class TiktokenTokenizer:
     """Byte-pair encoding with Llama 3's split pattern and special tokens."""
 
@@ -93,7 +108,7 @@ class TiktokenTokenizer:
         self.fingerprint = _fingerprint("tiktoken", content)
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._encoding.decode(list(tokens))

@@ -34,18 +34,24 @@ class ParallelDims:
                 f"x dp_replicate {config.dp_replicate} makes {others * dp_shard} ranks, "
                 f"but this run has {world_size}; -1 takes what is left",
             )
+        dims = cls(pp=1, dp_replicate=config.dp_replicate, dp_shard=dp_shard, cp=1, tp=1, world_size=world_size)
         reshard = config.reshard_after_forward
-        if isinstance(reshard, int) and (dp_shard % reshard or reshard == dp_shard):
+        if isinstance(reshard, int) and (dims.fsdp % reshard or reshard == dims.fsdp):
             raise ConfigError(
                 "parallel.reshard_after_forward",
-                f"as a number it must divide dp_shard {dp_shard} and be smaller; always reshards to all of them",
+                f"as a number it must divide dp_shard {dims.fsdp} and be smaller; always reshards to all of them",
             )
-        return cls(pp=1, dp_replicate=config.dp_replicate, dp_shard=dp_shard, cp=1, tp=1, world_size=world_size)
+        return dims
 
     @property
     def batch(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Ranks that hold the parameters of one pipeline stage between them."""
+        return self.world_size // self.pp
 
     @property
     def fsdp(self) -> int:

@@ -41,4 +41,4 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, NCCL's underflows in bf16
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

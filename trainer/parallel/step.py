@@ -25,18 +25,28 @@ class Step(Protocol):
         """Sum of the targets' losses, and the number of targets."""
 
 
-def count_targets(microbatches: Sequence[Batch]) -> Tensor:
-    """Targets of this rank's microbatches: a scalar."""
-    return torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
+def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
+    """Targets of the microbatches of all ranks, over whole sequences, so that every target weighs the same wherever padding
+    and masks fall: a scalar."""
+    mine = torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
+    return sum_over(mine, batch_group)
 
 
 class SpmdStep:
     """Every rank runs the whole model on its own samples."""
 
-    def __init__(self, model: FSDPModule, make_head: MakeHead, loss_group: ProcessGroup, reduce_every_microbatch: bool):
-        """loss_group: the ranks that hold different targets."""
+    def __init__(
+        self,
+        model: FSDPModule,
+        make_head: MakeHead,
+        batch_group: ProcessGroup,
+        loss_group: ProcessGroup,
+        reduce_every_microbatch: bool,
+    ):
+        """batch_group: the ranks that read different samples; loss_group: those that compute different targets."""
         self.model = model
         self.make_head = make_head
+        self.batch_group = batch_group
         self.loss_group = loss_group
         self.reduce_every_microbatch = reduce_every_microbatch
 
@@ -46,7 +56,7 @@ class SpmdStep:
             last = number == len(microbatches)
             self.model.set_requires_gradient_sync(last or self.reduce_every_microbatch)
             self.model.set_is_last_backward(last)
-            loss = self._loss_sum(batch) / num_targets
+            loss = self._loss_sum(batch) / num_targets.clamp(min=1)  # a batch may be all padding
             loss.backward()
             losses.append(loss.detach())
         return sum_over(torch.stack(losses).sum(), self.loss_group)
@@ -54,7 +64,7 @@ class SpmdStep:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         loss_sum = torch.stack([self._loss_sum(batch) for batch in microbatches]).sum()
-        return sum_over(loss_sum, self.loss_group), sum_over(count_targets(microbatches), self.loss_group)
+        return sum_over(loss_sum, self.loss_group), count_targets(microbatches, self.batch_group)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         return self.model(batch.tokens, batch.positions, batch.documents, head=self.make_head(batch.labels))

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from trainer import device as devices
+from trainer.config import ConfigError
+
+
+def test_a_machine_without_gpus_computes_on_its_cpu(monkeypatch):
+    monkeypatch.setattr(devices, "count", lambda: 0)
+    assert devices.pick("auto") == torch.device("cpu")
+    assert devices.communication_backend(torch.device("cpu")) == "gloo"
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError) as error:
+        devices.pick("auto")
+    assert error.value.rule == "NGPU=4: this machine has 2 GPUs; --run.device cpu uses none"
+    assert devices.pick("cpu") == torch.device("cpu")
+
+
+def test_peaks_are_known_by_the_whole_name(monkeypatch):
+    for name, peak in {
+        "NVIDIA H200": 989.4e12,
+        "NVIDIA H200 NVL": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    }.items():
+        monkeypatch.setattr(devices, "name", lambda device, name=name: name)
+        assert devices.peak_flops(torch.device("cpu"), "bf16") == peak
+
+
+def test_threads_are_shared_among_the_ranks_of_a_machine(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(devices, "cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    try:
+        devices.set_cpu_threads(0)
+        assert torch.get_num_threads() == 4
+        devices.set_cpu_threads(3)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_random_state_comes_back():
+    state = devices.random_state(torch.device("cpu"))
+    first = torch.rand(4)
+    devices.set_random_state(torch.device("cpu"), {})
+    assert not torch.equal(torch.rand(4), first)
+    devices.set_random_state(torch.device("cpu"), state)
+    assert torch.equal(torch.rand(4), first)
