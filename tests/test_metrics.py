@@ -107,7 +107,7 @@ def test_memory_is_that_of_this_process(tmp_path):
     assert low["memory_valley_gib"] * 2**30 == pytest.approx(before + 256 * 2**20, abs=32 * 2**20)
     assert low["memory_peak_gib"] >= low["memory_valley_gib"]
     assert freed["memory_valley_gib"] < low["memory_valley_gib"] - 0.2
-    assert freed["memory_peak_gib"] >= low["memory_peak_gib"]
+    assert freed["memory_peak_gib"] >= low["memory_peak_gib"] - 0.01  # the kernel counts pages in batches
 
 
 def test_tensorboard_gets_the_same_values(tmp_path):
