@@ -182,7 +182,7 @@ class Trainer:
         return self.steps_done == self.config.training.steps or (interval > 0 and self.steps_done % interval == 0)
 
     def evaluate(self, held_out: HeldOut) -> None:
-        with self.metrics.watch.on("evaluation"):
+        with self.metrics.watch.on("evaluation") as lap:
             result = held_out.evaluate(self.step, self.cut, self._to_device)
             entropy = held_out.unigram_entropy
         logging.info(
@@ -197,6 +197,7 @@ class Trainer:
                 "loss": result.loss,
                 "unigram_entropy": entropy,
                 "num_targets": result.num_targets,
+                "evaluation_time_s": lap.seconds,
             }
         )
 
