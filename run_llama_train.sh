@@ -7,7 +7,7 @@
 # LOG_RANK      ranks that print, e.g. 0,3 or all (0)
 # PYTHON        interpreter to begin with (python3)
 set -euo pipefail
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+ROOT="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)"
 source "$ROOT/scripts/environment.sh"
 use_environment ""
 

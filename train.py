@@ -1,24 +1,28 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
+import os
 import sys
 import traceback
 
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError
 from trainer.load_config import config_from_command_line, one_line_errors
 
 
-def main() -> None:
-    config = config_from_command_line(sys.argv[1:])
-    # After the configuration: a wrong setting is told, and --help answered, without waiting for torch.
+def run(config: Config) -> int:
+    """The run that a configuration describes, on this rank; the exit code. Ends the process itself where others wait."""
+    # Not at the top: a wrong setting is told, and --help answered, without waiting for torch.
+    from torch.distributed import DistNetworkError, DistStoreError
+
     from trainer import device, distributed, logging
     from trainer.setup import set_up
-    from trainer.trainer import Trainer, resume_point
+    from trainer.trainer import NotFinite, Trainer, require_agreement, resume_point
 
     with one_line_errors(config):
         setup = set_up(config, distributed.world_size())
         here = device.pick(config.run.device)
     try:
         distributed.start(config.distributed, here)
+        require_agreement(config)
         saved = resume_point(config, setup)
         if saved is not None and saved.state["step"] >= config.training.steps:
             logging.info(
@@ -28,14 +32,34 @@ def main() -> None:
             Trainer(config, setup, here, saved).train()
     except ConfigError as error:
         distributed.tell_once(config.explain(error))
-        distributed.abandon(2)
+        return 2
+    except NotFinite as error:
+        distributed.tell_once(str(error))
+        return 1
+    except (DistNetworkError, DistStoreError) as error:
+        print(f"lost contact with the other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    distributed.finish()
+    return 0
+
+
+def main() -> None:
+    config = config_from_command_line(sys.argv[1:])
+    code = 1
+    try:
+        code = run(config)
+    except SystemExit as exit:
+        code = exit.code
     except KeyboardInterrupt:
-        logging.info("interrupted; the same command goes on from the last checkpoint")
-        distributed.abandon(130)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        code = 130
     except BaseException:
         traceback.print_exc()
-        distributed.abandon(1)
-    distributed.finish(0)
+    # Without the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,15 @@ def main() -> NoReturn:
     nodes = whole_number("NNODES", 1, 1)
     node = whole_number("NODE_RANK", 0, 0)
     port = whole_number("MASTER_PORT", 29500, 1)
+    if port > 65535:
+        exit_with(f"MASTER_PORT={port}: must be at most 65535")
     if node >= nodes:
         exit_with(f"NODE_RANK={node}: must be below NNODES={nodes}")
     if nodes > 1 and "MASTER_ADDR" not in os.environ:
         exit_with(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
 
     # After the configuration: a wrong setting is told without waiting for torch.
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,12 +55,16 @@ def main() -> NoReturn:
     if nodes > 1 or "MASTER_PORT" in os.environ:
         address = os.environ.get("MASTER_ADDR", "localhost")
         where += ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port)]
+        where += ["--rdzv-conf", f"timeout={max(1, round(config.distributed.init_timeout_s))}"]
     else:
         where += ["--standalone"]
     try:
         torchrun.main([*where, str(ROOT / "train.py"), *sys.argv[1:]])
     except ChildFailedError as error:
         sys.exit(exit_code(error))
+    except (DistNetworkError, DistStoreError) as error:
+        reason = str(error).splitlines()[0]
+        exit_with(f"the machines of this run did not come together at MASTER_ADDR and MASTER_PORT {port}: {reason}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)

@@ -3,7 +3,7 @@
     python scripts/train_tokenizer.py OUT.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
 
 The shipped default was made by `python scripts/train_tokenizer.py trainer/data/default.tiktoken --vocab-size 2048`.
-Needs the optional package `tokenizers` (pip install 'meshwright[tokenizers]').
+Needs the optional package `tokenizers` (pip install tokenizers). Settings of the trainer choose the dataset.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from trainer.load_config import config_from_command_line, exit_with, one_line_er
 try:
     import tokenizers
 except ModuleNotFoundError:
-    exit_with("scripts/train_tokenizer.py needs the package tokenizers: pip install 'meshwright[tokenizers]'")
+    exit_with("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
 
 
 def documents(config: DataConfig) -> Iterator[str]:
@@ -60,12 +60,16 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the rank file to write")
     parser.add_argument("--vocab-size", type=int, default=2048, help=f"tokens, {NUM_SPECIAL} special ones included")
     arguments, settings = parser.parse_known_args()
+    if arguments.out.is_dir() or not arguments.out.parent.is_dir():
+        exit_with(f"{arguments.out}: expected the name of a file in a folder that exists")
     num_ranks = arguments.vocab_size - NUM_SPECIAL
     if num_ranks < 256:
         exit_with(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
     with one_line_errors(config):
         ranks = train(documents(config.data), num_ranks)
+    if len(ranks) < num_ranks:
+        print(f"the text has room for {len(ranks)} ranks only, not {num_ranks}", file=sys.stderr)
     arguments.out.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(ranks)))
     print(f"{arguments.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
 

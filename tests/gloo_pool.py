@@ -28,7 +28,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             pipe.send((function(*args), None))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
-    os._exit(0)  # see trainer.distributed.finish
+    os._exit(0)  # as train.py does
 
 
 class RankError(Exception):

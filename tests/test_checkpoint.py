@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.gloo_pool import RankError
 from trainer import checkpoint
 from trainer.config import ConfigError
 
@@ -65,15 +66,26 @@ def test_an_interrupted_save_is_not_there_and_is_cleared_by_the_next(ranks, tmp_
 
 
 def broken_and_saved_again(folder):
-    path = save(folder, 3, 1)
+    save(folder, 3, 1)
+    path = save(folder, 6, 1)
     (path / "train_state.json").unlink()
-    passed_over = checkpoint.find(folder)
-    save(folder, 3, 2)
-    return passed_over, sorted(p.name for p in folder.iterdir()), load(checkpoint.find(folder).path)[0]
+    found = checkpoint.find(folder).path.name
+    save(folder, 6, 2)
+    return found, sorted(p.name for p in folder.iterdir()), load(checkpoint.find(folder).path)[0]
 
 
 def test_a_broken_checkpoint_is_replaced_when_its_step_comes_again(ranks, tmp_path):
-    assert ranks(1).run(broken_and_saved_again, tmp_path)[0] == (None, ["step-00000003"], [2.0] * 4)
+    expected = ("step-00000003", ["step-00000003", "step-00000006"], [2.0] * 4)
+    assert ranks(1).run(broken_and_saved_again, tmp_path)[0] == expected
+
+
+def test_a_run_whose_checkpoints_are_all_broken_does_not_start_afresh(ranks, tmp_path):
+    for step in (1, 2):
+        commit(tmp_path, f"step-{step:08d}")
+        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    with pytest.raises(RankError) as error:
+        ranks(2).run(checkpoint.find, tmp_path)
+    assert f"{tmp_path}: none of 2 checkpoints is complete; another --run.name starts a new run" in str(error.value)
 
 
 def commit(folder, name, **files):

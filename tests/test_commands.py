@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -68,16 +69,16 @@ def test_several_processes_train_to_the_same_losses(tiny, tmp_path):
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=5e-6)
 
 
-def test_two_machines_train_together(tiny, tmp_path):
-    """Two launchers, as on two machines, that find each other at a port of this one."""
+def two_machines(command, *more):
+    """Two launchers, as on two machines, that find each other at a port of this one; more: arguments of the second.
+    Their exit codes and outputs."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    command = [SCRIPT, *tiny, "--run.output_folder", str(tmp_path)]
     variables = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
-            command,
+            [*map(str, command), *(more if node == "1" else ())],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -86,9 +87,41 @@ def test_two_machines_train_together(tiny, tmp_path):
         for node in "01"
     ]
     outputs = [process.communicate(timeout=200) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    return [process.returncode for process in processes], outputs
+
+
+def test_two_machines_train_together(tiny, tmp_path):
+    codes, outputs = two_machines([SCRIPT, *tiny, "--run.output_folder", tmp_path])
+    assert codes == [0, 0], outputs
     assert [("step 4/4" in out, err) for out, err in outputs] == [(True, ""), (False, "")]
     assert json.loads((tmp_path / "tiny" / "environment.json").read_text())["world_size"] == 2
+
+
+def test_machines_with_different_settings_are_refused(tiny, tmp_path):
+    codes, outputs = two_machines([SCRIPT, *tiny, "--run.output_folder", tmp_path], "--run.seed", "4")
+    assert codes == [2, 2], outputs
+    assert sorted(err for _, err in outputs) == [
+        "",
+        "the ranks were started with different settings: seed = 0 on rank 0, seed = 4 on rank 1\n",
+    ]
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tiny, tmp_path):
+    done = call(SCRIPT, *tiny, "--optimizer.lr", "1e30", "--checkpoint.interval_steps", "1", cwd=tmp_path, NGPU="2")
+    assert done.returncode == 1
+    assert re.match(r"step 2: loss \S+, gradient norm nan; stopped, and this state is not saved\. ", done.stderr)
+    assert len(done.stderr.splitlines()) == 1
+    assert [p.name for p in (tmp_path / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_told_before_the_work(tiny, tmp_path):
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "tiny").touch()
+    done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
+    assert (done.returncode, done.stdout) == (2, "")
+    origin = '[run] output_folder = "outputs" (default)'
+    assert done.stderr == f"{origin}: outputs/tiny/checkpoints cannot be written (Not a directory)\n"
 
 
 WRONG = {
@@ -124,6 +157,8 @@ VARIABLES = {
     "NGPU=0": "NGPU=0: expected a whole number of at least 1",
     "NNODES=2": "NNODES=2: needs MASTER_ADDR, the name of the first machine",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
+    "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",
+    "LOG_RANK=first": "LOG_RANK=first: expected all, or numbers of ranks such as 0,3",
     "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected a whole number of at least 1",
 }
 
@@ -204,6 +239,5 @@ def test_an_interrupt_ends_the_run_and_says_how_to_go_on(tiny, tmp_path):
         if "step" in line and "loss" in line:
             break
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "")
-    assert out.endswith("interrupted; the same command goes on from the last checkpoint\n")
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted; the same command goes on from the last checkpoint\n")

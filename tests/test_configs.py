@@ -70,7 +70,7 @@ COMBINATIONS = {
     "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected a whole number",
     "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",
     "--model.overrides.norm_eps true": "--model.overrides.norm_eps true: expected a number",
-    "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1",
+    "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1 and below 2**31",
     "--model.overrides.n_heads 7 --model.overrides.rope_theta 1e4": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
     "--model.overrides.n_heads 128": (
         "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary positions turn pairs"

@@ -44,20 +44,27 @@ class Saved:
 def find(folder: Path) -> Saved | None:
     """The complete checkpoint of the highest step, or None, on all ranks together: rank 0 looks, since ranks that see
     different states of a file system must not go on from different steps. Other folders are ignored; an incomplete
-    checkpoint is passed over with a warning."""
-    found = [_newest(folder) if dist.get_rank() == 0 else None]
+    checkpoint is passed over with a warning. Raises ConfigError where all are incomplete: starting afresh would write over
+    what may still be of use."""
+    found = [_newest(folder) if dist.get_rank() == 0 else (None, 0)]
     dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    return found[0]
+    saved, passed_over = found[0]
+    if saved is None and passed_over:
+        raise ConfigError(
+            "", f"{folder}: none of {passed_over} checkpoints is complete; another --run.name starts a new run"
+        )
+    return saved
 
 
-def _newest(folder: Path) -> Saved | None:
+def _newest(folder: Path) -> tuple[Saved | None, int]:
+    """Also how many newer ones are incomplete."""
     steps = {int(m[1]): p for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name))}
-    for _, path in sorted(steps.items(), reverse=True):
+    for passed_over, (_, path) in enumerate(sorted(steps.items(), reverse=True)):
         problem = _problem(path)
         if not problem:
-            return Saved(path, json.loads((path / "train_state.json").read_text()))
+            return Saved(path, json.loads((path / "train_state.json").read_text())), passed_over
         logging.warning(f"passed over {path}: {problem}")
-    return None
+    return None, len(steps)
 
 
 def _problem(checkpoint: Path) -> str:

@@ -18,9 +18,9 @@ class ConfigError(Exception):
     """
 
     def __init__(self, key: str, rule: str):
-        super().__init__(f"{key}: {rule}" if key else rule)
         self.key = key
-        self.rule = rule
+        self.rule = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in rule)  # one line, whatever was typed
+        super().__init__(f"{key}: {self.rule}" if key else self.rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Rule:
 
 FIXED = Rule(fixed=True)
 
-Count = Annotated[int, Rule(low=1)]
-CountOrZero = Annotated[int, Rule(low=0)]
-Steps = Annotated[int, Rule(low=1, unit="steps")]
-StepsOrZero = Annotated[int, Rule(low=0, unit="steps")]
-Samples = Annotated[int, Rule(low=1, unit="samples")]
-Seconds = Annotated[float, Rule(above=0, unit="seconds")]
-Degree = Annotated[int, Rule(low=1, unit="ranks")]
+Count = Annotated[int, Rule(low=1, high=4096)]
+CountOrZero = Annotated[int, Rule(low=0, high=4096)]
+Steps = Annotated[int, Rule(low=1, high=10**12, unit="steps")]
+StepsOrZero = Annotated[int, Rule(low=0, high=10**12, unit="steps")]
+Samples = Annotated[int, Rule(low=1, high=10**7, unit="samples")]
+Seconds = Annotated[float, Rule(low=1, high=10**7, unit="seconds")]
+Degree = Annotated[int, Rule(low=1, high=10**6, unit="ranks")]
 Fraction = Annotated[float, Rule(low=0, high=1)]
 
 
@@ -113,7 +113,7 @@ class DataConfig:
 class TrainingConfig:
     steps: Steps = 1000
     """Optimizer steps of the whole run."""
-    seq_len: Annotated[int, Rule(low=1, unit="tokens", fixed=True)] = 2048
+    seq_len: Annotated[int, Rule(low=1, high=10**8, unit="tokens", fixed=True)] = 2048
     """Length of a sample."""
     global_batch_size: Samples = 16
     """Samples of one optimizer step, over all ranks and microbatches."""
@@ -125,7 +125,7 @@ class TrainingConfig:
     """Global gradient norm above which gradients are scaled down to it; none: no clipping."""
     reduce_every_microbatch: bool = False
     """Reduce gradients after each microbatch instead of once a step: less memory, more traffic."""
-    loss_chunk_tokens: Annotated[int, Rule(low=1, unit="tokens")] = 1024
+    loss_chunk_tokens: Annotated[int, Rule(low=1, high=10**8, unit="tokens")] = 1024
     """Tokens whose logits exist at the same time."""
     cpu_threads: CountOrZero = 0
     """Threads of each rank for operators on the CPU; 0: the cores divided by the ranks of the machine."""
@@ -161,7 +161,7 @@ class LrScheduleConfig:
 class ParallelConfig:
     dp_replicate: Degree = 1
     """Groups of ranks that each hold all parameters (hybrid sharding)."""
-    dp_shard: Annotated[int, Rule(low=-1, unit="ranks")] = -1
+    dp_shard: Annotated[int, Rule(low=-1, high=10**6, unit="ranks")] = -1
     """Ranks the parameters are sharded over; -1 takes every rank that the other degrees leave."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
     """Free gathered parameters after forward; default: all but the output unit; a number: reshard to groups of that size."""
@@ -179,7 +179,7 @@ class CheckpointConfig:
 class EvaluationConfig:
     interval_steps: StepsOrZero = 0
     """Steps between evaluations on the held-out documents; the last step is then evaluated too; 0: never."""
-    max_samples: Annotated[int, Rule(low=0, unit="samples")] = 0
+    max_samples: Annotated[int, Rule(low=0, high=10**9, unit="samples")] = 0
     """Held-out samples of one evaluation; 0: all."""
 
 

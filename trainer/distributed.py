@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,12 +53,8 @@ def _store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def finish(code: int) -> NoReturn:
-    """End this rank after all have come here.
-
-    Leaves without destroying the group: gloo's threads abort the process in about every second clean exit otherwise
-    (torch 2.13). So whatever must be flushed has to be flushed before.
-    """
+def finish() -> None:
+    """Returns when all ranks have come here, so that none ends while another still needs it."""
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_world_size()
     if store.add("finished", 1) == ranks:
@@ -69,20 +65,12 @@ def finish(code: int) -> NoReturn:
     while dist.get_rank() == 0 and left < ranks:
         time.sleep(0.01)
         left = store.add("left", 0)
-    abandon(code)
 
 
 def tell_once(line: str) -> None:
     """Print a line on stderr, on the first rank that has one to tell: several may find the same error."""
     if dist.distributed_c10d._get_default_store().add("told", 1) == 1:
         print(line, file=sys.stderr, flush=True)
-
-
-def abandon(code: int) -> NoReturn:
-    """End this rank at once, as `finish` does, without waiting for the others."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def leader_first(work: Callable[[], T]) -> T:

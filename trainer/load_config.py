@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import tomli
 
+from trainer import logging
 from trainer.config import Config, ConfigError, toml_value
 from trainer.settings import (
     Setting,
@@ -55,9 +56,9 @@ class _Values:
 def _read_toml(path: Path, shown: str) -> dict[str, Any]:
     """shown: how the user named the file."""
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        return tomli.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        siblings = [str(Path(shown).parent / p.name) for p in path.parent.glob("*.toml")]
+        siblings = [str(Path(shown).parent / p.name) for p in path.parent.glob("*.toml") if p.exists()]
         raise ConfigError("", f"--config {shown}: no such file{nearest_name(shown, siblings)}") from None
     except IsADirectoryError:
         raise ConfigError("", f"--config {shown}: is a folder, expected a TOML file") from None
@@ -67,6 +68,8 @@ def _read_toml(path: Path, shown: str) -> dict[str, Any]:
         raise ConfigError("", f"--config {shown}: not UTF-8 text (byte {error.start})") from None
     except tomli.TOMLDecodeError as error:
         raise ConfigError("", f"--config {shown}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+        raise ConfigError("", f"--config {shown}: not a configuration") from None
 
 
 def _put_file(into: _Values, document: Mapping[str, Any], shown: str) -> None:
@@ -181,8 +184,9 @@ def load_config(argv: Sequence[str]) -> Config:
     if len(files) > 1:
         raise ConfigError("", f"--config {files[1]}: given twice")
     path = Path(files[0]) if files else DEFAULT_CONFIG
+    shown = files[0] if files else str(path)
     into = _Values()
-    _put_file(into, _read_toml(path, str(path)), str(path))
+    _put_file(into, _read_toml(path, shown), shown)
     _put_words(into, [(flag, value) for flag, value in words if flag != "--config"])
     into.values["run"]["name"] = into.values["run"].get("name") or path.stem
     sections = {
@@ -202,7 +206,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 
 def _check_combinations(config: Config) -> None:
-    if config.run.name in ("", ".", "..") or "/" in config.run.name or "\\" in config.run.name:
+    if config.run.name.strip() in ("", ".", "..") or "/" in config.run.name or "\\" in config.run.name:
         raise ConfigError("run.name", "must be the name of one folder")
     for key, wanted, condition in _conditional_settings(config):
         section, _, name = key.partition(".")
@@ -271,13 +275,20 @@ def one_line_errors(config: Config) -> Iterator[None]:
 def config_from_command_line(argv: Sequence[str]) -> Config:
     """load_config for a command: answers --help and --print-config, and turns errors into one line and exit code 2."""
     if "--help" in argv or "-h" in argv:
-        print(help_text())
-        sys.exit(0)
+        _print_and_exit(help_text())
     try:
+        logging.check_chosen_ranks()
         config = load_config([word for word in argv if word != "--print-config"])
     except ConfigError as error:
         exit_with(str(error))
     if "--print-config" in argv:
-        print(to_toml(config))
-        sys.exit(0)
+        _print_and_exit(to_toml(config))
     return config
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `--help | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

@@ -1,6 +1,7 @@
 """One record per logged step: a line for people, metrics.jsonl, TensorBoard."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,7 +164,9 @@ class Metrics:
 
     def _write(self, record: dict[str, Any], not_drawn: tuple[str, ...]) -> None:
         if self.file:
-            self.file.write(json.dumps(record) + "\n")
+            # JSON has no NaN and no infinity.
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            self.file.write(json.dumps(finite) + "\n")
             self.file.flush()
         if self.board:
             group = "/".join(filter(None, (record["kind"], record.get("set"))))
@@ -186,7 +189,7 @@ class Metrics:
 def _continue_records(path: Path, first_step: int):
     """The file opened for appending, without records of later steps: they were made by a run that lost these steps."""
     if path.exists():
-        with path.open() as file:
+        with path.open(errors="replace") as file:
             kept = [line for line in file if _step_of(line) <= first_step]
         aside = path.with_suffix(".jsonl.aside")
         aside.write_text("".join(kept))
@@ -197,9 +200,9 @@ def _continue_records(path: Path, first_step: int):
 def _step_of(line: str) -> float:
     """A half-written last line belongs to the lost stretch."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
-        return float("inf")
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _open_board(folder: Path, first_step: int):

@@ -155,20 +155,18 @@ def _literal(text: str) -> Any:
 
 
 def broken_rule(value: Any, rule: Rule) -> str:
-    """What is wrong with a value of the right type, or "". Text and tables have no range."""
+    """What is wrong with a value of the right type, or ""."""
     if isinstance(value, tuple):
         return next(filter(None, (broken_rule(v, rule) for v in value)), "")
+    if isinstance(value, str) and not value.isprintable():
+        return "must be printable text"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if not math.isfinite(value):
         return "must be finite"
-    low = rule.low is not None and value < rule.low
-    high = rule.high is not None and value > rule.high
-    if (low or high) and rule.low is not None and rule.high is not None:
-        return f"must be between {rule.low} and {rule.high}"
-    if low:
+    if rule.low is not None and value < rule.low:
         return f"must be at least {rule.low}"
-    if high:
+    if rule.high is not None and value > rule.high:
         return f"must be at most {rule.high}"
     if rule.above is not None and value <= rule.above:
         return f"must be above {rule.above}"

@@ -1,6 +1,8 @@
 """The training loop, and the one place where every part of a run meets."""
 
+import hashlib
 import json
+import math
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,14 +57,37 @@ class StepResult:
     num_targets: Tensor
 
 
+class NotFinite(Exception):
+    """Training has come to a point from which it does not come back: one line for the user, exit code 1."""
+
+
+def require_agreement(config: Config) -> None:
+    """Raises ConfigError on all ranks where they were not started with the same settings."""
+    mine = to_toml(config)
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(mine.encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    texts = [mine]
+    dist.broadcast_object_list(texts, src=other, device=torch.device("cpu"))
+    firsts = [mine]
+    dist.broadcast_object_list(firsts, src=0, device=torch.device("cpu"))
+    pairs = zip(firsts[0].splitlines(), texts[0].splitlines(), strict=True)
+    differences = "; ".join(f"{one} on rank 0, {two} on rank {other}" for one, two in pairs if one != two)
+    raise ConfigError("", f"the ranks were started with different settings: {differences}")
+
+
 class Trainer:
     """One run, from a started process group on."""
 
     def __init__(self, config: Config, setup: Setup, device: torch.device, saved: Saved | None):
-        """saved: what to go on from. Raises ConfigError before anything is written to the run's folder."""
+        """saved: what to go on from. Raises ConfigError for all that cannot be trained on or written to."""
         self.config = config
         self.device = device
         training = config.training
+        self.folder = run_folder(config)
+        self._open_folder()
         devices.set_cpu_threads(training.cpu_threads)
         repeats = devices.set_deterministic(config.run.deterministic, device)
         torch.manual_seed(config.run.seed + dist.get_rank())
@@ -89,12 +114,10 @@ class Trainer:
         loss_group = self.meshes.loss["loss"].get_group()
         self.step = SpmdStep(self.model, make_head, self.batch_group, loss_group, training.reduce_every_microbatch)
 
-        self.folder = run_folder(config)
         self.steps_done = self.cursor = self.tokens_seen = 0
         self.identity = setup.identity | {"data": self.data_name}
         if saved is not None:
             self._resume(saved)
-        self._open_folder()
         self._describe(setup, repeats)
         self.metrics = Metrics(
             config.metrics,
@@ -133,7 +156,11 @@ class Trainer:
             rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
             result = self.train_step(batches, rate)
             self._count_step()
-            if self.metrics.due(self.steps_done):
+            recorded = self.metrics.due(self.steps_done)
+            saved = self._due(config.checkpoint.interval_steps)
+            if recorded or saved:
+                self._require_finite(result)
+            if recorded:
                 tokens = config.training.global_batch_size * config.training.seq_len
                 self.metrics.record_training(
                     self.steps_done,
@@ -146,7 +173,7 @@ class Trainer:
                 )
             if self.held_out and self._due(config.evaluation.interval_steps):
                 self.evaluate(self.held_out)
-            if self._due(config.checkpoint.interval_steps):
+            if saved:
                 self.save()
         self.metrics.close()
         logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
@@ -161,6 +188,14 @@ class Trainer:
         grad_norm = self.optimizer.clip(self.config.training.max_norm)
         self.optimizer.step(rate)
         return StepResult(loss, grad_norm, num_targets)
+
+    def _require_finite(self, result: StepResult) -> None:
+        """Looked at where the host waits for the device anyway: at records, and before a checkpoint."""
+        if not (math.isfinite(result.loss.item()) and math.isfinite(result.grad_norm.item())):
+            raise NotFinite(
+                f"step {self.steps_done}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}; stopped, "
+                "and this state is not saved. A lower learning rate or longer warm-up, from the last checkpoint, may help"
+            )
 
     def _batches(self) -> Iterator[Batch]:
         pin_memory = self.device.type != "cpu"
@@ -241,14 +276,27 @@ class Trainer:
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
 
     def _open_folder(self) -> None:
-        """Make the run's folder, with the configuration in it."""
+        """Make the run's folder, with the configuration in it. What cannot be written is told now, not after the work."""
         if dist.get_rank() == 0:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                for folder in ("checkpoints", "tb"):
+                    (self.folder / folder).mkdir(parents=True, exist_ok=True)
+                (self.folder / "metrics.jsonl").open("a").close()
                 (self.folder / "config.toml").write_text(to_toml(self.config))
+                self._write_environment()
             except OSError as error:
-                rule = f"{self.folder} cannot be written ({error.strerror})"
+                rule = f"{error.filename} cannot be written ({error.strerror})"
                 raise ConfigError("run.output_folder", rule) from None
+
+    def _write_environment(self) -> None:
+        environment = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "device": devices.name(self.device),
+            "world_size": dist.get_world_size(),
+        }
+        (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))
 
     def _describe(self, setup: Setup, repeats: bool) -> None:
         """Say what runs on what."""
@@ -269,13 +317,3 @@ class Trainer:
                 f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} are more than the {steps} steps "
                 "of this run: the learning rate will not go all its way"
             )
-        if dist.get_rank() == 0:
-            environment = {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "platform": platform.platform(),
-                "device": devices.name(self.device),
-                "world_size": dims.world_size,
-                "cpu_threads": torch.get_num_threads(),
-            }
-            (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))

@@ -29,8 +29,8 @@ class LlamaSizes:
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):
-            if getattr(self, name) < 1:
-                raise SizeError(f"{name} {getattr(self, name)} must be at least 1", name)
+            if not 1 <= getattr(self, name) < 2**31:
+                raise SizeError(f"{name} {getattr(self, name)} must be at least 1 and below 2**31", name)
         for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq_factor"):
             if getattr(self, name) <= 0:
                 raise SizeError(f"{name} {getattr(self, name)} must be above 0", name)

@@ -148,8 +148,8 @@ def test_unreadable_and_empty_documents_are_counted_and_told(data, tmp_path, cap
     (tmp_path / "corpus" / "a_bad.txt").write_bytes(b"\xff")
     (tmp_path / "corpus" / "empty.txt").touch()
     folder = prepare(data, DEFAULT)
-    assert read_description(folder)["skipped"] == 1  # an empty file has no span to read
-    expected = f"warning: documents left out: 1; the first: {tmp_path}/corpus/a_bad.txt: not UTF-8 text (byte 0)"
+    assert read_description(folder)["skipped"] == 2
+    expected = f"warning: documents left out: 2; the first: {tmp_path}/corpus/a_bad.txt: not UTF-8 text (byte 0)"
     assert expected in capsys.readouterr().err
 
 
@@ -161,8 +161,18 @@ def test_a_corpus_without_documents_is_refused(data, tmp_path):
         prepare(replace(data, path=str(folder)), DEFAULT)
     assert error.value.rule == f"holds no readable document; {folder}/bad.txt: not UTF-8 text (byte 0)"
     (folder / "bad.txt").write_bytes(b"")
-    with pytest.raises(ConfigError, match="the files are empty"):
+    with pytest.raises(ConfigError, match=r"holds no readable document; .*bad\.txt: empty"):
         prepare(replace(data, path=str(folder)), DEFAULT)
+    (folder / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError, match="holds no readable document; 1 files of blank lines"):
+        prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"x": 1}', ""])
+def test_a_damaged_cache_of_digests_is_made_anew(data, content):
+    folder = prepare(data, DEFAULT)
+    (folder.parent / "digests.json").write_text(content)
+    assert prepare(data, DEFAULT) == folder
 
 
 def test_a_damaged_store_is_told(data):
@@ -183,7 +193,10 @@ def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, store_folder=str(tmp_path / "file")), DEFAULT)
-    assert (error.value.key, error.value.rule) == ("data.store_folder", "cannot be written (File exists)")
+    assert (error.value.key, error.value.rule) == (
+        "data.store_folder",
+        f"cannot be written (File exists: {tmp_path}/file)",
+    )
 
 
 def test_a_torn_part_is_made_again(data, monkeypatch):

@@ -45,15 +45,14 @@ def prepare(data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Toke
     stores = Path(data.store_folder)
     try:
         stores.mkdir(parents=True, exist_ok=True)
-        (stores / "digests.json").touch()
+        folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
+        if folder.exists():
+            return folder
+        with _lock(folder.with_suffix(".lock")):
+            if not folder.exists():
+                _build(source, data, tokenizer_config, tokenizer, folder)
     except OSError as error:
-        raise ConfigError("data.store_folder", f"cannot be written ({error.strerror})") from None
-    folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
-    if folder.exists():
-        return folder
-    with _lock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            _build(source, data, tokenizer_config, tokenizer, folder)
+        raise ConfigError("data.store_folder", f"cannot be written ({error.strerror}: {error.filename})") from None
     return folder
 
 
@@ -72,26 +71,29 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
 def _digests(files: Sequence[Path], cache: Path) -> list[str]:
     """sha256 of each file. A file whose size and time of change are those of the last look is not read again."""
     try:
-        known = json.loads(cache.read_text())
-    except (FileNotFoundError, ValueError):
+        known = dict(json.loads(cache.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # a cache: what cannot be read is made anew
         known = {}
     digests = {}
     for path in files:
         stat = path.stat()
         entry = known.get(str(path.resolve()))
-        if entry is None or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
-            with path.open("rb") as file:
-                entry = [stat.st_size, stat.st_mtime_ns, _sha256(file)]
+        if not isinstance(entry, list) or len(entry) != 3 or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
+            entry = [stat.st_size, stat.st_mtime_ns, _sha256(path)]
         digests[str(path.resolve())] = entry
     if any(known.get(path) != entry for path, entry in digests.items()):
         _write_atomically(cache, json.dumps(known | digests))
     return [digests[str(path.resolve())][2] for path in files]
 
 
-def _sha256(file) -> str:
+def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    except OSError as error:
+        raise ConfigError("data.path", f"{path} cannot be read ({error.strerror})") from None
     return digest.hexdigest()
 
 
@@ -129,7 +131,7 @@ def _parts(source: Source) -> list[list[Span]]:
     for path in source.files:
         size = path.stat().st_size
         step = PART_BYTES if source.splittable else max(size, 1)
-        for start in range(0, size, step):
+        for start in range(0, max(size, 1), step):  # an empty file too, so that it is counted
             span = Span(path, start, min(start + step, size))
             if parts[-1] and span.stop - span.start > room:
                 parts.append([])
@@ -230,8 +232,6 @@ def _build(
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
     parts = _parts(source)
-    if not parts:
-        raise ConfigError("data.path", "the files are empty")
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {len(parts)} parts -> {folder}")
     processes = data.prepare_processes or cores()
     _tokenize_all(_Work(source, tokenizer_config, data.held_out_fraction, partial), tokenizer, parts, processes)
@@ -245,8 +245,8 @@ def _build(
     held_out = np.concatenate([part_held_out for _, part_held_out, _ in documents])
     problems = [tuple(map(str, row)) for _, _, rows in documents for row in rows]
     if not held_out.size:
-        where, reason = problems[0]
-        raise ConfigError("data.path", f"holds no readable document; {where}: {reason}")
+        first = ": ".join(problems[0]) if problems else f"{len(source.files)} files of blank lines"
+        raise ConfigError("data.path", f"holds no readable document; {first}")
     splits = {
         "train": _write_split(final, "train", partial, lengths, ~held_out, tokenizer),
         "held_out": _write_split(final, "held_out", partial, lengths, held_out, tokenizer),

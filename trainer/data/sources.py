@@ -68,7 +68,7 @@ class _JsonLines:
             document = json.loads(line)
         except UnicodeDecodeError:
             return Problem(where, "not UTF-8 text")
-        except ValueError:
+        except (ValueError, RecursionError):
             return Problem(where, "not valid JSON")
         text = document.get(self.field) if isinstance(document, dict) else None
         if not isinstance(text, str):

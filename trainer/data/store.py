@@ -40,10 +40,15 @@ def open_store(folder: Path, split: str) -> TokenStore:
     try:
         description = read_description(folder)
         counts = description["splits"][split]
-    except (OSError, ValueError, KeyError):
+        dtype, tokens, documents = np.dtype(description["dtype"]), int(counts["tokens"]), int(counts["documents"])
+        if description["version"] != VERSION:
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError("data.store_folder", f"{folder}/store.json cannot be read; delete the folder") from None
-    tokens = _map(folder / f"{split}.tokens", np.dtype(description["dtype"]), counts["tokens"])
-    return TokenStore(tokens, _map(folder / f"{split}.documents", np.dtype("<i8"), counts["documents"] + 1))
+    return TokenStore(
+        _map(folder / f"{split}.tokens", dtype, tokens),
+        _map(folder / f"{split}.documents", np.dtype("<i8"), documents + 1),
+    )
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:

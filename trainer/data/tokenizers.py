@@ -76,6 +76,8 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
             raise ConfigError("tokenizer.path", f"not a tiktoken rank file: line {number} of {path}") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise ConfigError("tokenizer.path", f"not a tiktoken rank file: the ranks in {path} are not 0, 1, 2, ...")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ConfigError("tokenizer.path", f"not a tiktoken rank file: {path} has not all of the 256 single bytes")
     return ranks
 
 
@@ -147,4 +149,7 @@ TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Raises ConfigError where the file is not what its kind says."""
-    return TOKENIZERS[config.kind](Path(config.path) if config.path else DEFAULT_FILE)
+    try:
+        return TOKENIZERS[config.kind](Path(config.path) if config.path else DEFAULT_FILE)
+    except OSError as error:
+        raise ConfigError("tokenizer.path", f"cannot be read ({error.strerror})") from None
