@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,20 +26,46 @@ def whole_number(name: str, default: int, low: int) -> int:
     return int(text)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where this launcher stands, by the environment."""
+
+    ranks: int
+    nodes: int
+    node: int
+    address: str
+    port: int
+
+    @classmethod
+    def of_environment(cls) -> "Place":
+        ranks, nodes = whole_number("NGPU", 1, 1), whole_number("NNODES", 1, 1)
+        node = whole_number("NODE_RANK", 0, 0)
+        port = whole_number("MASTER_PORT", 29500, 1)
+        if port > 65535:
+            exit_with(f"MASTER_PORT={port}: must be at most 65535")
+        if node >= nodes:
+            exit_with(f"NODE_RANK={node}: must be below NNODES={nodes}")
+        if nodes > 1 and "MASTER_ADDR" not in os.environ:
+            exit_with(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
+        return cls(ranks, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port)
+
+    def arguments(self, timeout_s: float) -> list[str]:
+        """For torchrun. timeout_s: how long the machines wait for each other."""
+        size = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks)]
+        if self.nodes == 1 and "MASTER_PORT" not in os.environ:
+            return [*size, "--standalone"]  # at any free port
+        meeting = ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]
+        return [*size, *meeting, "--rdzv-conf", f"timeout={round(timeout_s)}"]
+
+
 def main() -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
-    ranks = whole_number("NGPU", 1, 1)
-    nodes = whole_number("NNODES", 1, 1)
-    node = whole_number("NODE_RANK", 0, 0)
-    port = whole_number("MASTER_PORT", 29500, 1)
-    if port > 65535:
-        exit_with(f"MASTER_PORT={port}: must be at most 65535")
-    if node >= nodes:
-        exit_with(f"NODE_RANK={node}: must be below NNODES={nodes}")
-    if nodes > 1 and "MASTER_ADDR" not in os.environ:
-        exit_with(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
-
-    # After the configuration: a wrong setting is told without waiting for torch.
+    place = Place.of_environment()
+    # torch's own log of a failed connection is pages of C++ frames; it reads this when it is imported. The ranks do not
+    # inherit it.
+    inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "FATAL"
+    # Not at the top: a wrong setting is told without waiting for torch.
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -46,25 +73,21 @@ def main() -> NoReturn:
 
     from trainer.setup import set_up
 
+    if inherited is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     with one_line_errors(config):
-        set_up(config, ranks * nodes)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))  # else torchrun warns and sets 1
+        set_up(config, place.ranks * place.nodes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))  # else torchrun warns and sets 1
     # The ranks have said what is wrong; the agent's own report of it is noise.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    where = ["--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
-    if nodes > 1 or "MASTER_PORT" in os.environ:
-        address = os.environ.get("MASTER_ADDR", "localhost")
-        where += ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port)]
-        where += ["--rdzv-conf", f"timeout={max(1, round(config.distributed.init_timeout_s))}"]
-    else:
-        where += ["--standalone"]
+    arguments = place.arguments(config.distributed.init_timeout_s)
     try:
-        torchrun.main([*where, str(ROOT / "train.py"), *sys.argv[1:]])
+        torchrun.main([*arguments, str(ROOT / "train.py"), *sys.argv[1:]])
     except ChildFailedError as error:
         sys.exit(exit_code(error))
     except (DistNetworkError, DistStoreError) as error:
-        reason = str(error).splitlines()[0]
-        exit_with(f"the machines of this run did not come together at MASTER_ADDR and MASTER_PORT {port}: {reason}")
+        meeting = f"MASTER_ADDR {place.address}, MASTER_PORT {place.port}"
+        exit_with(f"the machines of this run did not come together at {meeting}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)
