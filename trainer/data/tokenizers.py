@@ -107,7 +107,8 @@ class TiktokenTokenizer:
         self.vocab_size = len(ranks) + NUM_SPECIAL
         self.bos = special["<|begin_of_text|>"]
         self.eos = special["<|end_of_text|>"]
-        self.fingerprint = _fingerprint("tiktoken", content)
+        rules = (LLAMA3_PATTERN, str(_LONGEST_TEXT), _LONG_RUN.pattern)
+        self.fingerprint = _fingerprint("tiktoken", content + "".join(rules).encode())
 
     def encode(self, text: str) -> list[int]:
         return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
