@@ -9,20 +9,20 @@ from trainer.load_config import config_from_command_line, one_line_errors
 
 
 def run(config: Config) -> int:
-    """The run that a configuration describes, on this rank; the exit code. Ends the process itself where others wait."""
+    """The run that a configuration describes, on this rank; returns the exit code."""
     # Not at the top: a wrong setting is told, and --help answered, without waiting for torch.
     from torch.distributed import DistNetworkError, DistStoreError
 
     from trainer import device, distributed, logging
     from trainer.setup import set_up
-    from trainer.trainer import NotFinite, Trainer, require_agreement, resume_point
+    from trainer.trainer import NotFinite, Trainer, resume_point, shared_settings
 
     with one_line_errors(config):
         setup = set_up(config, distributed.world_size())
         here = device.pick(config.run.device)
     try:
         distributed.start(config.distributed, here)
-        require_agreement(config)
+        distributed.require_agreement(shared_settings(config))
         saved = resume_point(config, setup)
         if saved is not None and saved.state["step"] >= config.training.steps:
             logging.info(
@@ -37,7 +37,7 @@ def run(config: Config) -> int:
         distributed.tell_once(str(error))
         return 1
     except (DistNetworkError, DistStoreError) as error:
-        print(f"lost contact with the other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"no contact with the other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     distributed.finish()
     return 0
@@ -52,7 +52,7 @@ def main() -> None:
         code = exit.code
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+            print("interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         code = 130
     except BaseException:
         traceback.print_exc()

@@ -71,12 +71,14 @@ def main() -> NoReturn:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from trainer import device
     from trainer.setup import set_up
 
-    if inherited is None:
+    if not inherited:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     with one_line_errors(config):
         set_up(config, place.ranks * place.nodes)
+        device.require_enough(config.run.device, place.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))  # else torchrun warns and sets 1
     # The ranks have said what is wrong; the agent's own report of it is noise.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -86,8 +88,8 @@ def main() -> NoReturn:
     except ChildFailedError as error:
         sys.exit(exit_code(error))
     except (DistNetworkError, DistStoreError) as error:
-        meeting = f"MASTER_ADDR {place.address}, MASTER_PORT {place.port}"
-        exit_with(f"the machines of this run did not come together at {meeting}: {str(error).splitlines()[0]}")
+        where = f" at {place.address}:{place.port}" if "--standalone" not in arguments else ""
+        exit_with(f"the launchers of this run did not come together{where}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)

@@ -12,7 +12,7 @@ from trainer.config import ConfigError
 
 def save(folder, step, value):
     tensors = {"model/w": torch.full((4,), float(value)), "model/b": torch.arange(3)}
-    return checkpoint.save(folder, step, tensors, {"step": step}, "[run]\n")
+    return checkpoint.save(folder, step, tensors, {"step": step, "cursor": 0, "identity": {}}, "[run]\n")
 
 
 def load(path):
@@ -37,7 +37,7 @@ def test_what_was_saved_is_loaded_and_nothing_else_is_left(ranks, tmp_path, size
         assert loaded == ([7.0] * 4, [0, 1, 2])
         assert files == {p.name: p.stat().st_size for p in (folder / name).iterdir() if p.name != "manifest.json"}
         assert {"train_state.json", "config.toml", ".metadata"} < set(files)
-        assert found == checkpoint.Saved(folder / name, {"step": 3})
+        assert found == checkpoint.Saved(folder / name, {"step": 3, "cursor": 0, "identity": {}})
 
 
 def interrupted(folder):
@@ -92,7 +92,7 @@ def commit(folder, name, **files):
     (folder / name).mkdir()
     for file, size in files.items():
         (folder / name / file).write_bytes(bytes(size))
-    (folder / name / "train_state.json").write_text("{}")
+    (folder / name / "train_state.json").write_text('{"step": 1, "cursor": 0, "identity": {}}')
     (folder / name / "manifest.json").write_text(json.dumps({"version": 1, "files": files}))
 
 
@@ -122,9 +122,12 @@ def test_an_incomplete_checkpoint_is_passed_over_and_told(ranks, tmp_path):
     (tmp_path / "step-00000002" / "shard").write_bytes(bytes(4))
     (tmp_path / "step-00000003" / "shard").unlink()
     (tmp_path / "step-00000004" / "manifest.json").write_text("[]")
+    commit(tmp_path, "step-00000005")
+    (tmp_path / "step-00000005" / "train_state.json").write_text("[]")
     assert ranks(1).run(found_and_told, tmp_path)[0] == (
         "step-00000001",
         [
+            f"passed over {tmp_path}/step-00000005: train_state.json lacks the state of the run",
             f"passed over {tmp_path}/step-00000004: no readable manifest.json",
             f"passed over {tmp_path}/step-00000003: shard is missing",
             f"passed over {tmp_path}/step-00000002: shard has 4 bytes of 5",

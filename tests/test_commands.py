@@ -100,9 +100,8 @@ def test_two_machines_train_together(tiny, tmp_path):
 def test_machines_with_different_settings_are_refused(tiny, tmp_path):
     codes, outputs = two_machines([SCRIPT, *tiny, "--run.output_folder", tmp_path], "--run.seed", "4")
     assert codes == [2, 2], outputs
-    assert sorted(err for _, err in outputs) == [
-        "",
-        "the ranks were started with different settings: seed = 0 on rank 0, seed = 4 on rank 1\n",
+    assert [err for _, err in outputs] == 2 * [
+        "the ranks were not started alike: run.seed is 0 on rank 0, 4 on rank 1\n",
     ]
     assert not (tmp_path / "tiny").exists()
 
@@ -240,4 +239,7 @@ def test_an_interrupt_ends_the_run_and_says_how_to_go_on(tiny, tmp_path):
             break
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "interrupted; the same command goes on from the last checkpoint\n")
+    assert (process.returncode, errors) == (
+        130,
+        "interrupted; the same command goes on from the last checkpoint, if there is one\n",
+    )

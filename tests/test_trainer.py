@@ -111,6 +111,14 @@ def test_resuming_with_another_meaning_is_refused_with_every_difference(ranks, t
     )
 
 
+def test_a_refused_resume_leaves_the_record_of_the_run_as_it_was(ranks, tiny, tmp_path):
+    run(ranks, 1, tiny, tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
+    with pytest.raises(RankError, match="data was"):
+        run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "8", "--data.held_out_fraction", "0.3")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()} == before
+
+
 def test_evaluation_is_the_same_on_any_number_of_ranks_and_leaves_training_as_it_was(ranks, tiny, tmp_path):
     # 11 held-out samples do not come out even on four ranks with microbatches of two.
     more = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]

@@ -11,13 +11,12 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from trainer import logging
 from trainer.config import ConfigError
+from trainer.distributed import from_rank_0
 from trainer.system import sync, write_durably
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -46,25 +46,20 @@ def find(folder: Path) -> Saved | None:
     different states of a file system must not go on from different steps. Other folders are ignored; an incomplete
     checkpoint is passed over with a warning. Raises ConfigError where all are incomplete: starting afresh would write over
     what may still be of use."""
-    found = [_newest(folder) if dist.get_rank() == 0 else (None, 0)]
-    dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
-    saved, passed_over = found[0]
-    if saved is None and passed_over:
-        raise ConfigError(
-            "", f"{folder}: none of {passed_over} checkpoints is complete; another --run.name starts a new run"
-        )
-    return saved
+    return from_rank_0(lambda: _newest(folder))
 
 
-def _newest(folder: Path) -> tuple[Saved | None, int]:
-    """Also how many newer ones are incomplete."""
+def _newest(folder: Path) -> Saved | None:
     steps = {int(m[1]): p for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name))}
-    for passed_over, (_, path) in enumerate(sorted(steps.items(), reverse=True)):
+    for _, path in sorted(steps.items(), reverse=True):
         problem = _problem(path)
         if not problem:
-            return Saved(path, json.loads((path / "train_state.json").read_text())), passed_over
+            return Saved(path, json.loads((path / "train_state.json").read_text()))
         logging.warning(f"passed over {path}: {problem}")
-    return None, len(steps)
+    if steps:
+        rule = f"{folder}: none of {len(steps)} checkpoints is complete; another --run.name starts a new run"
+        raise ConfigError("", rule)
+    return None
 
 
 def _problem(checkpoint: Path) -> str:
@@ -79,7 +74,11 @@ def _problem(checkpoint: Path) -> str:
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes of {size}"
-    return ""
+    try:
+        state = json.loads((checkpoint / "train_state.json").read_text())
+        return "" if {"step", "cursor", "identity"} <= set(state) else "train_state.json lacks the state of the run"
+    except (OSError, ValueError, TypeError):
+        return "train_state.json cannot be read"
 
 
 def require_same(saved: Saved, now: Mapping[str, Any]) -> None:
@@ -104,10 +103,10 @@ def save(folder: Path, step: int, tensors: Tensors, train_state: Mapping[str, An
     """Write the checkpoint of a step, on all ranks together. tensors: every rank its own, DTensors or plain ones."""
     final = folder / f"step-{step:08d}"
     aside = folder / f"{final.name}.saving"
-    _on_rank_0(lambda: _empty(aside))
+    from_rank_0(lambda: _empty(aside))
     with _collectives() as no_dist:
         dcp.save(dict(tensors), storage_writer=FileSystemWriter(aside), no_dist=no_dist)
-    _on_rank_0(lambda: _commit(aside, final, train_state, config_toml))
+    from_rank_0(lambda: _commit(aside, final, train_state, config_toml))
     return final
 
 
@@ -127,13 +126,6 @@ def _collectives() -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield dist.get_world_size() == 1
-
-
-def _on_rank_0(work: Callable[[], None]) -> None:
-    """Nobody goes on before it is done; an error on rank 0 ends it, and so the job."""
-    if dist.get_rank() == 0:
-        work()
-    dist.barrier()
 
 
 def _empty(folder: Path) -> None:

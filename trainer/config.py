@@ -33,12 +33,15 @@ class Rule:
     unit: str = ""
     fixed: bool = False
     """A run that resumes from a checkpoint must have the same value: the saved state means something else without it."""
+    local: bool = False
+    """The machines of one run may differ in it."""
 
 
 FIXED = Rule(fixed=True)
+LOCAL = Rule(local=True)
 
 Count = Annotated[int, Rule(low=1, high=4096)]
-CountOrZero = Annotated[int, Rule(low=0, high=4096)]
+CountOrZero = Annotated[int, Rule(low=0, high=4096, local=True)]
 Steps = Annotated[int, Rule(low=1, high=10**12, unit="steps")]
 StepsOrZero = Annotated[int, Rule(low=0, high=10**12, unit="steps")]
 Samples = Annotated[int, Rule(low=1, high=10**7, unit="samples")]
@@ -75,7 +78,7 @@ class ModelConfig:
 class TokenizerConfig:
     kind: Literal["default", "tiktoken", "sentencepiece"] = "default"
     """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file."""
-    path: str = ""
+    path: Annotated[str, LOCAL] = ""
     """The tokenizer's file; not with kind = default."""
 
 
@@ -91,7 +94,7 @@ class DistributedConfig:
 class DataConfig:
     dataset: Literal["python_stdlib", "text", "jsonl"] = "python_stdlib"
     """Reader of documents: the Python standard library's own source, text files, or JSON lines."""
-    path: str = ""
+    path: Annotated[str, LOCAL] = ""
     """File, folder or glob with the documents; not with dataset = python_stdlib."""
     text_field: str = "text"
     """Field of a JSON line that holds the document; only with dataset = jsonl."""
@@ -103,7 +106,7 @@ class DataConfig:
     """Processes that load samples ahead; 0: the training process loads them itself."""
     prefetch: Count = 2
     """Microbatches each worker keeps ready; only with num_workers > 0."""
-    store_folder: str = "outputs/token_stores"
+    store_folder: Annotated[str, LOCAL] = "outputs/token_stores"
     """Where tokenized datasets are kept; found again by content and tokenizer."""
     prepare_processes: CountOrZero = 0
     """Processes that tokenize; 0: one for each core."""

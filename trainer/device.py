@@ -42,13 +42,18 @@ def local_world_size() -> int:
 
 def pick(choice: Literal["auto", "cpu"]) -> torch.device:
     """The device of this rank, made current. Raises ConfigError where there are more ranks than GPUs."""
+    require_enough(choice, local_world_size())
     if choice == "cpu" or not count():
         return torch.device("cpu")
-    if local_world_size() > count():
-        raise ConfigError("", f"NGPU={local_world_size()}: this machine has {count()} GPUs; --run.device cpu uses none")
     device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     return device
+
+
+def require_enough(choice: Literal["auto", "cpu"], ranks: int) -> None:
+    """Raises ConfigError where this machine has GPUs, but fewer than ranks."""
+    if choice != "cpu" and 0 < count() < ranks:
+        raise ConfigError("", f"NGPU={ranks}: this machine has {count()} GPUs; --run.device cpu uses none")
 
 
 def communication_backend(device: torch.device) -> str:

@@ -1,18 +1,20 @@
 """The process group of a run: start, end, and what ranks do together outside the step."""
 
+import hashlib
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer import device as devices
-from trainer.config import DistributedConfig
+from trainer.config import ConfigError, DistributedConfig
 
 T = TypeVar("T")
 
@@ -68,9 +70,52 @@ def finish() -> None:
 
 
 def tell_once(line: str) -> None:
-    """Print a line on stderr, on the first rank that has one to tell: several may find the same error."""
-    if dist.distributed_c10d._get_default_store().add("told", 1) == 1:
+    """Print a line on stderr, on the first rank of each machine that has one to tell: several may find the same error."""
+    try:
+        told = dist.distributed_c10d._get_default_store().add(f"told/{_machine()}", 1)
+    except (dist.DistNetworkError, dist.DistStoreError):
+        return  # whoever held the store has told it, and ended
+    if told == 1:
         print(line, file=sys.stderr, flush=True)
+
+
+def _machine() -> str:
+    return os.environ.get("GROUP_RANK", "0")
+
+
+def from_rank_0(work: Callable[[], T]) -> T:
+    """The result of work that rank 0 does, on all ranks. A ConfigError in it is raised on all of them; any other error ends
+    rank 0, and so the job."""
+    result, refusal = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except ConfigError as error:
+            refusal = (error.key, error.rule)
+    outcome = [result, refusal]
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    if outcome[1] is not None:
+        raise ConfigError(*outcome[1])
+    return outcome[0]
+
+
+def require_agreement(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError on all ranks, with the differences, where the ranks do not have the same values."""
+    mine = json.dumps(values, sort_keys=True)
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(mine.encode()).hexdigest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return
+    first, second = [values], [values]
+    dist.broadcast_object_list(first, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(second, src=other, device=torch.device("cpu"))
+    differences = [
+        f"{key} is {first[0][key]} on rank 0, {value} on rank {other}"
+        for key, value in second[0].items()
+        if first[0][key] != value
+    ]
+    raise ConfigError("", f"the ranks were not started alike: {'; '.join(differences)}")
 
 
 def leader_first(work: Callable[[], T]) -> T:
@@ -80,9 +125,8 @@ def leader_first(work: Callable[[], T]) -> T:
     """
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"leader_first/rank_{dist.get_rank()}", 1)
-    machine = os.environ.get("GROUP_RANK", "0")
     wave = 0 if dist.get_rank() == 0 else 1 if devices.local_rank() == 0 else 2
-    all_done, machine_done = f"leader_first/{number}", f"leader_first/{number}/machine_{machine}"
+    all_done, machine_done = f"leader_first/{number}", f"leader_first/{number}/machine_{_machine()}"
     if wave > 0:
         store.wait([all_done], _WAIT_FOR_WORK)
     if wave > 1:

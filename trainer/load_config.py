@@ -257,9 +257,8 @@ def exit_with(line: str) -> NoReturn:
     """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
     the first one prints it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)  # the launcher ends all ranks when one has ended: leave the first one time to speak
-    else:
-        print(line, file=sys.stderr, flush=True)
+        time.sleep(5)  # when the first rank has spoken and ended, the launcher ends this one
+    print(line, file=sys.stderr, flush=True)
     sys.exit(2)
 
 

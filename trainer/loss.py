@@ -42,7 +42,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Scaled in fp32 and rounded once, without a second fp32 table.
+        # Scaled in fp32 and rounded once; on GPUs without a second fp32 table.
         scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, grad_total, out=scaled_weight)
         return grad_hidden * grad_total, scaled_weight, None, None, None

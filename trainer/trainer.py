@@ -1,6 +1,5 @@
 """The training loop, and the one place where every part of a run meets."""
 
-import hashlib
 import json
 import math
 import platform
@@ -8,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
 from trainer.data.prepare import prepare
 from trainer.data.store import open_store
-from trainer.distributed import leader_first
+from trainer.distributed import from_rank_0, leader_first, require_agreement
 from trainer.evaluate import HeldOut
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
@@ -32,6 +32,7 @@ from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.step import SpmdStep, count_targets
 from trainer.schedule import learning_rate
+from trainer.settings import settings
 from trainer.setup import Setup
 from trainer.show_config import to_toml
 
@@ -61,21 +62,14 @@ class NotFinite(Exception):
     """Training has come to a point from which it does not come back: one line for the user, exit code 1."""
 
 
-def require_agreement(config: Config) -> None:
-    """Raises ConfigError on all ranks where they were not started with the same settings."""
-    mine = to_toml(config)
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(mine.encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    texts = [mine]
-    dist.broadcast_object_list(texts, src=other, device=torch.device("cpu"))
-    firsts = [mine]
-    dist.broadcast_object_list(firsts, src=0, device=torch.device("cpu"))
-    pairs = zip(firsts[0].splitlines(), texts[0].splitlines(), strict=True)
-    differences = "; ".join(f"{one} on rank 0, {two} on rank {other}" for one, two in pairs if one != two)
-    raise ConfigError("", f"the ranks were started with different settings: {differences}")
+def shared_settings(config: Config) -> dict[str, Any]:
+    """What all ranks of a run must have been started with."""
+    return {
+        f"{section}.{name}": getattr(getattr(config, section), name)
+        for section, members in settings().items()
+        for name, setting in members.items()
+        if not setting.rule.local
+    }
 
 
 class Trainer:
@@ -118,6 +112,7 @@ class Trainer:
         self.identity = setup.identity | {"data": self.data_name}
         if saved is not None:
             self._resume(saved)
+        self._write_down()
         self._describe(setup, repeats)
         self.metrics = Metrics(
             config.metrics,
@@ -134,6 +129,7 @@ class Trainer:
         config = self.config
         store = leader_first(lambda: prepare(config.data, config.tokenizer, setup.tokenizer))
         self.data_name = store.name
+        require_agreement({"data": self.data_name})
         self.samples = WrappedSamples(open_store(store, "train"), config.training.seq_len)
         if not len(self.samples):
             tokens = len(self.samples.store.tokens)
@@ -152,31 +148,38 @@ class Trainer:
         steps = config.training.steps
         batches = self._batches()
         self.metrics.start()
-        while self.steps_done < steps:
-            rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
-            result = self.train_step(batches, rate)
-            self._count_step()
-            recorded = self.metrics.due(self.steps_done)
-            saved = self._due(config.checkpoint.interval_steps)
-            if recorded or saved:
-                self._require_finite(result)
-            if recorded:
-                tokens = config.training.global_batch_size * config.training.seq_len
-                self.metrics.record_training(
-                    self.steps_done,
-                    loss=result.loss.item(),
-                    grad_norm=result.grad_norm.item(),
-                    learning_rate=rate,
-                    num_targets=int(result.num_targets.item()),
-                    tokens_seen=self.tokens_seen,
-                    tokens=tokens,
-                )
-            if self.held_out and self._due(config.evaluation.interval_steps):
-                self.evaluate(self.held_out)
-            if saved:
-                self.save()
-        self.metrics.close()
+        try:
+            while self.steps_done < steps:
+                rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
+                result = self.train_step(batches, rate)
+                self._count_step()
+                self._after_step(result, rate)
+        finally:
+            self.metrics.close()
         logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
+
+    def _after_step(self, result: StepResult, rate: float) -> None:
+        """Record, evaluate and save where it is due."""
+        recorded = self.metrics.due(self.steps_done)
+        evaluated = self.held_out is not None and self._due(self.config.evaluation.interval_steps)
+        saved = self._due(self.config.checkpoint.interval_steps)
+        if recorded:
+            training = self.config.training
+            self.metrics.record_training(
+                self.steps_done,
+                loss=result.loss.item(),
+                grad_norm=result.grad_norm.item(),
+                learning_rate=rate,
+                num_targets=int(result.num_targets.item()),
+                tokens_seen=self.tokens_seen,
+                tokens=training.global_batch_size * training.seq_len,
+            )
+        if recorded or evaluated or saved:
+            self._require_finite(result)
+        if evaluated:
+            self.evaluate(self.held_out)
+        if saved:
+            self.save()
 
     def train_step(self, batches: Iterator[Batch], rate: float) -> StepResult:
         """One optimizer step over grad_accum microbatches. rate: learning rate."""
@@ -276,27 +279,32 @@ class Trainer:
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
 
     def _open_folder(self) -> None:
-        """Make the run's folder, with the configuration in it. What cannot be written is told now, not after the work."""
-        if dist.get_rank() == 0:
+        """What cannot be written is told now, not after the work."""
+
+        def work() -> None:
             try:
                 for folder in ("checkpoints", "tb"):
                     (self.folder / folder).mkdir(parents=True, exist_ok=True)
-                (self.folder / "metrics.jsonl").open("a").close()
-                (self.folder / "config.toml").write_text(to_toml(self.config))
-                self._write_environment()
+                for file in ("metrics.jsonl", "config.toml", "environment.json"):
+                    (self.folder / file).open("a").close()
             except OSError as error:
                 rule = f"{error.filename} cannot be written ({error.strerror})"
                 raise ConfigError("run.output_folder", rule) from None
 
-    def _write_environment(self) -> None:
-        environment = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "platform": platform.platform(),
-            "device": devices.name(self.device),
-            "world_size": dist.get_world_size(),
-        }
-        (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))
+        from_rank_0(work)
+
+    def _write_down(self) -> None:
+        """The configuration and what it runs on, when nothing can be refused any more."""
+        if dist.get_rank() == 0:
+            (self.folder / "config.toml").write_text(to_toml(self.config))
+            environment = {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "platform": platform.platform(),
+                "device": devices.name(self.device),
+                "world_size": dist.get_world_size(),
+            }
+            (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))
 
     def _describe(self, setup: Setup, repeats: bool) -> None:
         """Say what runs on what."""

@@ -199,7 +199,8 @@ def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
     )
 
 
-def test_a_torn_part_is_made_again(data, monkeypatch):
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_torn_part_is_made_again(data, monkeypatch, size):
     whole = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
     monkeypatch.setattr(module, "_write_split", lambda *_: pytest.fail("stop"))
@@ -207,7 +208,7 @@ def test_a_torn_part_is_made_again(data, monkeypatch):
         prepare(data, DEFAULT)
     monkeypatch.undo()
     (part,) = Path(data.store_folder).glob("*.partial/part-000000.npz")
-    part.write_bytes(part.read_bytes()[:1000])
+    part.write_bytes(part.read_bytes()[:size])
     assert contents(prepare(data, DEFAULT)) == whole
 
 

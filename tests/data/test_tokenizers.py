@@ -1,9 +1,12 @@
 import base64
+import random
+import re
 
 import pytest
 import sentencepiece
 
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.data import tokenizers as module
 from trainer.data.sources import Span, open_source
 from trainer.data.tokenizers import DEFAULT_FILE, load_tokenizer
 from trainer.load_config import load_config
@@ -35,6 +38,21 @@ def test_long_runs_are_cut_where_metas_tokenizer_cuts_them():
     assert tokenizer.encode("x y" * 200_000) == tokenizer.encode(("x y" * 200_000)[:400_000]) + tokenizer.encode(
         ("x y" * 200_000)[400_000:]
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_are_those_of_counting_characters(seed, monkeypatch):
+    """Meta's rule, as it reads: a piece ends where its run of spaces, or of other characters, has reached the limit."""
+    monkeypatch.setattr(module, "_LONGEST_RUN", 3)
+    monkeypatch.setattr(module, "_LONG_RUN", re.compile(module._LONG_RUN.pattern.replace("25001", "4")))
+    text = "".join(random.Random(seed).choices("a b\n", k=60))
+    expected, start, length = [], 0, 0
+    for i, letter in enumerate(text):
+        length = length + 1 if i > 0 and letter.isspace() == text[i - 1].isspace() else 1
+        if length > 3:
+            expected.append(text[start:i])
+            start, length = i, 1
+    assert list(module._pieces(text)) == [*expected, text[start:]]
 
 
 def test_the_default_tokenizer_has_learned_from_source_code():

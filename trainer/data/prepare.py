@@ -5,6 +5,7 @@ Then the documents of all parts are written in one shuffled order, and the folde
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -52,6 +53,10 @@ def prepare(data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Toke
             if not folder.exists():
                 _build(source, data, tokenizer_config, tokenizer, folder)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError("data.store_folder", f"cannot be written ({error.strerror})") from None
+        if error.filename is None or not Path(error.filename).is_relative_to(stores):
+            raise
         raise ConfigError("data.store_folder", f"cannot be written ({error.strerror}: {error.filename})") from None
     return folder
 
@@ -188,11 +193,11 @@ def _tokenize(work: _Work, tokenizer: Tokenizer, number: int, spans: list[Span])
 
 
 def _is_whole(part: Path) -> bool:
-    """A part may be torn by a power cut."""
+    """A part that is damaged, or empty, is made again."""
     try:
         with np.load(part):
             return True
-    except (OSError, ValueError, zipfile.BadZipFile):
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
         return False
 
 

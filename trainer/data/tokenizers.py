@@ -84,14 +84,15 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
 # tiktoken's regular expressions overflow on longer texts, and take quadratic time on longer runs without a border. Meta's
 # reference tokenizer cuts at the same places, so these are part of the encoding.
 _LONGEST_TEXT = 400_000
-_LONG_RUN = re.compile(r"\s{25000}(?=\s)|\S{25000}(?=\S)")
+_LONGEST_RUN = 25_000
+_LONG_RUN = re.compile(r"(?<!\s)\s{25001,}|(?<!\S)\S{25001,}")
 
 
 def _pieces(text: str) -> Iterator[str]:
     for start in range(0, len(text), _LONGEST_TEXT):
         piece = text[start : start + _LONGEST_TEXT]
-        cuts = [0, *(run.end() for run in _LONG_RUN.finditer(piece)), len(piece)]
-        yield from (piece[a:b] for a, b in itertools.pairwise(cuts))
+        cuts = [cut for run in _LONG_RUN.finditer(piece) for cut in range(run.start(), run.end(), _LONGEST_RUN)[1:]]
+        yield from (piece[a:b] for a, b in itertools.pairwise([0, *cuts, len(piece)]))
 
 
 class TiktokenTokenizer:
@@ -107,7 +108,7 @@ class TiktokenTokenizer:
         self.vocab_size = len(ranks) + NUM_SPECIAL
         self.bos = special["<|begin_of_text|>"]
         self.eos = special["<|end_of_text|>"]
-        rules = (LLAMA3_PATTERN, str(_LONGEST_TEXT), _LONG_RUN.pattern)
+        rules = (LLAMA3_PATTERN, str(_LONGEST_TEXT), str(_LONGEST_RUN))
         self.fingerprint = _fingerprint("tiktoken", content + "".join(rules).encode())
 
     def encode(self, text: str) -> list[int]:
