@@ -15,14 +15,14 @@ def run(config: Config) -> int:
 
     from trainer import device, distributed, logging
     from trainer.setup import set_up
-    from trainer.trainer import NotFinite, Trainer, resume_point, shared_settings
+    from trainer.trainer import NotFinite, Trainer, resume_point
 
     with one_line_errors(config):
         setup = set_up(config, distributed.world_size())
         here = device.pick(config.run.device)
     try:
         distributed.start(config.distributed, here)
-        distributed.require_agreement(shared_settings(config))
+        distributed.require_agreement(setup.shared)
         saved = resume_point(config, setup)
         if saved is not None and saved.state["step"] >= config.training.steps:
             logging.info(

@@ -1,5 +1,6 @@
 """What a configuration means on a number of ranks, found before any process group exists."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.parallel.dims import ParallelDims
-from trainer.settings import convert, describe, nearest_name, settings
+from trainer.settings import Setting, convert, describe, nearest_name, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,8 @@ class Setup:
     tokenizer: Tokenizer
     identity: dict[str, Any]
     """What a run that resumes must have in common with its checkpoint, by the names that users know."""
+    shared: dict[str, Any]
+    """The settings that all ranks of a run must have been started with."""
 
 
 def set_up(config: Config, world_size: int) -> Setup:
@@ -40,18 +43,26 @@ def set_up(config: Config, world_size: int) -> Setup:
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {config.model.name}/"
             f"{config.model.size} is {sizes.vocab_size}",
         )
-    identity = _fixed_settings(config) | {"tokenizer": tokenizer.fingerprint}
+    # Of the model, what counts are the sizes that its settings lead to.
+    identity = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")
     identity |= {f"model.{name}": value for name, value in asdict(sizes).items()}
-    return Setup(spec=spec, sizes=sizes, dims=dims, tokenizer=tokenizer, identity=identity)
+    return Setup(
+        spec=spec,
+        sizes=sizes,
+        dims=dims,
+        tokenizer=tokenizer,
+        identity=identity | {"tokenizer": tokenizer.fingerprint},
+        shared=_values(config, lambda setting: not setting.rule.local),
+    )
 
 
-def _fixed_settings(config: Config) -> dict[str, Any]:
-    """All settings that may not change on resume, but for the model's: what counts there are the sizes they lead to."""
+def _values(config: Config, chosen: Callable[[Setting], bool]) -> dict[str, Any]:
+    """ "section.name" -> value of the chosen settings."""
     return {
         f"{section}.{name}": getattr(getattr(config, section), name)
         for section, members in settings().items()
         for name, setting in members.items()
-        if setting.rule.fixed and section != "model"
+        if chosen(setting)
     }
 
 

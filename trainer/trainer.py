@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.step import SpmdStep, count_targets
 from trainer.schedule import learning_rate
-from trainer.settings import settings
 from trainer.setup import Setup
 from trainer.show_config import to_toml
 
@@ -60,16 +58,6 @@ class StepResult:
 
 class NotFinite(Exception):
     """Training has come to a point from which it does not come back: one line for the user, exit code 1."""
-
-
-def shared_settings(config: Config) -> dict[str, Any]:
-    """What all ranks of a run must have been started with."""
-    return {
-        f"{section}.{name}": getattr(getattr(config, section), name)
-        for section, members in settings().items()
-        for name, setting in members.items()
-        if not setting.rule.local
-    }
 
 
 class Trainer:
