@@ -6,6 +6,7 @@ import traceback
 
 from trainer.config import Config, ConfigError
 from trainer.load_config import config_from_command_line, one_line_errors
+from trainer.system import local_rank
 
 
 def run(config: Config) -> int:
@@ -51,7 +52,7 @@ def main() -> None:
     except SystemExit as exit:
         code = exit.code
     except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if local_rank() == 0:
             print("interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         code = 130
     except BaseException:

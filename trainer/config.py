@@ -7,7 +7,7 @@ values are used, and raise `ConfigError` too.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 
 class ConfigError(Exception):
@@ -214,6 +214,11 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Where a value was set, as the user wrote it: {"training.steps": "--training.steps 5"}. Defaults are not in it."""
 
+    def value(self, key: str) -> Any:
+        """key: "section.name", or "section.table.entry" for the whole table."""
+        section, name = key.split(".")[:2]
+        return getattr(getattr(self, section), name)
+
     def explain(self, error: ConfigError) -> str:
         """The one line for the user: where the value at fault was set, then the rule."""
         if not error.key:
@@ -221,8 +226,7 @@ class Config:
         origin = self.origins.get(error.key)
         if origin is None:
             section, _, name = error.key.partition(".")
-            value = getattr(getattr(self, section), name.partition(".")[0])
-            origin = f"[{section}] {name} = {toml_value(value)} (default)"
+            origin = f"[{section}] {name} = {toml_value(self.value(error.key))} (default)"
         return f"{origin}: {error.rule}"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.system import cores
+from trainer.system import cores, local_rank
 
 GIB = 2**30
 
@@ -30,10 +30,6 @@ _PEAK_FLOPS = {
 def count() -> int:
     """GPUs of this machine; 0 where it has none."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from trainer import device as devices
 from trainer.config import ConfigError, DistributedConfig
+from trainer.system import local_rank
 
 T = TypeVar("T")
 
@@ -80,7 +82,15 @@ def tell_once(line: str) -> None:
 
 
 def _machine() -> str:
-    return os.environ.get("GROUP_RANK", "0")
+    """torchrun numbers the machines; started by hand, they have their names."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def _broadcast(value: Any, source: int) -> Any:
+    """The value that rank `source` has, on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
+    return values[0]
 
 
 def from_rank_0(work: Callable[[], T]) -> T:
@@ -92,11 +102,10 @@ def from_rank_0(work: Callable[[], T]) -> T:
             result = work()
         except ConfigError as error:
             refusal = (error.key, error.rule)
-    outcome = [result, refusal]
-    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
-    if outcome[1] is not None:
-        raise ConfigError(*outcome[1])
-    return outcome[0]
+    result, refusal = _broadcast((result, refusal), source=0)
+    if refusal is not None:
+        raise ConfigError(*refusal)
+    return result
 
 
 def require_agreement(values: Mapping[str, Any]) -> None:
@@ -107,35 +116,32 @@ def require_agreement(values: Mapping[str, Any]) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
-    first, second = [values], [values]
-    dist.broadcast_object_list(first, src=0, device=torch.device("cpu"))
-    dist.broadcast_object_list(second, src=other, device=torch.device("cpu"))
+    first, second = _broadcast(values, source=0), _broadcast(values, source=other)
     differences = [
-        f"{key} is {first[0][key]} on rank 0, {value} on rank {other}"
-        for key, value in second[0].items()
-        if first[0][key] != value
+        f"{key} is {first[key]} on rank 0, {value} on rank {other}"
+        for key, value in second.items()
+        if first[key] != value
     ]
     raise ConfigError("", f"the ranks were not started alike: {'; '.join(differences)}")
 
 
-def leader_first(work: Callable[[], T]) -> T:
-    """Run work on rank 0, then on the first rank of every machine, then on all.
+def once_per_machine(work: Callable[[], str]) -> str:
+    """The result of work, done by rank 0 first and then by the first rank of every other machine.
 
-    For work that leaves files which the next ranks find: done once on a shared file system, once per machine otherwise.
+    For work that leaves files which the next ones find: done once on a shared file system, once per machine otherwise.
     """
     store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"leader_first/rank_{dist.get_rank()}", 1)
-    wave = 0 if dist.get_rank() == 0 else 1 if devices.local_rank() == 0 else 2
-    all_done, machine_done = f"leader_first/{number}", f"leader_first/{number}/machine_{_machine()}"
-    if wave > 0:
-        store.wait([all_done], _WAIT_FOR_WORK)
-    if wave > 1:
-        store.wait([machine_done], _WAIT_FOR_WORK)
+    number = store.add(f"once_per_machine/rank_{dist.get_rank()}", 1)
+    by_rank_0, here = f"once_per_machine/{number}", f"once_per_machine/{number}/{_machine()}"
+    if local_rank() > 0:
+        store.wait([here], _WAIT_FOR_WORK)
+        return store.get(here).decode()
+    if dist.get_rank() > 0:
+        store.wait([by_rank_0], _WAIT_FOR_WORK)
     result = work()
-    if wave == 0:
-        store.set(all_done, "1")
-    if wave < 2:
-        store.set(machine_done, "1")
+    if dist.get_rank() == 0:
+        store.set(by_rank_0, "done")
+    store.set(here, result)
     return result
 
 

@@ -26,6 +26,7 @@ from trainer.settings import (
     settings,
 )
 from trainer.show_config import help_text, to_toml
+from trainer.system import local_rank
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "train_configs" / "debug.toml"
 
@@ -210,16 +211,12 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("run.name", "must be the name of one folder")
     for key, wanted, condition in _conditional_settings(config):
         section, _, name = key.partition(".")
-        if not wanted and getattr(getattr(config, section), name) != settings()[section][name].default:
+        if not wanted and config.value(key) != settings()[section][name].default:
             raise ConfigError(key, f"has no effect here: only with {condition}")
-    for key, path, needed, condition in (
-        ("tokenizer.path", config.tokenizer.path, config.tokenizer.kind != "default", "[tokenizer] kind"),
-        ("data.path", config.data.path, config.data.dataset != "python_stdlib", "[data] dataset"),
-    ):
-        if needed and not path:
-            section, _, choice = condition.partition("] ")
-            value = getattr(getattr(config, section[1:]), choice)
-            raise ConfigError(key, f"needed with {condition} = {value}")
+    if config.tokenizer.kind != "default" and not config.tokenizer.path:
+        raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
+    if config.data.dataset != "python_stdlib" and not config.data.path:
+        raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
     if config.tokenizer.path and not os.path.isfile(config.tokenizer.path):
         raise ConfigError("tokenizer.path", "no such file")
     if config.data.path and not os.path.exists(config.data.path) and not glob.glob(config.data.path, recursive=True):
@@ -256,7 +253,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
 def exit_with(line: str) -> NoReturn:
     """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
     the first one prints it."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if local_rank():
         time.sleep(5)  # when the first rank has spoken and ended, the launcher ends this one
     print(line, file=sys.stderr, flush=True)
     sys.exit(2)

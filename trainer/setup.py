@@ -58,12 +58,8 @@ def set_up(config: Config, world_size: int) -> Setup:
 
 def _values(config: Config, chosen: Callable[[Setting], bool]) -> dict[str, Any]:
     """ "section.name" -> value of the chosen settings."""
-    return {
-        f"{section}.{name}": getattr(getattr(config, section), name)
-        for section, members in settings().items()
-        for name, setting in members.items()
-        if chosen(setting)
-    }
+    keys = (f"{s.section}.{s.name}" for members in settings().values() for s in members.values() if chosen(s))
+    return {key: config.value(key) for key in keys}
 
 
 def model_of(config: ModelConfig) -> tuple[ModelSpec, Any]:

@@ -1,4 +1,4 @@
-"""What the operating system gives: cores, and files that survive a power cut."""
+"""What the operating system gives: cores, this rank's place on its machine, and files that survive a power cut."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,11 @@ from pathlib import Path
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def sync(path: Path) -> None:

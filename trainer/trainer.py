@@ -21,7 +21,7 @@ from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
 from trainer.data.prepare import prepare
 from trainer.data.store import open_store
-from trainer.distributed import from_rank_0, leader_first, require_agreement
+from trainer.distributed import from_rank_0, once_per_machine, require_agreement
 from trainer.evaluate import HeldOut
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
@@ -115,7 +115,7 @@ class Trainer:
 
     def _open_data(self, setup: Setup) -> None:
         config = self.config
-        store = leader_first(lambda: prepare(config.data, config.tokenizer, setup.tokenizer))
+        store = Path(once_per_machine(lambda: str(prepare(config.data, config.tokenizer, setup.tokenizer))))
         self.data_name = store.name
         require_agreement({"data": self.data_name})
         self.samples = WrappedSamples(open_store(store, "train"), config.training.seq_len)
@@ -181,7 +181,7 @@ class Trainer:
         return StepResult(loss, grad_norm, num_targets)
 
     def _require_finite(self, result: StepResult) -> None:
-        """Looked at where the host waits for the device anyway: at records, and before a checkpoint."""
+        """Looked at where the host waits for the device anyway: at records, and before an evaluation or a checkpoint."""
         if not (math.isfinite(result.loss.item()) and math.isfinite(result.grad_norm.item())):
             raise NotFinite(
                 f"step {self.steps_done}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}; stopped, "

@@ -80,15 +80,16 @@ def _digests(files: Sequence[Path], cache: Path) -> list[str]:
     except (FileNotFoundError, ValueError, TypeError):  # a cache: what cannot be read is made anew
         known = {}
     digests = {}
-    for path in files:
+    names = [str(path.resolve()) for path in files]
+    for name, path in zip(names, files, strict=True):
         stat = path.stat()
-        entry = known.get(str(path.resolve()))
+        entry = known.get(name)
         if not isinstance(entry, list) or len(entry) != 3 or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
             entry = [stat.st_size, stat.st_mtime_ns, _sha256(path)]
-        digests[str(path.resolve())] = entry
+        digests[name] = entry
     if any(known.get(path) != entry for path, entry in digests.items()):
         _write_atomically(cache, json.dumps(known | digests))
-    return [digests[str(path.resolve())][2] for path in files]
+    return [digests[name][2] for name in names]
 
 
 def _sha256(path: Path) -> str:
