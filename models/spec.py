@@ -44,9 +44,25 @@ class ParallelPlan:
     """How a network may be cut, by the names of its modules."""
 
     blocks: str
-    """The container of the blocks: the unit of sharding."""
+    """The container of the blocks, which pass one hidden state (batch, seq, dim) on: the unit of sharding, of recomputation,
+    of compilation, and where a pipeline may be cut."""
+    before: tuple[str, ...]
+    """Modules that work ahead of the blocks, in order."""
+    after: tuple[str, ...]
+    """Modules that work behind them, in order; the last one takes the head."""
     fsdp_units: tuple[tuple[str, ...], ...]
     """Modules outside the blocks that are sharded and gathered together."""
+    tied: bool
+    """Whether a parameter is used both before and after the blocks."""
+    tensor: Mapping[str, str]
+    """Modules outside the blocks -> how tensor parallelism cuts them: a key of STYLES in trainer/parallel/tensor.py."""
+    tensor_block: Mapping[str, str]
+    """The same for the modules of a block, by their names inside it."""
+    tensor_sizes: tuple[str, ...]
+    """Sizes that the tensor-parallel degree must divide."""
+    attention: str
+    """The parameterless kernel of a block, by its name inside it: (q, k, v, positions, documents) -> output, with k and v
+    of the whole sequence. Context parallelism puts its own in this place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,7 @@ LOCAL = Rule(local=True)
 
 Count = Annotated[int, Rule(low=1, high=4096)]
 CountOrZero = Annotated[int, Rule(low=0, high=4096, local=True)]
+CountOrDefault = Annotated[int, Rule(low=0, high=4096)]
 Steps = Annotated[int, Rule(low=1, high=10**12, unit="steps")]
 StepsOrZero = Annotated[int, Rule(low=0, high=10**12, unit="steps")]
 Samples = Annotated[int, Rule(low=1, high=10**7, unit="samples")]
@@ -166,10 +167,56 @@ class ParallelConfig:
     """Groups of ranks that each hold all parameters (hybrid sharding)."""
     dp_shard: Annotated[int, Rule(low=-1, high=10**6, unit="ranks")] = -1
     """Ranks the parameters are sharded over; -1 takes every rank that the other degrees leave."""
+    cp: Degree = 1
+    """Ranks that cut each sequence between them (context parallelism)."""
+    tp: Degree = 1
+    """Ranks that cut each matrix between them (tensor parallelism)."""
+    pp: Degree = 1
+    """Groups of ranks that cut the layers between them (pipeline parallelism)."""
+    sequence_parallel: bool = True
+    """With tp: norms and residual stream are cut along the sequence too; off: every tensor-parallel rank holds them whole."""
+    async_tensor_parallel: bool = False
+    """Overlap tensor-parallel communication with the products next to it; GPUs with [compile] only."""
+    pipeline_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order in which a pipeline works through the microbatches; only with pp > 1."""
+    pipeline_stages_per_rank: CountOrDefault = 0
+    """Stages that each rank holds; 0: what the schedule needs (1 for GPipe and 1F1B, else 2); only with pp > 1."""
+    pipeline_split: tuple[str, ...] = ()
+    """Blocks that begin the second stage, the third, ..., as layers.3; empty: by number of parameters; only with pp > 1."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
-    """Free gathered parameters after forward; default: all but the output unit; a number: reshard to groups of that size."""
+    """Free gathered parameters after forward; default: all but the output unit, none with pp > 1; a number: reshard to groups
+    of that size."""
+    prefetch_units: CountOrDefault = 0
+    """Units whose parameters are gathered ahead, forward and backward; 0: as FSDP does by itself (one, in backward)."""
+    offload_parameters: bool = False
+    """Parameters, gradients and optimizer live in host memory, and the update runs there; shards go to the device when used."""
     fsdp_units: Literal["separate", "root"] = "separate"
     """separate: embedding and output are units of their own; root: they stay gathered for the whole step (to compare)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointConfig:
+    mode: Literal["none", "full", "selective", "budget"] = "none"
+    """What blocks compute again in backward. none: nothing; full: all; selective: what is not in save; budget: as memory_budget
+    says, chosen by the compiler."""
+    save: tuple[Literal["matmuls", "attention", "reduce_scatters"], ...] = ("matmuls", "attention", "reduce_scatters")
+    """Results that are kept for backward; only with mode = selective."""
+    save_every_matmul: Count = 1
+    """Of the matmuls of a block, keep every n-th only; only with mode = selective."""
+    every: Count = 1
+    """Apply the mode to every n-th block, counted from the first; only with mode = full or selective."""
+    recompute_all_gather: bool = True
+    """With tp: gather the input of the column-wise matmuls again in backward, and nothing else; off: keep it gathered."""
+    memory_budget: Fraction = 0.5
+    """Share of the activation memory of mode = none that may be used; only with mode = budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    enabled: bool = False
+    """Compile each block with torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +254,8 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

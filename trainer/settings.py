@@ -70,7 +70,7 @@ def _docstrings() -> dict[str, dict[str, str]]:
     for node in ast.parse(inspect.getsource(declarations)).body:
         if isinstance(node, ast.ClassDef):
             docs[node.name] = {
-                member.target.id: text.value.value
+                member.target.id: " ".join(text.value.value.split())
                 for member, text in zip(node.body, node.body[1:], strict=False)
                 if isinstance(member, ast.AnnAssign)
                 and isinstance(text, ast.Expr)
@@ -92,12 +92,20 @@ def is_table(kind: Any) -> bool:
     return typing.get_origin(kind) is Mapping
 
 
+def is_list(kind: Any) -> bool:
+    """Whether the setting is a list of any length."""
+    return typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,)
+
+
 def describe(kind: Any) -> str:
     """The type in a user's words, as it stands behind 'expected'."""
     if len(_options(kind)) > 1:
         return " or ".join(describe(k) for k in _options(kind) if not (k is int and float in _options(kind)))
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(typing.get_args(kind))
+    if is_list(kind):
+        member = typing.get_args(kind)[0]
+        return "a list of " + (" | ".join(typing.get_args(member)) if member is not str else "names")
     if typing.get_origin(kind) is tuple:
         return f"a list of {len(typing.get_args(kind))} numbers"
     if is_table(kind):
@@ -121,6 +129,8 @@ def convert(raw: Any, kind: Any) -> Any:
         raise ValueError
     if typing.get_origin(kind) is tuple:
         members = typing.get_args(kind)
+        if is_list(kind) and isinstance(raw, list | tuple):
+            members = members[:1] * len(raw)
         if not isinstance(raw, list | tuple) or len(raw) != len(members):
             raise ValueError
         return tuple(convert(r, m) for r, m in zip(raw, members, strict=True))
@@ -137,10 +147,18 @@ def convert(raw: Any, kind: Any) -> Any:
 
 def from_text(text: str, kind: Any) -> Any:
     """The value of `kind` that a command-line word means. Raises ValueError where there is none."""
+    if is_list(kind):
+        return convert(_words(text), kind)
     try:
         return convert(text, kind)  # text, a choice, none
     except ValueError:
         return convert(_literal(text), kind)
+
+
+def _words(text: str) -> list[str]:
+    """The names of a list that a word writes: a,b or ["a", "b"]."""
+    names = (word.strip().strip("\"'") for word in text.removeprefix("[").removesuffix("]").split(","))
+    return [name for name in names if name]
 
 
 def _literal(text: str) -> Any:
@@ -182,7 +200,12 @@ def nearest_name(word: str, candidates: Iterable[str], show: str = "{!r}") -> st
 
 def expected(kind: Any, raw: Any) -> str:
     """What stands behind the value that `convert` or `from_text` refused."""
-    words = [
-        w for option in _options(kind) if typing.get_origin(option) is typing.Literal for w in typing.get_args(option)
-    ]
-    return f"expected {describe(kind)}" + (nearest_name(raw, words) if isinstance(raw, str) else "")
+    given = [raw] if isinstance(raw, str) else []
+    if is_list(kind):
+        kinds = typing.get_args(kind)[:1]
+        given = _words(raw) if isinstance(raw, str) else [r for r in raw if isinstance(r, str)] if isinstance(raw, list) else []
+    else:
+        kinds = _options(kind)
+    choices = [w for k in kinds if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
+    unknown = next((word for word in given if word not in choices), "")
+    return f"expected {describe(kind)}" + nearest_name(unknown, choices)

@@ -3,9 +3,34 @@
 from models.llama.sizes import LlamaSizes
 from models.spec import ParallelPlan
 
+TENSOR = {"tok_embeddings": "embedding", "norm": "norm", "output": "output"}
+
+TENSOR_BLOCK = {
+    "attention_norm": "norm",
+    "attention": "gather",
+    "attention.wq": "column",
+    "attention.wk": "column",
+    "attention.wv": "column",
+    "attention.wo": "row",
+    "ffn_norm": "norm",
+    "feed_forward": "gather",
+    "feed_forward.w1": "column",
+    "feed_forward.w3": "column",
+    "feed_forward.w2": "row",
+}
+
 
 def plan(sizes: LlamaSizes) -> ParallelPlan:
     """Tied embeddings: one parameter must stay in one unit, so embedding and output are gathered together."""
-    if sizes.tied_embeddings:
-        return ParallelPlan(blocks="layers", fsdp_units=(("tok_embeddings", "norm", "output"),))
-    return ParallelPlan(blocks="layers", fsdp_units=(("tok_embeddings",), ("norm", "output")))
+    tied_units = (("tok_embeddings", "norm", "output"),)
+    return ParallelPlan(
+        blocks="layers",
+        before=("tok_embeddings",),
+        after=("norm", "output"),
+        fsdp_units=tied_units if sizes.tied_embeddings else (("tok_embeddings",), ("norm", "output")),
+        tied=sizes.tied_embeddings,
+        tensor=TENSOR,
+        tensor_block=TENSOR_BLOCK,
+        tensor_sizes=("n_heads", "n_kv_heads", "hidden_dim"),
+        attention="attention.core",
+    )

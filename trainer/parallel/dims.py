@@ -22,24 +22,28 @@ class ParallelDims:
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
         """Fill in dp_shard = -1 and refuse degrees that do not make up the world."""
-        others = config.dp_replicate
-        dp_shard = config.dp_shard
-        if dp_shard == -1:
-            if world_size % others:
-                raise ConfigError("parallel.dp_replicate", f"must divide the {world_size} ranks of this run")
-            dp_shard = world_size // others
+        given = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
+        others = 1
+        for name, degree in given.items():
+            if config.dp_shard == -1 and world_size % (others * degree):
+                together = f"x the other degrees' {others} = {others * degree} " * (others > 1)
+                raise ConfigError(f"parallel.{name}", f"{together}must divide the {world_size} ranks of this run")
+            others *= degree
+        dp_shard = world_size // others if config.dp_shard == -1 else config.dp_shard
         if others * dp_shard != world_size:
+            chosen = " ".join(f"x {name} {degree}" for name, degree in given.items() if degree > 1)
+            makes = f"{chosen} makes {others * dp_shard} ranks, but " * (others > 1)
             raise ConfigError(
                 "parallel.dp_shard",
-                f"x dp_replicate {config.dp_replicate} makes {others * dp_shard} ranks, "
-                f"but this run has {world_size}; -1 takes what is left",
+                f"{makes}this run has {world_size} rank{'s' * (world_size > 1)}; -1 takes what is left",
             )
-        dims = cls(pp=1, dp_replicate=config.dp_replicate, dp_shard=dp_shard, cp=1, tp=1, world_size=world_size)
+        dims = cls(**given, dp_shard=dp_shard, world_size=world_size)
         reshard = config.reshard_after_forward
         if isinstance(reshard, int) and (dims.fsdp % reshard or reshard == dims.fsdp):
+            product = f"dp_shard {dims.dp_shard}" + (f" x cp {dims.cp} = {dims.fsdp}" if dims.cp > 1 else "")
             raise ConfigError(
                 "parallel.reshard_after_forward",
-                f"as a number it must divide dp_shard {dims.fsdp} and be smaller; always reshards to all of them",
+                f"as a number it must divide {product} and be smaller; always reshards to all of them",
             )
         return dims
 
@@ -57,6 +61,10 @@ class ParallelDims:
     def fsdp(self) -> int:
         """Ranks that the parameters are sharded over."""
         return self.dp_shard * self.cp
+
+    def __str__(self) -> str:
+        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+        return ", ".join(f"{name} {getattr(self, name)}" for name in degrees if getattr(self, name) > 1) or "one rank"
 
 
 class Meshes:

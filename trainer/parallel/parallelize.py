@@ -6,6 +6,7 @@ from models.spec import ParallelPlan
 from trainer.config import ParallelConfig
 from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.tensor import apply_tensor
 
 
 def parallelize(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: ParallelConfig, dtype: str) -> None:
@@ -13,4 +14,6 @@ def parallelize(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Pa
 
     FSDP comes last: it shards parameters as everything before it has left them.
     """
+    if meshes.model["tp"].size() > 1:
+        apply_tensor(model, plan, meshes.model["tp"], config.sequence_parallel, lambda number: True)
     apply_fsdp(model, plan, meshes.model, config, dtype)
