@@ -83,9 +83,7 @@ COMBINATIONS = {
     "--training.global_batch_size 6": (
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
-    "--parallel.dp_shard 3": (
-        "--parallel.dp_shard 3: this run has 4 ranks; -1 takes what is left"
-    ),
+    "--parallel.dp_shard 3": ("--parallel.dp_shard 3: this run has 4 ranks; -1 takes what is left"),
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the 4 ranks of this run",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
         "--parallel.dp_shard 4: x dp_replicate 2 makes 8 ranks, but this run has 4 ranks; -1 takes what is left"

@@ -17,7 +17,7 @@ def network() -> nn.Module:
 
 def test_norms_and_biases_do_not_decay():
     model = network()
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = parameter_groups(model.parameters(), 0.1)
     names = {p: name for name, p in model.named_parameters()}
     assert [names[p] for p in decayed["params"]] == ["0.weight", "2.weight"]
     assert [names[p] for p in plain["params"]] == ["0.bias", "1.weight"]
@@ -30,7 +30,7 @@ def clipped(max_norm, replicate):
     model = network()
     shape = (2, dist.get_world_size() // 2) if replicate else (dist.get_world_size(),)
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[: len(shape)]))
-    optimizer = Optimizer(model, OptimizerConfig(), dist.group.WORLD, dist.get_world_size())
+    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, dist.get_world_size())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 10
     for net in (model, reference):
         net(x).square().sum().backward()
@@ -67,7 +67,7 @@ def norm_of_mixed_layouts():
     )
     for number, tensor in enumerate(layouts):
         model.register_parameter(str(number), nn.Parameter(tensor))
-    optimizer = Optimizer(model, OptimizerConfig(), dist.group.WORLD, 4)
+    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, 4)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     return optimizer.clip(None).item(), torch.cat([t.flatten() for t in whole]).norm().item()
@@ -82,8 +82,8 @@ def stepped():
     """Three steps of ours and of torch's AdamW."""
     ours, theirs = network(), network()
     fully_shard(ours)
-    optimizer = Optimizer(ours, OptimizerConfig(weight_decay=0.1), dist.group.WORLD, 1)
-    reference = torch.optim.AdamW(parameter_groups(theirs, 0.1), betas=(0.9, 0.95), eps=1e-8)
+    optimizer = Optimizer(dict(ours.named_parameters()), OptimizerConfig(weight_decay=0.1), dist.group.WORLD, 1)
+    reference = torch.optim.AdamW(parameter_groups(theirs.parameters(), 0.1), betas=(0.9, 0.95), eps=1e-8)
     for rate in (1e-2, 3e-2, 1e-3):
         for net in (ours, theirs):
             net.zero_grad()

@@ -52,6 +52,11 @@ def require_enough(choice: Literal["auto", "cpu"], ranks: int) -> None:
         raise ConfigError("", f"NGPU={ranks}: this machine has {count()} GPUs; --run.device cpu uses none")
 
 
+def of_parameters(device: torch.device, offloaded: bool) -> torch.device:
+    """Where parameters live: offloaded, in host memory."""
+    return torch.device("cpu") if offloaded else device
+
+
 def communication_backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 

@@ -1,10 +1,10 @@
 """Optimizers over sharded parameters, with global gradient-norm clipping."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -12,18 +12,17 @@ from trainer.config import OptimizerConfig
 from trainer.distributed import sum_over
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
     """Matrices decay; norms and biases (one dim) do not."""
-    named = list(model.named_parameters())
-    decayed = [p for _, p in named if p.dim() >= 2]
-    plain = [p for _, p in named if p.dim() < 2]
-    assert len(decayed) + len(plain) == len(named)
+    decayed, plain = [], []
+    for parameter in parameters:
+        (decayed if parameter.dim() >= 2 else plain).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Loshchilov & Hutter 2017 (arXiv:1711.05101), torch's fused kernel."""
-    groups = [g for g in parameter_groups(model, config.weight_decay) if g["params"]]
+    groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     # Made now, not in the first step: a checkpoint can be loaded into it, and memory is taken from the start.
     for group in optimizer.param_groups:
@@ -36,20 +35,22 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
 
 
 class Optimizer:
     """One torch optimizer, its state under the names of the parameters, and the global norm of its gradients."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, model_group: ProcessGroup, ranks_of_stage: int):
-        """model_group: all ranks that hold a part of the model. ranks_of_stage: how many of them hold a part of what this
+    def __init__(
+        self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_of_stage: int
+    ):
+        """parameters: by their names, what this rank holds of them. model_group: all ranks that hold a part of the model. ranks_of_stage: how many of them hold a part of what this
         rank holds; all, unless the model is cut into pipeline stages."""
-        self.names = {p: name for name, p in model.named_parameters()}
+        self.names = {p: name for name, p in parameters.items()}
         self.copies = torch.tensor(
             [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device
         )
-        self.inner = OPTIMIZERS[config.name](model, config)
+        self.inner = OPTIMIZERS[config.name](parameters.values(), config)
         self.model_group = model_group
 
     def zero_grad(self) -> None:

@@ -203,7 +203,13 @@ def expected(kind: Any, raw: Any) -> str:
     given = [raw] if isinstance(raw, str) else []
     if is_list(kind):
         kinds = typing.get_args(kind)[:1]
-        given = _words(raw) if isinstance(raw, str) else [r for r in raw if isinstance(r, str)] if isinstance(raw, list) else []
+        given = (
+            _words(raw)
+            if isinstance(raw, str)
+            else [r for r in raw if isinstance(r, str)]
+            if isinstance(raw, list)
+            else []
+        )
     else:
         kinds = _options(kind)
     choices = [w for k in kinds if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]

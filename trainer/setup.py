@@ -4,11 +4,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.parallel.dims import ParallelDims
+from trainer.parallel.fit import hidden_shape, require_fit
+from trainer.parallel.pipeline import Stage, refuse_microbatches, stages
 from trainer.settings import Setting, convert, describe, nearest_name, settings
 
 
@@ -17,6 +21,12 @@ class Setup:
     spec: ModelSpec
     sizes: Any
     dims: ParallelDims
+    stages: list[Stage]
+    """Of the pipeline, in order."""
+    hidden_shape: tuple[int, int, int]
+    """What passes between blocks, on each rank: (batch, seq, dim)."""
+    num_parameters: int
+    flops_per_token: int
     tokenizer: Tokenizer
     identity: dict[str, Any]
     """What a run that resumes must have in common with its checkpoint, by the names that users know."""
@@ -29,6 +39,10 @@ def set_up(config: Config, world_size: int) -> Setup:
     spec, sizes = model_of(config.model)
     dims = ParallelDims.of(config.parallel, world_size)
     training = config.training
+    plan = spec.plan(sizes)
+    require_fit(dims, plan, sizes, config.parallel, training.seq_len)
+    with torch.device("meta"):
+        network = spec.network(sizes)
     together = training.local_batch_size * dims.batch
     if training.global_batch_size % together:
         raise ConfigError(
@@ -36,6 +50,8 @@ def set_up(config: Config, world_size: int) -> Setup:
             f"must be a multiple of local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks "
             f"= {together}",
         )
+    if dims.pp > 1:
+        refuse_microbatches(config.parallel, training.global_batch_size // together)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise ConfigError(
@@ -50,6 +66,10 @@ def set_up(config: Config, world_size: int) -> Setup:
         spec=spec,
         sizes=sizes,
         dims=dims,
+        stages=stages(network, plan, config.parallel),
+        hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
+        num_parameters=sum(p.numel() for p in network.parameters()),
+        flops_per_token=network.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
         identity=identity | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.rule.local),

@@ -26,10 +26,13 @@ from trainer.evaluate import HeldOut
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
+from trainer.parallel.context import cut_sequence
 from trainer.parallel.dims import Meshes
+from trainer.parallel.fsdp import DTYPES
 from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.step import SpmdStep, count_targets
+from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
+from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
 from trainer.show_config import to_toml
@@ -85,16 +88,23 @@ class Trainer:
         self.batch_group = batch_axis.get_group()
         self._open_data(setup)
 
-        with torch.device("meta"):
-            self.model = setup.spec.network(setup.sizes)
-        flops_per_token = self.model.flops_per_token(training.seq_len)
-        parallelize(self.model, setup.spec.plan(setup.sizes), self.meshes, config.parallel, training.compute_dtype)
-        initialize(self.model, device, config.run.seed)
-        self.parameters = dict(self.model.named_parameters())
-        self.optimizer = Optimizer(self.model, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
-        make_head = partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens)
-        loss_group = self.meshes.loss["loss"].get_group()
-        self.step = SpmdStep(self.model, make_head, self.batch_group, loss_group, training.reduce_every_microbatch)
+        plan, parallel = setup.spec.plan(setup.sizes), config.parallel
+        stages = stages_of_rank(setup.stages, self.meshes.model["pp"].get_local_rank(), parallel)
+        self.parts = parallelize(
+            lambda: setup.spec.network(setup.sizes),
+            plan,
+            stages,
+            self.meshes,
+            parallel,
+            config.activation_checkpoint,
+            config.compile,
+            training.compute_dtype,
+        )
+        for part in self.parts:
+            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
+        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
+        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
+        self.step = self._make_step(setup, stages)
 
         self.steps_done = self.cursor = self.tokens_seen = 0
         self.identity = setup.identity | {"data": self.data_name}
@@ -109,8 +119,32 @@ class Trainer:
             first_step=self.steps_done,
             steps=training.steps,
             ranks=dist.get_world_size(),
-            flops_per_token=flops_per_token,
+            flops_per_token=setup.flops_per_token,
             peak_flops=devices.peak_flops(device, training.compute_dtype),
+        )
+
+    def _make_step(self, setup: Setup, stages: list[Stage]) -> Step:
+        """stages: that this rank holds."""
+        training = self.config.training
+        cp = self.meshes.data["cp"]
+        common = {
+            "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens),
+            "cut_sequence": partial(cut_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
+            "batch_group": self.batch_group,
+            "loss_group": self.meshes.loss["loss"].get_group(),
+        }
+        if setup.dims.pp == 1:
+            return SpmdStep(self.parts[0], reduce_every_microbatch=training.reduce_every_microbatch, **common)
+        return PipelineStep(
+            self.parts,
+            stages,
+            schedule=self.config.parallel.pipeline_schedule,
+            microbatches=self.cut.grad_accum,
+            hidden=torch.empty(
+                setup.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
+            ),
+            pipeline_group=self.meshes.model["pp"].get_group(),
+            **common,
         )
 
     def _open_data(self, setup: Setup) -> None:
@@ -297,11 +331,10 @@ class Trainer:
     def _describe(self, setup: Setup, repeats: bool) -> None:
         """Say what runs on what."""
         config, dims = self.config, setup.dims
-        num_parameters = sum(p.numel() for p in self.parameters.values())
         logging.info(
-            f"{config.run.name}: {config.model.name}/{config.model.size}, {num_parameters:,} parameters, computing in "
+            f"{config.run.name}: {config.model.name}/{config.model.size}, {setup.num_parameters:,} parameters, computing in "
             f"{config.training.compute_dtype} on {dims.world_size} x {devices.name(self.device)} "
-            f"(dp_replicate {dims.dp_replicate}, dp_shard {dims.dp_shard}), repeats {'bit by bit' if repeats else 'to rounding'}"
+            f"({dims}), repeats {'bit by bit' if repeats else 'to rounding'}"
         )
         logging.info(
             f"data {self.data_name}: {len(self.samples)} samples of {config.training.seq_len} tokens, "

@@ -1,19 +1,74 @@
 """The order in which parallelism is applied, stated once."""
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 from models.spec import ParallelPlan
-from trainer.config import ParallelConfig
+from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.parallel import activation_checkpoint, compile
+from trainer.parallel.context import apply_context
 from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.pipeline import Stage, cut_to_stage
 from trainer.parallel.tensor import apply_tensor
 
 
-def parallelize(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: ParallelConfig, dtype: str) -> None:
-    """Cut a model on the meta device as its plan says, in place. dtype: of the computation ("bf16", "fp32").
+def parallelize(
+    make_network: Callable[[], nn.Module],
+    plan: ParallelPlan,
+    stages: list[Stage],
+    meshes: Meshes,
+    parallel: ParallelConfig,
+    checkpointing: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+    dtype: str,
+) -> list[nn.Module]:
+    """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
+    is one stage. dtype: of the computation ("bf16", "fp32").
 
-    FSDP comes last: it shards parameters as everything before it has left them.
+    FSDP comes last: it shards parameters as everything before it has left them. Compilation sees the cut matrices, and what is
+    computed again only where it can make use of it.
     """
-    if meshes.model["tp"].size() > 1:
-        apply_tensor(model, plan, meshes.model["tp"], config.sequence_parallel, lambda number: True)
-    apply_fsdp(model, plan, meshes.model, config, dtype)
+    compile.configure(checkpointing, parallel.async_tensor_parallel and parallel.tp > 1)
+    parts = []
+    for stage in stages:
+        with torch.device("meta"):
+            model = make_network()
+        cut_to_stage(model, plan, stage)
+
+        def gathers_again(number: int) -> bool:
+            """Without recomputing more: where a block is checkpointed or compiled, that does it."""
+            checkpointed = activation_checkpoint.due(number, checkpointing)
+            return checkpointing.recompute_all_gather and not checkpointed and not compilation.enabled
+
+        if meshes.model["tp"].size() > 1:
+            apply_tensor(model, plan, meshes.model["tp"], parallel.sequence_parallel, gathers_again)
+        for name, block in model.get_submodule(plan.blocks).named_children():
+            if meshes.data["cp"].size() > 1:
+                apply_context(block, plan, meshes.data["cp"], gathers_again(int(name)))
+            block.forward = _computed(block.forward, int(name), checkpointing, compilation)
+        apply_fsdp(model, plan, meshes.model, parallel, dtype)
+        parts.append(model)
+    return parts
+
+
+def _computed(
+    forward: activation_checkpoint.Compute,
+    number: int,
+    checkpointing: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+) -> activation_checkpoint.Compute:
+    """How a block computes."""
+    due = activation_checkpoint.due(number, checkpointing)
+    if due and checkpointing.mode == "selective":
+        forward = activation_checkpoint.recompute_all_but(checkpointing.save, checkpointing.save_every_matmul, forward)
+    elif compilation.enabled and checkpointing.recompute_all_gather and checkpointing.mode != "budget" and not due:
+        forward = activation_checkpoint.recompute_gathers(forward)
+    if compilation.enabled:
+        forward = compile.compiled(forward)
+    if due and checkpointing.mode == "full":
+        # Around the compiled block: inside, torch 2.13 stumbles over DTensors.
+        forward = activation_checkpoint.recompute_all(forward)
+    return forward

@@ -15,6 +15,10 @@ MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
 """Labels (batch, seq) -> what the output module applies to (hidden, weight), giving the summed loss."""
 
 
+CutSequence = Callable[[Batch], Batch]
+"""Whole sequences -> what this rank has of them."""
+
+
 class Step(Protocol):
     """Both return global values, the same on every rank."""
 
@@ -33,12 +37,13 @@ def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> T
 
 
 class SpmdStep:
-    """Every rank runs the whole model on its own samples."""
+    """Every rank runs the whole model, on its part of the samples and sequences."""
 
     def __init__(
         self,
         model: FSDPModule,
         make_head: MakeHead,
+        cut_sequence: CutSequence,
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
         reduce_every_microbatch: bool,
@@ -46,6 +51,7 @@ class SpmdStep:
         """batch_group: the ranks that read different samples; loss_group: those that compute different targets."""
         self.model = model
         self.make_head = make_head
+        self.cut_sequence = cut_sequence
         self.batch_group = batch_group
         self.loss_group = loss_group
         self.reduce_every_microbatch = reduce_every_microbatch
@@ -67,4 +73,5 @@ class SpmdStep:
         return sum_over(loss_sum, self.loss_group), count_targets(microbatches, self.batch_group)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
+        batch = self.cut_sequence(batch)
         return self.model(batch.tokens, batch.positions, batch.documents, head=self.make_head(batch.labels))

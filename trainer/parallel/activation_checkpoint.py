@@ -1,0 +1,90 @@
+"""What a block keeps for backward, and what it computes again (Chen et al. 2016, arXiv:1604.06174)."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.config import ActivationCheckpointConfig
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+
+SAVED = {
+    "matmuls": (aten.mm.default, aten.addmm.default, aten.bmm.default),
+    "attention": (
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_attention_math_for_mps.default,
+    ),
+    # without sequence parallelism an all-reduce stands in its place
+    "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),
+}
+"""Words of [activation_checkpoint] save -> operators."""
+
+_GATHERED = {
+    collectives.all_gather_into_tensor.default,
+    # how a gather along the sequence is put together; what they make is as large as the gather itself
+    aten.split.Tensor,
+    aten.cat.default,
+    aten.view.default,
+    aten.slice.Tensor,
+    aten.t.default,
+}
+
+Compute = Callable[..., Tensor]
+
+
+def due(number: int, config: ActivationCheckpointConfig) -> bool:
+    """Whether the block of that number computes again in backward what the mode says."""
+    return config.mode in ("full", "selective") and number % config.every == 0
+
+
+def recompute_all(compute: Compute) -> Compute:
+    """Keep the inputs of a block, nothing else."""
+    return lambda *args: checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute_all_but(saved: tuple[str, ...], every_matmul: int, compute: Compute) -> Compute:
+    """Keep the results of the chosen operators. every_matmul: keep every n-th matmul only."""
+    kept = {operator for word in saved for operator in SAVED[word]}
+    matmuls = set(SAVED["matmuls"])
+
+    def policy_of_one_forward() -> Callable[..., CheckpointPolicy]:
+        seen: Counter[bool] = Counter()  # forward and recomputation count for themselves
+
+        def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
+            keep = operator in kept
+            if operator in matmuls:
+                seen[ctx.is_recompute] += 1
+                keep = keep and seen[ctx.is_recompute] % every_matmul == 0
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return policy
+
+    return _selective(policy_of_one_forward, compute)
+
+
+def recompute_gathers(compute: Compute) -> Compute:
+    """Keep all but gathered inputs. Only inside torch.compile, which keeps of the rest what backward needs; without it,
+    recompute.py does this."""
+
+    def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHERED else CheckpointPolicy.MUST_SAVE
+
+    return _selective(lambda: policy, compute)
+
+
+def _selective(make_policy: Callable[[], Callable[..., CheckpointPolicy]], compute: Compute) -> Compute:
+    def contexts():
+        return create_selective_checkpoint_contexts(make_policy())
+
+    return partial(_checkpointed, compute, contexts)
+
+
+def _checkpointed(compute: Compute, contexts, *args: Tensor) -> Tensor:
+    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

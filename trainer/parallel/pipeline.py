@@ -1,0 +1,292 @@
+"""Pipeline parallelism: the blocks cut into stages, the microbatches sent through them by torch's schedules."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from models.spec import ParallelPlan
+from trainer.batch import IGNORED, Batch
+from trainer.config import ConfigError, ParallelConfig
+from trainer.distributed import sum_over
+from trainer.parallel.step import CutSequence, MakeHead, count_targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What torch's schedule of that name asks for."""
+
+    kind: type
+    stages_per_rank: int
+    more_stages: bool = False
+    """Whether a rank may hold more stages than that."""
+    v_shape: bool = False
+    """The stages go down the ranks and up again, so that the first rank has the last stage."""
+    rounds: bool = False
+    """Microbatches go in rounds of equal size."""
+    splits_backward: bool = False
+    """Gradients of inputs and of weights are computed at different times ("zero bubble", Qi et al. 2023, arXiv:2401.10241)."""
+
+
+SCHEDULES = {
+    "GPipe": Schedule(kind=ScheduleGPipe, stages_per_rank=1),
+    "1F1B": Schedule(kind=Schedule1F1B, stages_per_rank=1),
+    "Interleaved1F1B": Schedule(kind=ScheduleInterleaved1F1B, stages_per_rank=2, more_stages=True, rounds=True),
+    "LoopedBFS": Schedule(kind=ScheduleLoopedBFS, stages_per_rank=2, more_stages=True),
+    "InterleavedZeroBubble": Schedule(
+        kind=ScheduleInterleavedZeroBubble, stages_per_rank=2, more_stages=True, rounds=True, splits_backward=True
+    ),
+    "ZBVZeroBubble": Schedule(kind=ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
+    "DualPipeV": Schedule(kind=ScheduleDualPipeV, stages_per_rank=2, v_shape=True, splits_backward=True),
+}
+"""[parallel] pipeline_schedule."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of consecutive blocks, and what comes before or after all blocks where the run is at an end."""
+
+    number: int
+    count: int
+    """Stages of the whole pipeline."""
+    blocks: range
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+
+# ---------------------------------------------------------------- where to cut
+
+
+def stages_per_rank(config: ParallelConfig) -> int:
+    return config.pipeline_stages_per_rank or SCHEDULES[config.pipeline_schedule].stages_per_rank
+
+
+def stages(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
+    """All stages of the pipeline, in order; one without a pipeline. Raises ConfigError for splits that cannot be made.
+
+    model: the whole one, on the meta device.
+    """
+    names = [name for name, _ in model.get_submodule(plan.blocks).named_children()]
+    count = config.pp * stages_per_rank(config) if config.pp > 1 else 1
+    if len(names) < count:
+        rule = f"makes {count} stages ({config.pp} ranks x {stages_per_rank(config)}), but the model has {len(names)} blocks"
+        raise ConfigError("parallel.pp", rule)
+    if config.pp > 1 and config.pipeline_split:
+        starts = [0, *_split_points(config.pipeline_split, [f"{plan.blocks}.{name}" for name in names], count)]
+    else:
+        starts = _balanced(*_weights(model, plan), count)
+    return [
+        Stage(number, count, range(first, end))
+        for number, (first, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True))
+    ]
+
+
+def _split_points(given: Sequence[str], names: list[str], count: int) -> list[int]:
+    key = "parallel.pipeline_split"
+    unknown = next((name for name in given if name not in names), None)
+    if unknown is not None:
+        raise ConfigError(key, f"{unknown} is no block; expected {names[1]} to {names[-1]}")
+    points = [names.index(name) for name in given]
+    if len(points) != count - 1:
+        raise ConfigError(key, f"names {len(points)} blocks, but {count} stages begin at {count - 1} of them")
+    if points != sorted(set(points)) or points[0] == 0:
+        raise ConfigError(key, f"must name blocks behind {names[0]}, each behind the one before")
+    return points
+
+
+def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]:
+    """Parameters of each block, of what comes before them, and of what comes after.
+
+    The embedding table costs no time to speak of, but memory; and the first stage holds the activations of most microbatches.
+    """
+
+    def parameters(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    blocks = [parameters(block) for block in model.get_submodule(plan.blocks).children()]
+    before, after = (sum(parameters(model.get_submodule(n)) for n in names) for names in (plan.before, plan.after))
+    return blocks, before, after
+
+
+def _balanced(weights: list[int], before: int, after: int, count: int) -> list[int]:
+    """First blocks of the stages, each with a block at least, so that the heaviest stage is as light as can be."""
+    ends = len(weights)
+
+    def weight(first: int, end: int) -> int:
+        return sum(weights[first:end]) + before * (first == 0) + after * (end == ends)
+
+    @cache
+    def best(first: int, left: int) -> tuple[int, int, tuple[int, ...]]:
+        """Heaviest stage, sum of squares to choose among equals, and where the stages begin; for the blocks from first on."""
+        if left == 1:
+            alone = weight(first, ends)
+            return alone, alone**2, (first,)
+        options = []
+        for end in range(first + 1, ends - left + 2):
+            heaviest, squares, starts = best(end, left - 1)
+            here = weight(first, end)
+            options.append((max(here, heaviest), here**2 + squares, (first, *starts)))
+        return min(options)
+
+    return list(best(0, count)[2])
+
+
+def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -> list[Stage]:
+    """rank: on the pp axis."""
+    if SCHEDULES[config.pipeline_schedule].v_shape and config.pp > 1:
+        return [all_stages[rank], all_stages[-1 - rank]]
+    return all_stages[rank :: config.pp]
+
+
+class _Absent(nn.Module):
+    """In the place of a module that another stage has: passes the hidden state on."""
+
+    def forward(self, hidden: Tensor, *others) -> Tensor:
+        return hidden
+
+
+def cut_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
+    """Leave a stage of the model, in place. What stays keeps its name."""
+    absent = plan.before * (not stage.is_first) + plan.after * (not stage.is_last)
+    for name in absent:
+        model.set_submodule(name, _Absent())
+    blocks = model.get_submodule(plan.blocks)
+    for number, name in enumerate([name for name, _ in blocks.named_children()]):
+        if number not in stage.blocks:
+            delattr(blocks, name)
+
+
+# ---------------------------------------------------------------- the step
+
+
+def refuse_microbatches(config: ParallelConfig, microbatches: int) -> None:
+    """Raises ConfigError where a schedule cannot work with so many microbatches a step."""
+    schedule = SCHEDULES[config.pipeline_schedule]
+    least = config.pp * (2 if config.pipeline_schedule == "DualPipeV" else 1)
+    have = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
+    if microbatches < least:
+        raise ConfigError(
+            "parallel.pp", f"{have}, {config.pipeline_schedule} on {config.pp} ranks needs at least {least}"
+        )
+    rounds = microbatches // config.pp
+    if schedule.rounds and microbatches % rounds:
+        raise ConfigError(
+            "parallel.pipeline_schedule",
+            f"{have}, which must be a multiple of its {rounds} rounds through {config.pp} ranks",
+        )
+
+
+class PipelineStep:
+    """Every rank runs its stages of the model; the microbatches of a step are the pipeline's."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        held: Sequence[Stage],
+        schedule: str,
+        microbatches: int,
+        hidden: Tensor,
+        make_head: MakeHead,
+        cut_sequence: CutSequence,
+        pipeline_group: ProcessGroup,
+        batch_group: ProcessGroup,
+        loss_group: ProcessGroup,
+    ):
+        """parts, held: the model's parts on this rank, and which stages they are. microbatches: of a step. hidden: like what
+        passes between stages, on this rank's device. batch_group: the ranks that read different samples; loss_group: those of
+        one stage that compute different targets."""
+        self.microbatches = microbatches
+        self.make_head = make_head
+        self.cut_sequence = cut_sequence
+        self.pipeline_group = pipeline_group
+        self.batch_group = batch_group
+        self.loss_group = loss_group
+        self.divisor = torch.ones((), device=hidden.device)
+        self.has_first = any(stage.is_first for stage in held)
+        self.has_last = any(stage.is_last for stage in held)
+        for part in parts:
+            part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
+        built = [self._torch_stage(part, stage, hidden) for part, stage in zip(parts, held, strict=True)]
+        kind = SCHEDULES[schedule].kind
+        one = SCHEDULES[schedule].stages_per_rank == 1
+        # The loss is a sum over targets already divided by their number: nothing is left to scale.
+        self.schedule = kind(built[0] if one else built, microbatches, loss_fn=self._mean_loss, scale_grads=False)
+
+    def _torch_stage(self, part: nn.Module, stage: Stage, hidden: Tensor) -> PipelineStage:
+        """With the shapes of what it gets and gives, so that torch need not run the model to find them."""
+        tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        loss = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
+        return PipelineStage(
+            part,
+            stage.number,
+            stage.count,
+            hidden.device,
+            input_args=tokens if stage.is_first else hidden,
+            output_args=loss if stage.is_last else hidden,
+            group=self.pipeline_group,
+        )
+
+    def _labels_to_head(self, part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        labels = kwargs.pop("labels")
+        return args, kwargs | {"head": self.make_head(labels)}
+
+    def _mean_loss(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
+        return loss_sum / self.divisor
+
+    def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
+        self.divisor = num_targets.clamp(min=1)  # a batch may be all padding
+        return self._sum(self._run(self.schedule.step, microbatches))
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        self.divisor = torch.ones_like(self.divisor)
+        missing = self.microbatches - len(
+            microbatches
+        )  # the schedule is made for so many, whatever is left to evaluate
+        without_targets = Batch(
+            **(vars(microbatches[0]) | {"labels": torch.full_like(microbatches[0].labels, IGNORED)})
+        )
+        losses = self._run(self.schedule.eval, [*microbatches, *[without_targets] * missing])
+        return self._sum(losses), count_targets(microbatches, self.batch_group)
+
+    def _run(self, work, microbatches: Sequence[Batch]) -> list[Tensor]:
+        """work: of the schedule. Returns the losses of the microbatches, on the rank that has the last stage."""
+        cut = [self.cut_sequence(batch) for batch in microbatches]
+        tokens, labels, positions, documents = (
+            torch.cat([getattr(batch, name) for batch in cut])
+            for name in ("tokens", "labels", "positions", "documents")
+        )
+        losses: list[Tensor] = []
+        work(
+            *([tokens] if self.has_first else []),
+            target=labels if self.has_last else None,
+            losses=losses,
+            return_outputs=False,
+            labels=labels,
+            positions=positions,
+            documents=documents,
+        )
+        return losses
+
+    def _sum(self, losses: list[Tensor]) -> Tensor:
+        mine = torch.stack(losses).detach().sum() if losses else torch.zeros_like(self.divisor, dtype=torch.float32)
+        return sum_over(sum_over(mine, self.loss_group), self.pipeline_group)
