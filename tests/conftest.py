@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gloo_pool import GlooPool
+from scripts.gloo_pool import GlooPool
 
 ROOT = Path(__file__).parent.parent
 

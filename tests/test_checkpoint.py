@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.gloo_pool import RankError
+from scripts.gloo_pool import RankError
 from trainer import checkpoint
 from trainer.config import ConfigError
 

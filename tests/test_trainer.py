@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.gloo_pool import RankError
+from scripts.gloo_pool import RankError
 from tests.runs import largest_deviation, leaves_of_step, records, train
 
 TIED = ["--model.overrides.tied_embeddings", "true"]

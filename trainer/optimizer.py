@@ -44,8 +44,8 @@ class Optimizer:
     def __init__(
         self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_of_stage: int
     ):
-        """parameters: by their names, what this rank holds of them. model_group: all ranks that hold a part of the model. ranks_of_stage: how many of them hold a part of what this
-        rank holds; all, unless the model is cut into pipeline stages."""
+        """parameters: by their names, what this rank holds of them. model_group: all ranks that hold a part of the model.
+        ranks_of_stage: how many of them hold a part of what this rank holds; all, unless the model is cut into stages."""
         self.names = {p: name for name, p in parameters.items()}
         self.copies = torch.tensor(
             [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device

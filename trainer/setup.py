@@ -8,10 +8,11 @@ import torch
 
 from models import MODELS
 from models.spec import ModelSpec, SizeError
+from trainer import device as devices
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.parallel.dims import ParallelDims
-from trainer.parallel.fit import hidden_shape, require_fit
+from trainer.parallel.fit import hidden_shape, require_fit, require_supported
 from trainer.parallel.pipeline import Stage, refuse_microbatches, stages
 from trainer.settings import Setting, convert, describe, nearest_name, settings
 
@@ -40,6 +41,8 @@ def set_up(config: Config, world_size: int) -> Setup:
     dims = ParallelDims.of(config.parallel, world_size)
     training = config.training
     plan = spec.plan(sizes)
+    on_gpu = config.run.device != "cpu" and devices.count() > 0
+    require_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
     require_fit(dims, plan, sizes, config.parallel, training.seq_len)
     with torch.device("meta"):
         network = spec.network(sizes)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.llama.sizes import LlamaSizes
 
@@ -86,7 +87,15 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.w1(x), self.w3(x)  # (batch, seq, local hidden)
+        if torch.compiler.is_compiling():
+            return self._down(gate, up)  # the compiler decides by itself what is kept
+        # Of the four tensors that autograd would keep, two. In backward only the activation is computed again: torch stops
+        # where the last kept tensor is there, which is before the product with w2.
+        return checkpoint(self._down, gate, up, use_reentrant=False, preserve_rng_state=False)
+
+    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.w2(F.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -2,34 +2,24 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.llama.model import Llama
-from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
+from tests.parallel.networks import parts
 from trainer.config import ParallelConfig
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.dims import Meshes, ParallelDims
-from trainer.parallel.initialize import initialize
-from trainer.parallel.parallelize import parallelize
 
 VOCAB, DIM = 512, 32
 TABLE = VOCAB * DIM
-CPU = torch.device("cpu")
 
 
 def build(tied=False, dtype="fp32", **settings):
     sizes = LlamaSizes(
         dim=DIM, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCAB, tied_embeddings=tied
     )
-    config = ParallelConfig(**settings)
-    with torch.device("meta"):
-        model = Llama(sizes)
-    parallelize(model, plan(sizes), Meshes(ParallelDims.of(config, dist.get_world_size()), CPU), config, dtype)
-    initialize(model, CPU, seed=0)
+    (model,), _ = parts(sizes, ParallelConfig(**settings), dtype=dtype)
     return model
 
 

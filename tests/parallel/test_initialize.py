@@ -16,6 +16,9 @@ def test_initial_weights_do_not_depend_on_the_layout(ranks):
             *ranks(4).run(weights, {"tied": tied}),
             *ranks(4).run(weights, {"tied": tied, "dp_replicate": 2}),
             *ranks(4).run(weights, {"tied": tied, "fsdp_units": "root"}),
+            *ranks(2).run(weights, {"tied": tied, "tp": 2}),
+            *ranks(4).run(weights, {"tied": tied, "tp": 2}),
+            *ranks(4).run(weights, {"tied": tied, "tp": 2, "cp": 2}),
         }
         assert len(hashes) == 1
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import causal_lower_right
 
 from models.spec import ParallelPlan
 from trainer.batch import Batch
@@ -63,7 +62,8 @@ class ContextAttention(nn.Module):
         out = []
         for chunk, queries in zip((rank, 2 * ranks - 1 - rank), q.split(length, dim=2), strict=True):
             seen = (chunk + 1) * length
-            mask = causal_lower_right(length, seen)
+            # As a mask, since is_causal would align the triangle with the first key, not with the last.
+            mask = torch.ones(length, seen, dtype=torch.bool, device=q.device).tril(seen - length)
             gqa = q.shape[1] != k.shape[1]
             out.append(F.scaled_dot_product_attention(queries, k[:, :, :seen], v[:, :, :seen], mask, enable_gqa=gqa))
         return torch.cat(out, dim=2)

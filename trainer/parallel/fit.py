@@ -1,10 +1,11 @@
-"""Which degrees fit a model and its sequences."""
+"""Which layouts fit a model and its sequences, and which of them torch can run."""
 
 from typing import Any
 
 from models.spec import ParallelPlan
-from trainer.config import ConfigError, ParallelConfig, TrainingConfig
+from trainer.config import ActivationCheckpointConfig, CompileConfig, ConfigError, ParallelConfig, TrainingConfig
 from trainer.parallel.dims import ParallelDims
+from trainer.parallel.pipeline import SCHEDULES
 
 
 def require_fit(dims: ParallelDims, plan: ParallelPlan, sizes: Any, config: ParallelConfig, seq_len: int) -> None:
@@ -22,6 +23,39 @@ def require_fit(dims: ParallelDims, plan: ParallelPlan, sizes: Any, config: Para
     if config.sequence_parallel and seq_len // dims.cp % dims.tp:
         part = f"seq_len {seq_len}" + f" / cp {dims.cp} = {seq_len // dims.cp}" * (dims.cp > 1)
         raise ConfigError("parallel.tp", f"must divide {part}; or set sequence_parallel = false")
+
+
+def require_supported(
+    parallel: ParallelConfig,
+    checkpointing: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+    training: TrainingConfig,
+    on_gpu: bool,
+) -> None:
+    """Raises ConfigError for settings that do not go together. Details of what is switched off are left alone."""
+    if checkpointing.mode == "budget" and not compilation.enabled:
+        raise ConfigError("activation_checkpoint.mode", "budget needs [compile] enabled = true: the compiler chooses")
+    if parallel.tp > 1 and parallel.async_tensor_parallel:
+        needed = {
+            "[compile] enabled = true": compilation.enabled,
+            "sequence_parallel = true": parallel.sequence_parallel,
+            "GPUs": on_gpu,
+        }
+        missing = [name for name, there in needed.items() if not there]
+        if missing:
+            raise ConfigError("parallel.async_tensor_parallel", f"needs {' and '.join(missing)}")
+    if parallel.pp == 1:
+        return
+    name, schedule = parallel.pipeline_schedule, SCHEDULES[parallel.pipeline_schedule]
+    given = parallel.pipeline_stages_per_rank
+    if given and (given < schedule.stages_per_rank or (given > schedule.stages_per_rank and not schedule.more_stages)):
+        rule = f"{name} takes {schedule.stages_per_rank}" + " or more" * schedule.more_stages
+        raise ConfigError("parallel.pipeline_stages_per_rank", rule)
+    if schedule.splits_backward and compilation.enabled:
+        rule = f"{name} computes gradients of inputs and weights apart, which torch.compile cannot"
+        raise ConfigError("parallel.pipeline_schedule", rule)
+    if training.reduce_every_microbatch:
+        raise ConfigError("training.reduce_every_microbatch", "not with pp > 1: a pipeline reduces once a step")
 
 
 def hidden_shape(

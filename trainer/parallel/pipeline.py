@@ -178,21 +178,21 @@ def cut_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
 # ---------------------------------------------------------------- the step
 
 
+def least_microbatches(config: ParallelConfig) -> int:
+    """Microbatches that a step must have on each rank."""
+    return config.pp * (2 if config.pp > 1 and config.pipeline_schedule == "DualPipeV" else 1)
+
+
 def refuse_microbatches(config: ParallelConfig, microbatches: int) -> None:
     """Raises ConfigError where a schedule cannot work with so many microbatches a step."""
-    schedule = SCHEDULES[config.pipeline_schedule]
-    least = config.pp * (2 if config.pipeline_schedule == "DualPipeV" else 1)
+    least = least_microbatches(config)
     have = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
     if microbatches < least:
-        raise ConfigError(
-            "parallel.pp", f"{have}, {config.pipeline_schedule} on {config.pp} ranks needs at least {least}"
-        )
+        raise ConfigError("parallel.pp", f"{have}, but {config.pipeline_schedule} needs at least {least}")
     rounds = microbatches // config.pp
-    if schedule.rounds and microbatches % rounds:
-        raise ConfigError(
-            "parallel.pipeline_schedule",
-            f"{have}, which must be a multiple of its {rounds} rounds through {config.pp} ranks",
-        )
+    if SCHEDULES[config.pipeline_schedule].rounds and microbatches % rounds:
+        rule = f"{have}, which must be a multiple of the {rounds} rounds through {config.pp} ranks"
+        raise ConfigError("parallel.pipeline_schedule", rule)
 
 
 class PipelineStep:

@@ -9,15 +9,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 TIMEOUT_S = 120
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
-    # Torch is loaded here, in the rank, and one thread each: more ranks than cores share them.
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # more ranks than cores share them
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
@@ -42,7 +41,9 @@ class GlooPool:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked from a server that has loaded torch and started no thread of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "trainer.trainer"])
         store = tempfile.mktemp(dir=self.folder.name)
         self.pipes = []
         self.processes = []

@@ -1,0 +1,279 @@
+"""Show that every layout gives the same training run: python scripts/parity.py --config FILE.toml [--steps 20] [...]
+
+Runs the configuration on one rank and then under each layout, as gloo ranks on this machine's CPU, and prints the largest
+relative deviation of the loss and of the gradient norm over all steps. Exit code 1 if a layout fails.
+
+--layout "tp=2 pp=2"    settings of a layout, those of [parallel] by their bare names, others as section.key=value; may be
+                        given several times (default: a matrix of all kinds, as far as the configuration fits them)
+--steps N               optimizer steps of each run
+--microbatches 1 2      microbatches of a step on each rank; with pp > 1 in multiples of what the schedule needs at least
+--section.key VALUE     any other setting, for all runs
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from scripts.gloo_pool import GlooPool, RankError
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.load_config import exit_with, load_config
+from trainer.parallel.pipeline import least_microbatches
+from trainer.setup import set_up
+from trainer.trainer import Trainer
+
+LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}
+"""Largest relative deviation that is rounding."""
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+MATRIX = [
+    *(f"dp_shard={n}" for n in (2, 4, 8)),
+    "dp_replicate=2",
+    "dp_replicate=2 dp_shard=2",
+    "dp_replicate=2 dp_shard=4",
+    *(f"tp={n}" for n in (2, 4)),
+    "tp=2 sequence_parallel=false",
+    "dp_shard=2 tp=2",
+    "dp_replicate=2 dp_shard=2 tp=2",
+    *(f"cp={n}" for n in (2, 4)),
+    "dp_shard=2 cp=2",
+    "cp=2 tp=2",
+    "dp_shard=2 cp=2 tp=2",
+    *(f"pp={n} pipeline_schedule={schedule}" for n in (2, 4) for schedule in SCHEDULES),
+    "dp_shard=2 pp=2",
+    "tp=2 pp=2",
+    "cp=2 pp=2",
+    "dp_shard=2 tp=2 pp=2",
+    "dp_shard=2 pp=2 pipeline_schedule=ZBVZeroBubble",
+    *(f"dp_shard=2 reshard_after_forward={choice}" for choice in ("always", "never")),
+    "dp_shard=4 reshard_after_forward=2",
+    "dp_shard=2 prefetch_units=2",
+    "dp_shard=2 offload_parameters=true",
+    "dp_shard=2 training.reduce_every_microbatch=true",
+    *(
+        f"{layout} activation_checkpoint.{setting}"
+        for layout in ("dp_shard=2", "tp=2", "cp=2", "tp=2 pp=2")
+        for setting in ("mode=full", "mode=selective", "recompute_all_gather=false")
+        if not (layout == "dp_shard=2" and setting == "recompute_all_gather=false")
+    ),
+    "dp_shard=2 tp=2 activation_checkpoint.mode=full activation_checkpoint.every=2",
+    "tp=2 activation_checkpoint.mode=selective activation_checkpoint.save_every_matmul=2",
+    "pp=2 pipeline_schedule=ZBVZeroBubble activation_checkpoint.mode=full",
+    *(f"{layout} model.overrides.tied_embeddings=true" for layout in ("dp_shard=2", "tp=2", "dp_shard=2 cp=2 tp=2")),
+    *(f"{layout} model.overrides.n_kv_heads=2" for layout in ("tp=2", "cp=2")),
+    *(f"{layout} training.compute_dtype=bf16" for layout in ("dp_shard=2", "tp=2", "cp=2", "pp=2", "dp_shard=2 tp=2 pp=2")),
+    *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "dp_shard=2", "tp=2", "cp=2", "pp=2")),
+    "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=selective",
+    "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=full",
+    "tp=2 compile.enabled=true activation_checkpoint.mode=budget",
+]  # fmt: skip
+
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+LAYOUT_SECTIONS = ("parallel", "activation_checkpoint", "compile")
+"""What may differ from the run on one rank without changing what is computed."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    text: str
+    settings: dict[str, str]
+    """ "section.key" -> value, as on a command line."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        parallel = {field.name for field in fields(ParallelConfig)}
+        settings = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if not equals:
+                exit_with(f"--layout {text!r}: {word}: expected name=value")
+            settings[f"parallel.{key}" if key in parallel else key] = value
+        return cls(text, {"parallel.dp_shard": "1"} | settings)
+
+    @property
+    def of_one_rank(self) -> dict[str, str]:
+        """What of it the run on one rank shares."""
+        return {k: v for k, v in self.settings.items() if k.split(".")[0] not in LAYOUT_SECTIONS}
+
+
+def flags(settings: dict[str, str]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    loss: float
+    grad_norm: float
+
+    @classmethod
+    def between(cls, one: Sequence[dict], other: Sequence[dict]) -> "Deviation":
+        """Largest over all steps, relative to the first run."""
+        assert [r["step"] for r in one] == [r["step"] for r in other]
+        return cls(
+            *(
+                max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(one, other, strict=True))
+                for key in ("loss", "grad_norm")
+            )
+        )
+
+    def within(self, limits: dict[str, float]) -> bool:
+        return self.loss <= limits["loss"] and self.grad_norm <= limits["grad_norm"]
+
+
+def train(argv: Sequence[str], wrong: bool) -> None:
+    """On each rank: a whole run. wrong: with gradients that are averaged over the shards, not summed."""
+    os.environ["LOG_RANK"] = ""  # the table is what is printed
+    config, cpu = load_config(argv), torch.device("cpu")
+    trainer = Trainer(config, set_up(config, dist.get_world_size()), cpu, None)
+    for part in trainer.parts if wrong else ():
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+    trainer.train()
+
+
+class Runs:
+    """Runs of one configuration, in a folder that is removed at the end."""
+
+    def __init__(self, argv: Sequence[str], steps: int, folder: Path):
+        self.argv = list(argv)
+        self.folder = folder
+        self.common = {
+            "run.device": "cpu",
+            "run.output_folder": str(folder),
+            "training.steps": str(steps),
+            "metrics.log_every": "1",
+            "metrics.tensorboard": "false",
+            "evaluation.interval_steps": "0",
+            "checkpoint.interval_steps": "0",
+        }
+        self.number = 0
+        self.on_one_rank: dict[tuple, list[dict]] = {}
+
+    def config(self, settings: dict[str, str]) -> Config:
+        return load_config([*self.argv, *flags(self.common | settings)])
+
+    def run(self, settings: dict[str, str], ranks: int, wrong: bool = False) -> list[dict]:
+        """The records of all steps. Raises RankError."""
+        self.number += 1
+        name = str(self.number)
+        argv = [*self.argv, *flags(self.common | settings | {"run.name": name})]
+        pool = GlooPool(ranks)  # new processes, as for every run: nothing of one layout is left for the next
+        try:
+            pool.run(train, argv, wrong)
+        finally:
+            pool.close()
+        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        shutil.rmtree(self.folder / name)
+        return [record for record in map(json.loads, lines) if record["kind"] == "train"]
+
+    def reference(self, layout: Layout) -> list[dict]:
+        key = tuple(sorted(layout.of_one_rank.items()))
+        if key not in self.on_one_rank:
+            self.on_one_rank[key] = self.run(layout.of_one_rank, 1)
+        return self.on_one_rank[key]
+
+
+def settings_of(layout: Layout, config: Config, times: int) -> tuple[dict[str, str], int, int]:
+    """The layout with so many microbatches; their number, and the number of ranks. Raises ConfigError where it does not fit."""
+    parallel = config.parallel
+    ranks = parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp * parallel.pp
+    microbatches = times * least_microbatches(parallel)
+    together = parallel.dp_replicate * parallel.dp_shard * microbatches
+    if config.training.global_batch_size % together:
+        raise ConfigError("training.global_batch_size", f"cannot be cut into {together} microbatches")
+    local = config.training.global_batch_size // together
+    return layout.settings | {"training.local_batch_size": str(local)}, microbatches, ranks
+
+
+def rows(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fit: bool) -> Iterator[bool]:
+    """Prints one row for each layout and number of microbatches; yields whether it passed."""
+    for layout in layouts:
+        for factor in times:
+            try:
+                config = runs.config(layout.settings)
+                settings, microbatches, ranks = settings_of(layout, config, factor)
+                config = runs.config(settings)
+                set_up(config, ranks)
+            except ConfigError as error:
+                line = config.explain(error) if error.key else str(error)
+                if must_fit:
+                    exit_with(line)
+                print(f"{layout.text:<76} {'does not fit: ' + line}", flush=True)
+                break
+            yield row(runs, layout, settings, microbatches, ranks, LIMITS[config.training.compute_dtype])
+
+
+def row(runs: Runs, layout: Layout, settings: dict[str, str], microbatches: int, ranks: int, limits: dict) -> bool:
+    start = time.perf_counter()
+    try:
+        reference = runs.reference(layout)
+        deviation = Deviation.between(reference, runs.run(settings, ranks))
+    except RankError as error:
+        print(f"{layout.text:<76} {ranks:>5} {microbatches:>5} FAIL: {str(error).strip().splitlines()[-1]}", flush=True)
+        return False
+    passed = deviation.within(limits)
+    print(
+        f"{layout.text:<76} {ranks:>5} {microbatches:>5} {deviation.loss:>8.1e} {deviation.grad_norm:>9.1e} "
+        f"{time.perf_counter() - start:>5.0f} s {'pass' if passed else 'FAIL'}",
+        flush=True,
+    )
+    return passed
+
+
+def negative_control(runs: Runs, limits: dict) -> bool:
+    """Whether a reduction that is wrong on purpose is told from a right one."""
+    layout = Layout.parse("dp_shard=2")
+    deviation = Deviation.between(runs.reference(layout), runs.run(layout.settings, 2, wrong=True))
+    caught = not deviation.within(limits)
+    print(
+        f"{'control: gradients averaged instead of summed, which must be caught':<76} {2:>5} {'':>5} {deviation.loss:>8.1e} "
+        f"{deviation.grad_norm:>9.1e} {'':>7} {'caught' if caught else 'NOT CAUGHT'}"
+    )
+    return caught
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s"
+    )
+    parser.add_argument("--layout", action="append")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2])
+    chosen, argv = parser.parse_known_args()
+    layouts = [Layout.parse(text) for text in chosen.layout or MATRIX]
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))
+    runs = Runs(argv, chosen.steps, folder)
+    try:
+        config = runs.config({})
+        limits = LIMITS[config.training.compute_dtype]
+        print(f"{'layout':<76} {'ranks':>5} {'micro':>5} {'loss':>8} {'grad norm':>9}", flush=True)
+        passed = list(rows(runs, layouts, chosen.microbatches, must_fit=chosen.layout is not None))
+        caught = negative_control(runs, limits)
+    except ConfigError as error:
+        exit_with(str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(
+        f"{sum(passed)} of {len(passed)} pass: loss within {limits['loss']:.0e}, gradient norm within {limits['grad_norm']:.0e}"
+    )
+    sys.exit(0 if all(passed) and caught else 1)
+
+
+if __name__ == "__main__":
+    main()

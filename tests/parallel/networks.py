@@ -1,0 +1,46 @@
+"""Small networks, parallelised as the Trainer does it."""
+
+import torch
+import torch.distributed as dist
+
+from models.llama.model import Llama
+from models.llama.plan import plan
+from models.llama.sizes import LlamaSizes
+from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.parallel.dims import Meshes, ParallelDims
+from trainer.parallel.initialize import initialize
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.pipeline import stages, stages_of_rank
+
+CPU = torch.device("cpu")
+
+
+def parts(
+    sizes: LlamaSizes,
+    config: ParallelConfig,
+    checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig(),  # noqa: B008  (frozen)
+    compilation: CompileConfig = CompileConfig(),  # noqa: B008
+    dtype: str = "fp32",
+) -> tuple[list[Llama], Meshes]:
+    """What this rank holds of the network, with its initial weights."""
+    meshes = Meshes(ParallelDims.of(config, dist.get_world_size()), CPU)
+    with torch.device("meta"):
+        whole = Llama(sizes)
+    held = stages_of_rank(stages(whole, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
+    built = parallelize(lambda: Llama(sizes), plan(sizes), held, meshes, config, checkpointing, compilation, dtype)
+    for part in built:
+        initialize(part, CPU, seed=0)
+    return built, meshes
+
+
+def reference(sizes: LlamaSizes) -> Llama:
+    """The same network on one device, without anything applied."""
+    model = Llama(sizes)
+    initialize(model, CPU, seed=0)
+    return model
+
+
+def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions, documents."""
+    tokens = torch.randint(sizes.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.arange(seq).repeat(batch, 1), torch.zeros(batch, seq, dtype=torch.int64)
