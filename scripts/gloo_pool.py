@@ -41,6 +41,8 @@ class GlooPool:
         self._start()
 
     def _start(self) -> None:
+        # The compiler's own worker processes would outlive ranks that end without clean-up. Read when torch is loaded.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # Forked from a server that has loaded torch and started no thread of it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "trainer.trainer"])
