@@ -31,7 +31,7 @@ from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import DTYPES
 from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
+from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
@@ -100,11 +100,11 @@ class Trainer:
             config.compile,
             training.compute_dtype,
         )
-        for part in self.parts:
+        for part in self.parts.values():
             initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
-        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
+        self.parameters = {name: p for part in self.parts.values() for name, p in part.named_parameters()}
         self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
-        self.step = self._make_step(setup, stages)
+        self.step = self._make_step(setup)
 
         self.steps_done = self.cursor = self.tokens_seen = 0
         self.identity = setup.identity | {"data": self.data_name}
@@ -123,8 +123,7 @@ class Trainer:
             peak_flops=devices.peak_flops(device, training.compute_dtype),
         )
 
-    def _make_step(self, setup: Setup, stages: list[Stage]) -> Step:
-        """stages: that this rank holds."""
+    def _make_step(self, setup: Setup) -> Step:
         training = self.config.training
         cp = self.meshes.data["cp"]
         common = {
@@ -134,10 +133,10 @@ class Trainer:
             "loss_group": self.meshes.loss["loss"].get_group(),
         }
         if setup.dims.pp == 1:
-            return SpmdStep(self.parts[0], reduce_every_microbatch=training.reduce_every_microbatch, **common)
+            (model,) = self.parts.values()
+            return SpmdStep(model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
         return PipelineStep(
             self.parts,
-            stages,
             schedule=self.config.parallel.pipeline_schedule,
             microbatches=self.cut.grad_accum,
             hidden=torch.empty(

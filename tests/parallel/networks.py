@@ -10,7 +10,7 @@ from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelCo
 from trainer.parallel.dims import Meshes, ParallelDims
 from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline import stages, stages_of_rank
+from trainer.parallel.pipeline import Stage, stages, stages_of_rank
 
 CPU = torch.device("cpu")
 
@@ -21,16 +21,22 @@ def parts(
     checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig(),  # noqa: B008  (frozen)
     compilation: CompileConfig = CompileConfig(),  # noqa: B008
     dtype: str = "fp32",
-) -> tuple[list[Llama], Meshes]:
+) -> tuple[dict[Stage, Llama], Meshes]:
     """What this rank holds of the network, with its initial weights."""
     meshes = Meshes(ParallelDims.of(config, dist.get_world_size()), CPU)
     with torch.device("meta"):
-        whole = Llama(sizes)
-    held = stages_of_rank(stages(whole, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
+        network = Llama(sizes)
+    held = stages_of_rank(stages(network, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
     built = parallelize(lambda: Llama(sizes), plan(sizes), held, meshes, config, checkpointing, compilation, dtype)
-    for part in built:
+    for part in built.values():
         initialize(part, CPU, seed=0)
     return built, meshes
+
+
+def whole(sizes: LlamaSizes, config: ParallelConfig, **more) -> Llama:
+    """The network of a layout without a pipeline."""
+    (model,) = parts(sizes, config, **more)[0].values()
+    return model
 
 
 def reference(sizes: LlamaSizes) -> Llama:

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.networks import parts
+from tests.parallel.networks import whole
 from trainer.config import ParallelConfig
 from trainer.loss import CrossEntropyHead
 
@@ -19,8 +19,7 @@ def build(tied=False, dtype="fp32", **settings):
     sizes = LlamaSizes(
         dim=DIM, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCAB, tied_embeddings=tied
     )
-    (model,), _ = parts(sizes, ParallelConfig(**settings), dtype=dtype)
-    return model
+    return whole(sizes, ParallelConfig(**settings), dtype=dtype)
 
 
 def units(tied, fsdp_units):

@@ -13,12 +13,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from models.llama.sizes import LlamaSizes
 from tests.operators import Operators
-from tests.parallel.networks import inputs, parts, reference
+from tests.parallel.networks import inputs, reference
+from tests.parallel.networks import whole as cut_network
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.tensor import styles
 
-SIZES = LlamaSizes(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=48, vocab_size=61)  # 61: no degree divides it
+SIZES = LlamaSizes(
+    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=48, vocab_size=61
+)  # 61: no degree divides it
 
 
 class Linears(nn.Module):
@@ -73,7 +76,7 @@ def test_gradients_of_cut_linears_are_those_of_whole_ones(ranks, size, sequence_
 def one_step(tp, tied):
     """Loss, gradients and logits of a network beside the same on one device; the names of its parameters."""
     sizes = replace(SIZES, tied_embeddings=tied)
-    (model,), _ = parts(sizes, ParallelConfig(tp=tp))
+    model = cut_network(sizes, ParallelConfig(tp=tp))
     batch = inputs(sizes)
     labels = batch[0].roll(-1, 1)
     loss = model(*batch, head=CrossEntropyHead(labels, 5))
@@ -88,7 +91,11 @@ def one_step(tp, tied):
     for name, parameter in model.named_parameters():
         assert parameter.shape == others[name].shape
         torch.testing.assert_close(
-            parameter.grad.full_tensor() / copies, others[name].grad, rtol=1e-4, atol=1e-4, msg=lambda t, n=name: f"{n}: {t}"
+            parameter.grad.full_tensor() / copies,
+            others[name].grad,
+            rtol=1e-4,
+            atol=1e-4,
+            msg=lambda t, n=name: f"{n}: {t}",
         )
     with torch.no_grad():
         torch.testing.assert_close(model(*batch), logits)  # without a head: the whole logits on every rank
@@ -107,10 +114,10 @@ def gathers_of_a_block(recompute, sequence_parallel, mode):
     counts = []
     for layers in (1, 2):
         sizes = replace(SIZES, n_layers=layers)
-        (model,), _ = parts(
+        model = cut_network(
             sizes,
             ParallelConfig(tp=dist.get_world_size(), sequence_parallel=sequence_parallel),
-            ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute),
+            checkpointing=ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute),
         )
         batch = inputs(sizes)
         with Operators() as forward:

@@ -24,7 +24,7 @@ def parallelize(
     checkpointing: ActivationCheckpointConfig,
     compilation: CompileConfig,
     dtype: str,
-) -> list[nn.Module]:
+) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
     is one stage. dtype: of the computation ("bf16", "fp32").
 
@@ -32,7 +32,7 @@ def parallelize(
     computed again only where it can make use of it.
     """
     compile.configure(checkpointing, parallel.async_tensor_parallel and parallel.tp > 1)
-    parts = []
+    parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_network()
@@ -50,7 +50,7 @@ def parallelize(
                 apply_context(block, plan, meshes.data["cp"], gathers_again(int(name)))
             block.forward = _computed(block.forward, int(name), checkpointing, compilation)
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
-        parts.append(model)
+        parts[stage] = model
     return parts
 
 

@@ -1,10 +1,11 @@
 """Pipeline parallelism: the blocks cut into stages, the microbatches sent through them by torch's schedules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
@@ -17,9 +18,10 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from models.spec import ParallelPlan
-from trainer.batch import IGNORED, Batch
+from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
 from trainer.distributed import sum_over
 from trainer.parallel.step import CutSequence, MakeHead, count_targets
@@ -150,11 +152,16 @@ def _balanced(weights: list[int], before: int, after: int, count: int) -> list[i
     return list(best(0, count)[2])
 
 
+def _ranks_of_stages(count: int, pp: int, schedule: Schedule) -> list[int]:
+    """For each stage, the rank of the pp axis that holds it."""
+    down = list(range(pp))
+    return [*down, *reversed(down)] if schedule.v_shape else down * (count // pp)
+
+
 def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -> list[Stage]:
     """rank: on the pp axis."""
-    if SCHEDULES[config.pipeline_schedule].v_shape and config.pp > 1:
-        return [all_stages[rank], all_stages[-1 - rank]]
-    return all_stages[rank :: config.pp]
+    ranks = _ranks_of_stages(len(all_stages), config.pp, SCHEDULES[config.pipeline_schedule]) if config.pp > 1 else [0]
+    return [stage for stage, holder in zip(all_stages, ranks, strict=True) if holder == rank]
 
 
 class _Absent(nn.Module):
@@ -200,8 +207,7 @@ class PipelineStep:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
-        held: Sequence[Stage],
+        parts: Mapping[Stage, nn.Module],
         schedule: str,
         microbatches: int,
         hidden: Tensor,
@@ -211,28 +217,30 @@ class PipelineStep:
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
     ):
-        """parts, held: the model's parts on this rank, and which stages they are. microbatches: of a step. hidden: like what
-        passes between stages, on this rank's device. batch_group: the ranks that read different samples; loss_group: those of
-        one stage that compute different targets."""
-        self.microbatches = microbatches
+        """parts: what this rank holds of the model, by stage. schedule: a key of SCHEDULES. microbatches: of a step. hidden: like
+        what passes between stages, on this rank's device. batch_group: the ranks that read different samples; loss_group: those
+        of one stage that compute different targets."""
+        self.parts = parts
+        self.hidden = hidden
         self.make_head = make_head
         self.cut_sequence = cut_sequence
         self.pipeline_group = pipeline_group
         self.batch_group = batch_group
         self.loss_group = loss_group
-        self.divisor = torch.ones((), device=hidden.device)
-        self.has_first = any(stage.is_first for stage in held)
-        self.has_last = any(stage.is_last for stage in held)
-        for part in parts:
+        self.num_targets = torch.ones((), device=hidden.device)
+        for part in parts.values():
             part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
-        built = [self._torch_stage(part, stage, hidden) for part, stage in zip(parts, held, strict=True)]
+        built = [self._torch_stage(part, stage) for stage, part in parts.items()]
         kind = SCHEDULES[schedule].kind
-        one = SCHEDULES[schedule].stages_per_rank == 1
+        one = issubclass(kind, PipelineScheduleSingle)
         # The loss is a sum over targets already divided by their number: nothing is left to scale.
         self.schedule = kind(built[0] if one else built, microbatches, loss_fn=self._mean_loss, scale_grads=False)
+        count = built[0].num_stages
+        self.rank_of_stage = _ranks_of_stages(count, pipeline_group.size(), SCHEDULES[schedule])
 
-    def _torch_stage(self, part: nn.Module, stage: Stage, hidden: Tensor) -> PipelineStage:
+    def _torch_stage(self, part: nn.Module, stage: Stage) -> PipelineStage:
         """With the shapes of what it gets and gives, so that torch need not run the model to find them."""
+        hidden = self.hidden
         tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         loss = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
         return PipelineStage(
@@ -250,43 +258,55 @@ class PipelineStep:
         return args, kwargs | {"head": self.make_head(labels)}
 
     def _mean_loss(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
-        return loss_sum / self.divisor
+        return loss_sum / self.num_targets
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        self.divisor = num_targets.clamp(min=1)  # a batch may be all padding
-        return self._sum(self._run(self.schedule.step, microbatches))
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        self.divisor = torch.ones_like(self.divisor)
-        missing = self.microbatches - len(
-            microbatches
-        )  # the schedule is made for so many, whatever is left to evaluate
-        without_targets = Batch(
-            **(vars(microbatches[0]) | {"labels": torch.full_like(microbatches[0].labels, IGNORED)})
-        )
-        losses = self._run(self.schedule.eval, [*microbatches, *[without_targets] * missing])
-        return self._sum(losses), count_targets(microbatches, self.batch_group)
-
-    def _run(self, work, microbatches: Sequence[Batch]) -> list[Tensor]:
-        """work: of the schedule. Returns the losses of the microbatches, on the rank that has the last stage."""
+        self.num_targets = num_targets.clamp(min=1)  # a batch may be all padding
         cut = [self.cut_sequence(batch) for batch in microbatches]
         tokens, labels, positions, documents = (
             torch.cat([getattr(batch, name) for batch in cut])
             for name in ("tokens", "labels", "positions", "documents")
         )
+        first, last = (any(getattr(stage, end) for stage in self.parts) for end in ("is_first", "is_last"))
         losses: list[Tensor] = []
-        work(
-            *([tokens] if self.has_first else []),
-            target=labels if self.has_last else None,
+        self.schedule.step(
+            *([tokens] if first else []),
+            target=labels if last else None,
             losses=losses,
             return_outputs=False,
             labels=labels,
             positions=positions,
             documents=documents,
         )
-        return losses
+        return self._sum(losses)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """One microbatch after the other through all stages; torch's schedules do not all run without backward."""
+        losses = [self._forward(self.cut_sequence(batch)) for batch in microbatches]
+        return self._sum([loss for loss in losses if loss is not None]), count_targets(microbatches, self.batch_group)
+
+    def _forward(self, batch: Batch) -> Tensor | None:
+        """The summed loss, on the rank that has the last stage."""
+        ranks = self.rank_of_stage
+        rank = self.pipeline_group.rank()
+        out = None
+        for stage, part in self.parts.items():
+            if stage.is_first:
+                arrived = batch.tokens
+            elif ranks[stage.number - 1] == rank:
+                arrived = out
+            else:
+                arrived = torch.empty_like(self.hidden)
+                dist.recv(arrived, group=self.pipeline_group, group_src=ranks[stage.number - 1])
+            out = part(arrived, positions=batch.positions, documents=batch.documents, labels=batch.labels)
+            if stage.is_last:
+                return out
+            if ranks[stage.number + 1] != rank:
+                dist.send(out.contiguous(), group=self.pipeline_group, group_dst=ranks[stage.number + 1])
+        return None
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
-        mine = torch.stack(losses).detach().sum() if losses else torch.zeros_like(self.divisor, dtype=torch.float32)
+        zero = torch.zeros((), dtype=torch.float32, device=self.hidden.device)
+        mine = torch.stack(losses).detach().sum() if losses else zero
         return sum_over(sum_over(mine, self.loss_group), self.pipeline_group)
