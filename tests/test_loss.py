@@ -1,8 +1,12 @@
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.benchmark import loss_table
 from trainer.batch import IGNORED
 from trainer.loss import CrossEntropyHead
 
@@ -91,3 +95,45 @@ def test_no_tensor_holds_the_whole_logits():
     with Operators() as operators:
         CrossEntropyHead(labels, 64)(hidden, weight).backward()
     assert max(size for _, size in operators.seen) == 64 * 1000
+
+
+def cut_vocabulary(vocab, dtype):
+    """The loss over a vocabulary that is cut between ranks, and its gradients, beside those of the whole logits."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 16, generator=draw).to(dtype)
+    weight = (torch.randn(vocab, 16, generator=draw) * 3).to(
+        dtype
+    )  # large logits, so that the normalizer must be the whole one
+    labels = torch.randint(vocab, (2, 7), generator=draw)
+    labels[0, 2:4] = IGNORED
+    reference = [t.clone().requires_grad_() for t in (hidden, weight)]
+    expected = plain(*reference, labels)
+    expected.backward()
+
+    cut = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    mine = hidden.clone().requires_grad_()
+    loss = CrossEntropyHead(labels, 4)(DTensor.from_local(mine, mesh, [Replicate()]), cut)
+    loss.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(mine.grad, reference[0].grad, **tolerance)
+    torch.testing.assert_close(cut.grad.full_tensor(), reference[1].grad, **tolerance)
+    with torch.no_grad():
+        again = CrossEntropyHead(labels, 100)(DTensor.from_local(mine, mesh, [Replicate()]), cut)
+    torch.testing.assert_close(again, expected.detach(), rtol=1e-6, atol=0)
+    return loss.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "vocab"), [(2, 50), (2, 51), (4, 50), (4, 49)])
+def test_a_vocabulary_cut_between_ranks_gives_the_same_loss_and_gradients(ranks, size, vocab, dtype):
+    assert set(ranks(size).run(cut_vocabulary, vocab, dtype)) == {torch.float32}
+
+
+def test_chunks_need_an_eighth_of_the_memory_of_the_whole_logits_at_most():
+    """At 8,192 tokens and a vocabulary of 128,256; a cut vocabulary needs its share of that."""
+    table = loss_table(seq=8192, vocab=128_256, dim=64, degrees=[1, 2], chunk_tokens=1024, dtype="fp32")
+    whole, chunked, cut = (activations for _, activations, _ in table)
+    assert chunked * 8 <= whole
+    assert cut <= 0.55 * chunked

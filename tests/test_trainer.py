@@ -5,7 +5,9 @@ import shutil
 import pytest
 
 from scripts.gloo_pool import RankError
+from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
 from tests.runs import largest_deviation, leaves_of_step, records, train
+from trainer.load_config import load_config
 
 TIED = ["--model.overrides.tied_embeddings", "true"]
 
@@ -20,18 +22,51 @@ def assert_same_run(one, other):
         assert largest_deviation(records(one), records(other), key) < limit
 
 
-@pytest.mark.parametrize("more", [[], TIED], ids=["untied", "tied"])
-def test_losses_and_gradient_norms_do_not_depend_on_the_number_of_ranks(ranks, tiny, tmp_path, more):
-    for size in (1, 2, 4):
-        run(ranks, size, tiny, tmp_path / str(size), "--training.steps", "10", *more)
-    for size in ("2", "4"):
-        assert_same_run(tmp_path / "1", tmp_path / size)
+DEEP = ["--model.overrides.n_layers", "8"]
+"""For four ranks with two stages each."""
 
 
-def test_hybrid_sharding_gives_the_same_losses(ranks, tiny, tmp_path):
-    run(ranks, 1, tiny, tmp_path / "one")
-    run(ranks, 4, tiny, tmp_path / "hybrid", "--parallel.dp_replicate", "2")
-    assert_same_run(tmp_path / "one", tmp_path / "hybrid")
+def shape_of(text):
+    """Flags, and the number of ranks, of a layout as scripts/parity.py writes it; with the model that it needs, and as few
+    microbatches as make it accumulate."""
+    layout = Layout.parse(text)
+    parallel = load_config([*DEEP, *flags(layout.settings), "--training.global_batch_size", "16"])
+    settings, _, size = settings_of(layout, parallel, times=1 if "pp=" in text else 2)
+    return size, [*(DEEP if "pp=" in text else []), *flags(settings)]
+
+
+def run_as(ranks, argv, folder, text, more):
+    """A run of the deep model in that layout."""
+    size, of_layout = shape_of(text)
+    run(ranks, size, argv, folder, *more, *(of_layout if "pp=" in text else [*DEEP, *of_layout]))
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(ranks, tiny, tmp_path_factory):
+    """The records of one rank without any parallelism, for settings that change what is computed."""
+    folder, known = tmp_path_factory.mktemp("one"), {}
+
+    def run_once(*more):
+        if more not in known:
+            run(ranks, 1, tiny, folder / str(len(known)), "--training.local_batch_size", "16", *more)
+            known[more] = folder / str(len(known))
+        return known[more]
+
+    return run_once
+
+
+COMPILED = "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=selective"
+LAYOUTS = [text for text in MATRIX if "compile" not in text] + [COMPILED]
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_every_layout_gives_the_run_of_one_rank(ranks, tiny, tmp_path, on_one_rank, text):
+    size, more = shape_of(text)
+    run(ranks, size, tiny, tmp_path / "run", *more)
+    deep = DEEP if "pp=" in text else []
+    reference = records(on_one_rank(*deep, *flags(Layout.parse(text).of_one_rank)))
+    deviation = Deviation.between(reference, records(tmp_path / "run"))
+    assert deviation.within(LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
 
 
 def test_losses_do_not_depend_on_the_microbatches(ranks, tiny, tmp_path):
@@ -94,6 +129,34 @@ def test_resume_on_another_world_size_sees_the_same_batches(ranks, tiny, tmp_pat
     for step in range(3):
         assert leaves_of_step(resumed, step) == leaves_of_step(whole, 3 + step)
     assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [
+        ("tp=2 pp=2", "dp_shard=2"),
+        ("dp_shard=2", "tp=2 pp=2 pipeline_schedule=ZBVZeroBubble"),
+        ("cp=2 tp=2", "dp_replicate=2 dp_shard=2"),
+    ],
+)
+def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path, saved_by, loaded_by):
+    more = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
+    run_as(ranks, tiny, tmp_path / "run", saved_by, more)
+    before = records(tmp_path / "run")
+    stop_after(tmp_path / "run", 3)
+    run_as(ranks, tiny, tmp_path / "run", loaded_by, more)
+    assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
+
+
+@pytest.mark.parametrize(
+    "text", ["tp=2", "cp=2", "pp=2", "pp=2 pipeline_schedule=ZBVZeroBubble", "dp_shard=2 tp=2 pp=2"]
+)
+def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_rank, text):
+    more = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
+    run_as(ranks, tiny, tmp_path / "run", text, more)
+    one, other = records(on_one_rank(*DEEP, *more), "eval"), records(tmp_path / "run", "eval")
+    assert [(r["step"], r["num_targets"]) for r in other] == [(2, 11 * 32), (4, 11 * 32)]
+    assert largest_deviation(one, other, "loss") < 5e-6
 
 
 def test_a_run_can_be_extended(ranks, tiny, tmp_path):

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer.batch import IGNORED
+
+_ROWS = 8192
+"""Rows of the weight whose gradient is added at a time: the product is in the weight's precision, the sum in fp32."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class _Rows:
     def of(cls, weight: Tensor) -> "_Rows":
         if not isinstance(weight, DTensor):
             return cls(0, weight.shape[0], None)
-        shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        return cls(offset[0], shape[0], weight.device_mesh.get_group())
+        mesh = weight.device_mesh
+        each = -(-weight.shape[0] // mesh.size())  # as DTensor cuts: the last ranks have what is left
+        return cls(each * mesh.get_local_rank(), weight.to_local().shape[0], mesh.get_group())
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """logits: (tokens, rows of this rank), fp32; targets: (tokens, 1), numbers in the whole vocabulary.
@@ -76,11 +79,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses, normalizers, target_rows, here = rows.cross_entropy(logits, targets)
             total += (losses * is_target).sum()
             if needs_gradient:
-                grad_logits = logits.sub_(normalizers).exp_()
-                grad_logits.scatter_add_(1, target_rows, -here.float())
-                grad_logits = grad_logits.mul_(is_target).to(weight.dtype)
+                logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -here.float()).mul_(is_target)
+                grad_logits = logits.to(weight.dtype)
                 grad_hidden[chunk] = grad_logits @ weight
-                grad_weight += grad_logits.T @ hidden[chunk]
+                for some in range(0, rows.count, _ROWS):
+                    part = slice(some, some + _ROWS)
+                    grad_weight[part] += grad_logits[:, part].T @ hidden[chunk]
+                del grad_logits
+            del logits  # before the next chunk's are made
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype

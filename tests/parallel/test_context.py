@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama.model import CausalAttention
-from tests.operators import Operators
+from scripts.operators import Operators
 from trainer.batch import Batch
 from trainer.parallel.context import ContextAttention, cut_sequence
 

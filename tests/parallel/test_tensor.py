@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from models.llama.sizes import LlamaSizes
-from tests.operators import Operators
+from scripts.operators import Operators
 from tests.parallel.networks import inputs, reference
 from tests.parallel.networks import whole as cut_network
 from trainer.config import ActivationCheckpointConfig, ParallelConfig

@@ -1,6 +1,7 @@
 """The order in which parallelism is applied, stated once."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -32,26 +33,27 @@ def parallelize(
     computed again only where it can make use of it.
     """
     compile.configure(checkpointing, parallel.async_tensor_parallel and parallel.tp > 1)
+    regather = partial(gathers_again, checkpointing=checkpointing, compilation=compilation)
     parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_network()
         cut_to_stage(model, plan, stage)
-
-        def gathers_again(number: int) -> bool:
-            """Without recomputing more: where a block is checkpointed or compiled, that does it."""
-            checkpointed = activation_checkpoint.due(number, checkpointing)
-            return checkpointing.recompute_all_gather and not checkpointed and not compilation.enabled
-
         if meshes.model["tp"].size() > 1:
-            apply_tensor(model, plan, meshes.model["tp"], parallel.sequence_parallel, gathers_again)
+            apply_tensor(model, plan, meshes.model["tp"], parallel.sequence_parallel, regather)
         for name, block in model.get_submodule(plan.blocks).named_children():
             if meshes.data["cp"].size() > 1:
-                apply_context(block, plan, meshes.data["cp"], gathers_again(int(name)))
+                apply_context(block, plan, meshes.data["cp"], regather(int(name)))
             block.forward = _computed(block.forward, int(name), checkpointing, compilation)
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         parts[stage] = model
     return parts
+
+
+def gathers_again(number: int, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig) -> bool:
+    """Whether a block of that number gathers again in backward by itself: where it is checkpointed or compiled, that does it."""
+    due = activation_checkpoint.due(number, checkpointing)
+    return checkpointing.recompute_all_gather and not due and not compilation.enabled
 
 
 def _computed(

@@ -34,8 +34,10 @@ class Operators(TorchDispatchMode):
 class Memory(TorchDispatchMode):
     """Bytes of the storages that operators made inside the context and that are still alive."""
 
-    def __init__(self):
+    def __init__(self, ignored_shape: tuple[int, ...] | None = None):
+        """ignored_shape: of tensors that are not counted."""
         super().__init__()
+        self.ignored_shape = ignored_shape
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -47,7 +49,8 @@ class Memory(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in known:  # no view of what was there
+                is_new = storage._cdata not in known  # no view of what was there
+                if is_new and tensor.shape != self.ignored_shape:
                     self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.live())
         return out

@@ -1,0 +1,94 @@
+"""Measure pieces of the trainer: python scripts/benchmark.py loss [--seq 8192] [--vocab 128256] [--dim 4096] [--tp 1 2 8]
+
+loss    peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits, chunk by
+        chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits any machine.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from scripts.operators import Memory
+from trainer.device import GIB
+from trainer.loss import CrossEntropyHead
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """As it is done without a loss of one's own."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def chunked(chunk_tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda hidden, weight, labels: CrossEntropyHead(labels, chunk_tokens)(hidden, weight)
+
+
+def peak(loss: Callable, seq: int, vocab: int, dim: int, tp: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes at the peak of forward and backward: of all but inputs and what has the weight's shape, and with that too."""
+    mesh = init_device_mesh("cpu", (tp,)) if tp > 1 else None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden = torch.empty(1, seq, dim, dtype=dtype, requires_grad=True)
+        rows = -(-vocab // tp)
+        weight = torch.empty(rows, dim, dtype=dtype, requires_grad=True)
+        labels = torch.zeros(1, seq, dtype=torch.int64)
+        arguments = hidden, weight
+        if mesh is not None:
+            whole = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=(vocab, dim), stride=(dim, 1))
+            arguments = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False), whole
+        peaks = []
+        for ignored in (weight.shape, None):
+            with Memory(ignored) as memory:
+                loss(*arguments, labels).backward()
+            peaks.append(memory.peak)
+            hidden.grad = weight.grad = None
+    return peaks[0], peaks[1]
+
+
+def loss_table(
+    seq: int, vocab: int, dim: int, degrees: list[int], chunk_tokens: int, dtype: str
+) -> list[tuple[str, int, int]]:
+    """Name, bytes of activations at their peak, bytes at the peak with the gradient of the weight."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(degrees))
+    kind = DTYPES[dtype]
+    table = [("whole logits", *peak(whole_logits, seq, vocab, dim, 1, kind))]
+    for tp in degrees:
+        name = "chunked" if tp == 1 else f"chunked, vocabulary over tp {tp}"
+        table.append((name, *peak(chunked(chunk_tokens), seq, vocab, dim, tp, kind)))
+    dist.destroy_process_group()
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["loss"])
+    for name, default in (("seq", 8192), ("vocab", 128_256), ("dim", 4096), ("chunk-tokens", 1024)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 8])
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    chosen = parser.parse_args()
+    table = loss_table(chosen.seq, chosen.vocab, chosen.dim, chosen.tp, chosen.chunk_tokens, chosen.dtype)
+    print(f"{'':<34} {'activations':>12} {'':>9} {'with the gradient of the weight':>32}")
+    for name, activations, everything in table:
+        share = table[0][1] / activations
+        print(
+            f"{name:<34} {activations / GIB:>8.2f} GiB {'1/' + format(share, '.1f'):>9} {everything / GIB:>28.2f} GiB"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What a block keeps for backward: measured, against the formulas of docs/parallelism.md."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from models.llama.model import Llama
+from models.llama.plan import plan
+from models.llama.sizes import LlamaSizes
+from scripts.operators import Memory, Operators
+from tests.parallel.networks import CPU, inputs, reference
+from trainer.config import ActivationCheckpointConfig, CompileConfig
+from trainer.loss import CrossEntropyHead
+from trainer.parallel.activation_checkpoint import SAVED, due
+from trainer.parallel.initialize import initialize
+from trainer.parallel.parallelize import _computed, gathers_again
+from trainer.parallel.tensor import apply_tensor
+from trainer.settings import settings
+
+SIZES = LlamaSizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=64)
+BATCH, SEQ = 2, 32
+
+
+def network(sizes, checkpointing, dtype=torch.bfloat16):
+    """Cut between all ranks, without FSDP, whose gathered parameters would count as memory."""
+    with torch.device("meta"):
+        model = Llama(sizes).to(dtype)
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,))
+        apply_tensor(
+            model, plan(sizes), mesh, True, lambda number: gathers_again(number, checkpointing, CompileConfig())
+        )
+    for name, block in model.layers.named_children():
+        block.forward = _computed(block.forward, int(name), checkpointing, CompileConfig())
+    initialize(model, CPU, seed=0)
+    return model
+
+
+def kept_by_a_block(checkpointing):
+    """Bytes that are alive after forward because of one block more, its output included."""
+    live = []
+    for layers in (1, 2):
+        sizes = replace(SIZES, n_layers=layers)
+        model = network(sizes, checkpointing)
+        batch = inputs(sizes, BATCH, SEQ)
+        with Memory() as memory:
+            loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
+        gc.collect()
+        live.append(memory.live())
+        loss.backward()
+    return live[1] - live[0]
+
+
+def formula(mode, recompute, ranks):
+    """docs/parallelism.md, "What a block keeps": bytes on each rank, in bf16, on CPU."""
+    tokens, h, f = BATCH * SEQ, SIZES.dim, SIZES.hidden_dim
+    k = SIZES.n_kv_heads * SIZES.head_dim
+    lse = 4 * tokens * SIZES.n_heads / ranks
+    output = 2 * tokens * h / ranks
+    if mode == "full":
+        return output
+    if mode == "selective":
+        matmuls = 2 * tokens * ((h + 2 * k + 2 * f) / ranks + 2 * h)
+        reduce_scatters = 2 * output if ranks > 1 else 0
+        return matmuls + (2 * tokens * h / ranks + lse) + reduce_scatters + output
+    norms = 2 * (8 * tokens * h + 4 * tokens) / ranks
+    gathered = 2 * 2 * tokens * h / (ranks if recompute else 1)
+    attention = 2 * tokens * (h + 2 * k + 2 * h) / ranks + lse
+    gated = 2 * 2 * tokens * f / ranks
+    return norms + gathered + attention + gated
+
+
+MODES = [("none", False), ("none", True), ("selective", True), ("full", True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("mode", "recompute"), MODES)
+def test_a_block_keeps_what_the_formula_says(ranks, size, mode, recompute):
+    kept = ranks(size).run(kept_by_a_block, ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute))
+    assert set(kept) == {formula(mode, recompute, size)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathering_again_saves_what_the_gathers_are_larger_than_their_parts(ranks, size):
+    kept, recomputed = (
+        ranks(size).run(kept_by_a_block, ActivationCheckpointConfig(recompute_all_gather=recompute))[0]
+        for recompute in (False, True)
+    )
+    assert kept - recomputed == 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
+
+
+def gradients(checkpointing):
+    model = network(SIZES, checkpointing, torch.float32)
+    batch = inputs(SIZES, BATCH, SEQ)
+    with Operators() as operators:
+        model(*batch, head=CrossEntropyHead(batch[0].roll(-1, 1), 1024)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, operators.matmuls
+
+
+SELECTIONS = {
+    "full": (ActivationCheckpointConfig(mode="full"), 12),
+    "every second block": (ActivationCheckpointConfig(mode="full", every=2), 6),
+    "selective": (ActivationCheckpointConfig(mode="selective"), 0),
+    # of seven matmuls three are kept; the last is not needed
+    "every second matmul": (ActivationCheckpointConfig(mode="selective", save_every_matmul=2), 6),
+    "attention alone": (ActivationCheckpointConfig(mode="selective", save=("attention",)), 12),
+}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_gradients_are_bit_identical_and_what_is_not_kept_is_computed_again(ranks, name):
+    checkpointing, again = SELECTIONS[name]
+    plain, matmuls = ranks(1).run(gradients, ActivationCheckpointConfig())[0]
+    changed, more = ranks(1).run(gradients, checkpointing)[0]
+    assert more - matmuls == again
+    assert all(torch.equal(plain[name], changed[name]) for name in plain)
+
+
+def test_the_gated_activation_keeps_two_tensors_of_its_width():
+    model = reference(replace(SIZES, n_layers=1))
+    x = torch.randn(BATCH, SEQ, SIZES.dim)
+    with Memory() as memory:
+        out = model.layers["0"].feed_forward(x)
+    assert memory.live() - out.nbytes == 2 * BATCH * SEQ * SIZES.hidden_dim * 4
+
+
+def test_the_words_of_the_save_list_are_those_of_the_settings():
+    kind = settings()["activation_checkpoint"]["save"].kind
+    assert kind.__args__[0].__args__ == tuple(SAVED)
+
+
+def test_blocks_are_chosen_by_their_number_in_the_whole_network():
+    config = ActivationCheckpointConfig(mode="full", every=3)
+    assert [n for n in range(8) if due(n, config)] == [0, 3, 6]
+    assert not due(0, ActivationCheckpointConfig())
