@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120
+JOBS = 12
+"""After so many the ranks are started anew: the process groups of what ran stay, each with threads and sockets of its own."""
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
@@ -47,6 +49,7 @@ class GlooPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "trainer.trainer"])
         store = tempfile.mktemp(dir=self.folder.name)
+        self.jobs = 0
         self.pipes = []
         self.processes = []
         for rank in range(self.size):
@@ -60,6 +63,10 @@ class GlooPool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on every rank, together; the results in the order of the ranks. The function must be one that
         can be imported. Raises RankError; the ranks are then started anew, since others may wait for the one that failed."""
+        if self.jobs == JOBS:
+            self._stop()
+            self._start()
+        self.jobs += 1
         for pipe in self.pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
