@@ -95,6 +95,72 @@ COMBINATIONS = {
     "--training.global_batch_size 24": (
         "--training.global_batch_size 24: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
+    "--parallel.tp 3": "--parallel.tp 3: must divide the 4 ranks of this run",
+    "--parallel.tp 2 --parallel.cp 4": (
+        "--parallel.tp 2: x the other degrees' 4 = 8 must divide the 4 ranks of this run"
+    ),
+    "--parallel.dp_shard 4 --parallel.tp 2": (
+        "--parallel.dp_shard 4: x tp 2 makes 8 ranks, but this run has 4 ranks; -1 takes what is left"
+    ),
+    "--parallel.cp 2 --parallel.reshard_after_forward 3": (
+        "--parallel.reshard_after_forward 3: as a number it must divide dp_shard 2 x cp 2 = 4 and be smaller; "
+        "always reshards to all of them"
+    ),
+    "--parallel.tp 4 --model.overrides.n_kv_heads 2": ("--parallel.tp 4: must divide n_kv_heads 2 of llama3/debug"),
+    "--parallel.tp 4 --model.overrides.n_heads 2 --model.overrides.n_kv_heads 2": (
+        "--parallel.tp 4: must divide n_heads 2 of llama3/debug"
+    ),
+    "--parallel.tp 4 --model.overrides.hidden_dim 350": "--parallel.tp 4: must divide hidden_dim 350 of llama3/debug",
+    "--parallel.tp 4 --model.overrides.vocab_size 6": (
+        "--parallel.tp 4: leaves a rank without a row of vocab_size 6 of llama3/debug"
+    ),
+    "--parallel.tp 4 --training.seq_len 130": (
+        "--parallel.tp 4: must divide seq_len 130; or set sequence_parallel = false"
+    ),
+    "--parallel.cp 4 --training.seq_len 132": "--parallel.cp 4: 2 x cp = 8 must divide seq_len 132",
+    "--parallel.pp 2 --model.overrides.tied_embeddings true": (
+        "--parallel.pp 2: tied embeddings cannot be cut: first and last stage would share a parameter"
+    ),
+    "--parallel.pp 4 --model.overrides.n_layers 3": (
+        "--parallel.pp 4: makes 4 stages (4 ranks x 1), but the model has 3 blocks"
+    ),
+    "--parallel.pp 4 --parallel.pipeline_schedule Interleaved1F1B --model.overrides.n_layers 7": (
+        "--parallel.pp 4: makes 8 stages (4 ranks x 2), but the model has 7 blocks"
+    ),
+    "--parallel.pp 2 --parallel.pipeline_split layers.9": (
+        "--parallel.pipeline_split layers.9: layers.9 is no block; expected layers.1 to layers.7"
+    ),
+    "--parallel.pp 2 --training.local_batch_size 16": (
+        "--parallel.pp 2: the step has 1 microbatch of local_batch_size samples, but 1F1B needs at least 2"
+    ),
+    "--parallel.pp 4 --parallel.pipeline_schedule DualPipeV --training.local_batch_size 8": (
+        "--parallel.pp 4: the step has 4 microbatches of local_batch_size samples, but DualPipeV needs at least 8"
+    ),
+    "--parallel.pp 2 --parallel.pipeline_schedule Interleaved1F1B --training.global_batch_size 40": (
+        "--parallel.pipeline_schedule Interleaved1F1B: the step has 5 microbatches of local_batch_size samples, which must be a "
+        "multiple of the 2 rounds through 2 ranks"
+    ),
+    "--parallel.pp 2 --parallel.pipeline_stages_per_rank 2": "--parallel.pipeline_stages_per_rank 2: 1F1B takes 1",
+    "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --parallel.pipeline_stages_per_rank 3": (
+        "--parallel.pipeline_stages_per_rank 3: ZBVZeroBubble takes 2"
+    ),
+    "--parallel.pp 2 --parallel.pipeline_schedule LoopedBFS --parallel.pipeline_stages_per_rank 1": (
+        "--parallel.pipeline_stages_per_rank 1: LoopedBFS takes 2 or more"
+    ),
+    "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true": (
+        "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights apart, which torch.compile cannot"
+    ),
+    "--parallel.pp 2 --training.reduce_every_microbatch true": (
+        "--training.reduce_every_microbatch true: not with pp > 1: a pipeline reduces once a step"
+    ),
+    "--activation_checkpoint.mode budget": (
+        "--activation_checkpoint.mode budget: needs [compile] enabled = true: the compiler chooses"
+    ),
+    "--parallel.tp 2 --parallel.async_tensor_parallel true --run.device cpu": (
+        "--parallel.async_tensor_parallel true: needs [compile] enabled = true and GPUs"
+    ),
+    "--parallel.tp 2 --parallel.async_tensor_parallel true --run.device cpu --parallel.sequence_parallel false "
+    "--compile.enabled true": "--parallel.async_tensor_parallel true: needs sequence_parallel = true and GPUs",
 }
 
 

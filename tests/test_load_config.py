@@ -23,6 +23,20 @@ def line_of(argv) -> str:
 
 
 COMMAND_LINES = {
+    "--activation_checkpoint.save matmuls,atention": (
+        "--activation_checkpoint.save matmuls,atention: expected a list of matmuls | attention | reduce_scatters; "
+        "did you mean 'attention'?"
+    ),
+    "--activation_checkpoint.mode ful": (
+        "--activation_checkpoint.mode ful: expected one of none, full, selective, budget; did you mean 'full'?"
+    ),
+    "--activation_checkpoint.memory_budget 1.5": "--activation_checkpoint.memory_budget 1.5: must be at most 1",
+    "--activation_checkpoint.every 0": "--activation_checkpoint.every 0: must be at least 1",
+    "--parallel.pipeline_schedule 1f1b": (
+        "--parallel.pipeline_schedule 1f1b: expected one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+        "ZBVZeroBubble, DualPipeV; did you mean '1F1B'?"
+    ),
+    "--parallel.tp 0": "--parallel.tp 0: must be at least 1",
     "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
     "--trainin.steps 5": "--trainin.steps: unknown setting; did you mean '--training.steps'?",
     "--steps 5": "--steps: unknown setting; did you mean '--training.steps'?",

@@ -43,7 +43,8 @@ def set_up(config: Config, world_size: int) -> Setup:
     plan = spec.plan(sizes)
     on_gpu = config.run.device != "cpu" and devices.count() > 0
     require_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
-    require_fit(dims, plan, sizes, config.parallel, training.seq_len)
+    name = f"{config.model.name}/{config.model.size}"
+    require_fit(dims, plan, sizes, name, config.parallel, training.seq_len)
     with torch.device("meta"):
         network = spec.network(sizes)
     together = training.local_batch_size * dims.batch
@@ -59,8 +60,7 @@ def set_up(config: Config, world_size: int) -> Setup:
     if tokenizer.vocab_size > sizes.vocab_size:
         raise ConfigError(
             "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.kind",
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {config.model.name}/"
-            f"{config.model.size} is {sizes.vocab_size}",
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
         )
     # Of the model, what counts are the sizes that its settings lead to.
     identity = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")

@@ -8,16 +8,18 @@ from trainer.parallel.dims import ParallelDims
 from trainer.parallel.pipeline import SCHEDULES
 
 
-def require_fit(dims: ParallelDims, plan: ParallelPlan, sizes: Any, config: ParallelConfig, seq_len: int) -> None:
-    """Raises ConfigError for degrees that the model cannot be cut by."""
+def require_fit(
+    dims: ParallelDims, plan: ParallelPlan, sizes: Any, model: str, config: ParallelConfig, seq_len: int
+) -> None:
+    """Raises ConfigError for degrees that the model cannot be cut by. model: its name."""
     if dims.pp > 1 and plan.tied:
         raise ConfigError("parallel.pp", "tied embeddings cannot be cut: first and last stage would share a parameter")
     for name in plan.tensor_sizes:
         if getattr(sizes, name) % dims.tp:
-            raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of the model")
+            raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)
     if rows * (dims.tp - 1) >= sizes.vocab_size:
-        raise ConfigError("parallel.tp", f"leaves a rank without a row of vocab_size {sizes.vocab_size}")
+        raise ConfigError("parallel.tp", f"leaves a rank without a row of vocab_size {sizes.vocab_size} of {model}")
     if dims.cp > 1 and seq_len % (2 * dims.cp):
         raise ConfigError("parallel.cp", f"2 x cp = {2 * dims.cp} must divide seq_len {seq_len}")
     if config.sequence_parallel and seq_len // dims.cp % dims.tp:
@@ -34,7 +36,7 @@ def require_supported(
 ) -> None:
     """Raises ConfigError for settings that do not go together. Details of what is switched off are left alone."""
     if checkpointing.mode == "budget" and not compilation.enabled:
-        raise ConfigError("activation_checkpoint.mode", "budget needs [compile] enabled = true: the compiler chooses")
+        raise ConfigError("activation_checkpoint.mode", "needs [compile] enabled = true: the compiler chooses")
     if parallel.tp > 1 and parallel.async_tensor_parallel:
         needed = {
             "[compile] enabled = true": compilation.enabled,
@@ -52,7 +54,7 @@ def require_supported(
         rule = f"{name} takes {schedule.stages_per_rank}" + " or more" * schedule.more_stages
         raise ConfigError("parallel.pipeline_stages_per_rank", rule)
     if schedule.splits_backward and compilation.enabled:
-        rule = f"{name} computes gradients of inputs and weights apart, which torch.compile cannot"
+        rule = "computes gradients of inputs and weights apart, which torch.compile cannot"
         raise ConfigError("parallel.pipeline_schedule", rule)
     if training.reduce_every_microbatch:
         raise ConfigError("training.reduce_every_microbatch", "not with pp > 1: a pipeline reduces once a step")
