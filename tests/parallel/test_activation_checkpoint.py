@@ -65,7 +65,7 @@ def formula(mode, recompute, ranks):
     if mode == "full":
         return output
     if mode == "selective":
-        matmuls = 2 * tokens * ((h + 2 * k + 2 * f) / ranks + 2 * h)
+        matmuls = 2 * tokens * ((h + 2 * k + 2 * f) / ranks + (2 * h if ranks == 1 else 0))
         reduce_scatters = 2 * output if ranks > 1 else 0
         return matmuls + (2 * tokens * h / ranks + lse) + reduce_scatters + output
     norms = 2 * (8 * tokens * h + 4 * tokens) / ranks

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import ActivationCheckpointConfig
@@ -58,7 +59,7 @@ def recompute_all_but(saved: tuple[str, ...], every_matmul: int, compute: Comput
         seen: Counter[bool] = Counter()  # forward and recomputation count for themselves
 
         def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-            keep = operator in kept
+            keep = operator in kept and not _is_part_of_a_sum(args)
             if operator in matmuls:
                 seen[ctx.is_recompute] += 1
                 keep = keep and seen[ctx.is_recompute] % every_matmul == 0
@@ -67,6 +68,13 @@ def recompute_all_but(saved: tuple[str, ...], every_matmul: int, compute: Comput
         return policy
 
     return _selective(policy_of_one_forward, compute)
+
+
+def _is_part_of_a_sum(args: tuple) -> bool:
+    """Whether an operator is the product of a row-wise matrix under tensor parallelism. It is as wide as the whole hidden
+    state, and what is kept of it is its reduction: to compute it again, if it comes to that, is the cheaper choice."""
+    first = args[0] if args else None
+    return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 
 
 def recompute_gathers(compute: Compute) -> Compute:

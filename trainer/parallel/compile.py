@@ -13,8 +13,9 @@ def configure(activation_checkpoint: ActivationCheckpointConfig, async_tensor_pa
     functorch, inductor = torch._functorch.config, torch._inductor.config
     by_budget = activation_checkpoint.mode == "budget"
     functorch.activation_memory_budget = activation_checkpoint.memory_budget if by_budget else 1.0
-    # The mesh of a DTensor is an input of the graph, and has no size that the budget could count.
-    functorch.unsafe_treat_script_objects_as_zero_size = by_budget
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        # From torch 2.12 on the mesh of a DTensor is an input of the graph, and has no size that the budget could count.
+        functorch.unsafe_treat_script_objects_as_zero_size = by_budget
     functorch.unsafe_allow_optimization_of_collectives = by_budget and activation_checkpoint.recompute_all_gather
     inductor._micro_pipeline_tp = async_tensor_parallel
 
