@@ -3,6 +3,7 @@
 import pytest
 import tomli
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.conftest import ROOT
 from trainer.config import ConfigError
@@ -170,3 +171,14 @@ def test_a_combination_that_cannot_run_is_told_in_one_line(command):
     with pytest.raises(ConfigError) as error:
         set_up(config, world_size=4)
     assert config.explain(error.value) == COMBINATIONS[command]
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_a_schedule_that_takes_backward_apart_needs_a_new_torch(monkeypatch, name):
+    config = load_config(["--parallel.pp", "2", "--parallel.pipeline_schedule", name])
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(ConfigError) as error:
+        set_up(config, world_size=2)
+    assert config.explain(error.value) == (
+        f"--parallel.pipeline_schedule {name}: needs torch 2.13 or newer, this is 2.11.0"
+    )

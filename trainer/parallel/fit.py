@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ConfigError, ParallelConfig, TrainingConfig
 from trainer.parallel.dims import ParallelDims
@@ -53,6 +55,9 @@ def require_supported(
     if given and (given < schedule.stages_per_rank or (given > schedule.stages_per_rank and not schedule.more_stages)):
         rule = f"{name} takes {schedule.stages_per_rank}" + " or more" * schedule.more_stages
         raise ConfigError("parallel.pipeline_stages_per_rank", rule)
+    if schedule.splits_backward and torch.__version__ < (2, 13):
+        # 2.11 cannot take a backward apart that has functions written in Python in it, as ours and DTensor's are.
+        raise ConfigError("parallel.pipeline_schedule", f"needs torch 2.13 or newer, this is {torch.__version__}")
     if schedule.splits_backward and compilation.enabled:
         rule = "computes gradients of inputs and weights apart, which torch.compile cannot"
         raise ConfigError("parallel.pipeline_schedule", rule)
