@@ -11,20 +11,20 @@ relative deviation of the loss and of the gradient norm over all steps. Exit cod
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import json
-
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -33,6 +33,7 @@ from scripts.gloo_pool import GlooPool, RankError
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.load_config import exit_with, load_config
 from trainer.parallel.pipeline import least_microbatches
+from trainer.settings import nearest_name
 from trainer.setup import set_up
 from trainer.trainer import Trainer
 
@@ -83,7 +84,9 @@ MATRIX = [
     "tp=2 compile.enabled=true activation_checkpoint.mode=budget",
 ]  # fmt: skip
 
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+WIDTH = 84
+"""Of the column of layouts."""
+
 LAYOUT_SECTIONS = ("parallel", "activation_checkpoint", "compile")
 """What may differ from the run on one rank without changing what is computed."""
 
@@ -102,6 +105,10 @@ class Layout:
             key, equals, value = word.partition("=")
             if not equals:
                 exit_with(f"--layout {text!r}: {word}: expected name=value")
+            if "." not in key and key not in parallel:
+                exit_with(f"--layout {text!r}: {key}: no setting of [parallel]{nearest_name(key, parallel)}")
+            if key == "dp_shard" and value == "-1":
+                exit_with(f"--layout {text!r}: dp_shard must be a number of ranks here (1 unless given)")
             settings[f"parallel.{key}" if key in parallel else key] = value
         return cls(text, {"parallel.dp_shard": "1"} | settings)
 
@@ -122,14 +129,17 @@ class Deviation:
 
     @classmethod
     def between(cls, one: Sequence[dict], other: Sequence[dict]) -> "Deviation":
-        """Largest over all steps, relative to the first run."""
+        """Largest over all steps, relative to the first run; nan where there is one."""
         assert [r["step"] for r in one] == [r["step"] for r in other]
-        return cls(
-            *(
-                max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(one, other, strict=True))
-                for key in ("loss", "grad_norm")
-            )
-        )
+
+        def largest(key: str) -> float:
+            a, b = (np.array([record[key] for record in run]) for run in (one, other))
+            return float((abs(a - b) / abs(a)).max())
+
+        return cls(largest("loss"), largest("grad_norm"))
+
+    def __str__(self) -> str:
+        return f"{self.loss:>8.1e} {self.grad_norm:>9.1e}"
 
     def within(self, limits: dict[str, float]) -> bool:
         return self.loss <= limits["loss"] and self.grad_norm <= limits["grad_norm"]
@@ -189,8 +199,36 @@ class Runs:
         return self.on_one_rank[key]
 
 
+@dataclass(frozen=True)
+class Row:
+    """One layout with one number of microbatches, or why it does not fit."""
+
+    layout: Layout
+    settings: dict[str, str]
+    microbatches: int
+    ranks: int
+    limits: dict[str, float]
+    refusal: str = ""
+
+    def print(self, *columns: str) -> None:
+        print(f"{self.layout.text:<{WIDTH}} {self.ranks:>5} {self.microbatches:>5}", *columns, flush=True)
+
+    def run(self, runs: Runs) -> bool:
+        """Whether the layout gives the run of one rank."""
+        start = time.perf_counter()
+        try:
+            deviation = Deviation.between(runs.reference(self.layout), runs.run(self.settings, self.ranks))
+        except RankError as error:
+            self.print(f"FAIL: {str(error).strip().splitlines()[-1]}")
+            return False
+        passed = deviation.within(self.limits)
+        self.print(str(deviation), f"{time.perf_counter() - start:>5.0f} s", "pass" if passed else "FAIL")
+        return passed
+
+
 def settings_of(layout: Layout, config: Config, times: int) -> tuple[dict[str, str], int, int]:
-    """The layout with so many microbatches; their number, and the number of ranks. Raises ConfigError where it does not fit."""
+    """The layout with so many times the microbatches it needs; their number, and the number of ranks. Raises ConfigError
+    where it does not fit."""
     parallel = config.parallel
     ranks = parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp * parallel.pp
     microbatches = times * least_microbatches(parallel)
@@ -201,78 +239,67 @@ def settings_of(layout: Layout, config: Config, times: int) -> tuple[dict[str, s
     return layout.settings | {"training.local_batch_size": str(local)}, microbatches, ranks
 
 
-def rows(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fit: bool) -> Iterator[bool]:
-    """Prints one row for each layout and number of microbatches; yields whether it passed."""
-    for layout in layouts:
-        for factor in times:
-            try:
-                config = runs.config(layout.settings)
-                settings, microbatches, ranks = settings_of(layout, config, factor)
-                config = runs.config(settings)
-                set_up(config, ranks)
-            except ConfigError as error:
-                line = config.explain(error) if error.key else str(error)
-                if must_fit:
-                    exit_with(line)
-                print(f"{layout.text:<76} {'does not fit: ' + line}", flush=True)
-                break
-            yield row(runs, layout, settings, microbatches, ranks, LIMITS[config.training.compute_dtype])
-
-
-def row(runs: Runs, layout: Layout, settings: dict[str, str], microbatches: int, ranks: int, limits: dict) -> bool:
-    start = time.perf_counter()
+def plan_row(runs: Runs, layout: Layout, times: int) -> Row:
     try:
-        reference = runs.reference(layout)
-        deviation = Deviation.between(reference, runs.run(settings, ranks))
-    except RankError as error:
-        print(f"{layout.text:<76} {ranks:>5} {microbatches:>5} FAIL: {str(error).strip().splitlines()[-1]}", flush=True)
-        return False
-    passed = deviation.within(limits)
-    print(
-        f"{layout.text:<76} {ranks:>5} {microbatches:>5} {deviation.loss:>8.1e} {deviation.grad_norm:>9.1e} "
-        f"{time.perf_counter() - start:>5.0f} s {'pass' if passed else 'FAIL'}",
-        flush=True,
-    )
-    return passed
+        settings, microbatches, ranks = settings_of(layout, runs.config(layout.settings), times)
+        config = runs.config(settings)
+    except ConfigError as error:
+        return Row(layout, {}, 0, 0, {}, str(error))
+    try:
+        set_up(config, ranks)
+    except ConfigError as error:
+        return Row(layout, {}, 0, 0, {}, config.explain(error))
+    return Row(layout, settings, microbatches, ranks, LIMITS[config.training.compute_dtype])
 
 
-def negative_control(runs: Runs, limits: dict) -> bool:
+def negative_control(runs: Runs, limits: dict[str, float]) -> bool:
     """Whether a reduction that is wrong on purpose is told from a right one."""
     layout = Layout.parse("dp_shard=2")
-    deviation = Deviation.between(runs.reference(layout), runs.run(layout.settings, 2, wrong=True))
+    settings, _, _ = settings_of(layout, runs.config(layout.settings), 1)
+    deviation = Deviation.between(runs.reference(layout), runs.run(settings, 2, wrong=True))
     caught = not deviation.within(limits)
-    print(
-        f"{'control: gradients averaged instead of summed, which must be caught':<76} {2:>5} {'':>5} {deviation.loss:>8.1e} "
-        f"{deviation.grad_norm:>9.1e} {'':>7} {'caught' if caught else 'NOT CAUGHT'}"
-    )
+    text = "control: gradients averaged instead of summed, which must be caught"
+    print(f"{text:<{WIDTH}} {2:>5} {1:>5} {deviation} {'':>7} {'caught' if caught else 'NOT CAUGHT'}")
     return caught
+
+
+def compare(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fit: bool) -> bool:
+    """Print the table; returns whether all rows are as they should be. Raises ConfigError before anything runs."""
+    limits = LIMITS[runs.config({}).training.compute_dtype]
+    table = [plan_row(runs, layout, factor) for layout in layouts for factor in times]
+    refused = next((row for row in table if row.refusal), None)
+    if must_fit and refused is not None:
+        raise ConfigError("", f"--layout {refused.layout.text!r}: {refused.refusal}")
+    print(f"{'layout':<{WIDTH}} {'ranks':>5} {'micro':>5} {'loss':>8} {'grad norm':>9}", flush=True)
+    passed = []
+    for row in table:
+        if row.refusal:
+            print(f"{row.layout.text:<{WIDTH}} does not fit: {row.refusal}", flush=True)
+        else:
+            passed.append(row.run(runs))
+    caught = negative_control(runs, limits)
+    within = "; ".join(f"{dtype} {l['loss']:.0e} and {l['grad_norm']:.0e}" for dtype, l in LIMITS.items())
+    print(f"{sum(passed)} of {len(passed)} pass (limits of loss and gradient norm: {within})")
+    return all(passed) and caught
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s"
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s", allow_abbrev=False
     )
     parser.add_argument("--layout", action="append")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2])
     chosen, argv = parser.parse_known_args()
     layouts = [Layout.parse(text) for text in chosen.layout or MATRIX]
-    folder = Path(tempfile.mkdtemp(prefix="parity-"))
-    runs = Runs(argv, chosen.steps, folder)
-    try:
-        config = runs.config({})
-        limits = LIMITS[config.training.compute_dtype]
-        print(f"{'layout':<76} {'ranks':>5} {'micro':>5} {'loss':>8} {'grad norm':>9}", flush=True)
-        passed = list(rows(runs, layouts, chosen.microbatches, must_fit=chosen.layout is not None))
-        caught = negative_control(runs, limits)
-    except ConfigError as error:
-        exit_with(str(error))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(
-        f"{sum(passed)} of {len(passed)} pass: loss within {limits['loss']:.0e}, gradient norm within {limits['grad_norm']:.0e}"
-    )
-    sys.exit(0 if all(passed) and caught else 1)
+    with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
+        try:
+            passed = compare(
+                Runs(argv, chosen.steps, Path(folder)), layouts, chosen.microbatches, must_fit=chosen.layout is not None
+            )
+        except ConfigError as error:
+            exit_with(str(error))
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":
