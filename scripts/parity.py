@@ -278,7 +278,7 @@ def compare(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fi
         else:
             passed.append(row.run(runs))
     caught = negative_control(runs, limits)
-    within = "; ".join(f"{dtype} {l['loss']:.0e} and {l['grad_norm']:.0e}" for dtype, l in LIMITS.items())
+    within = "; ".join(f"{dtype} {limit['loss']:.0e} and {limit['grad_norm']:.0e}" for dtype, limit in LIMITS.items())
     print(f"{sum(passed)} of {len(passed)} pass (limits of loss and gradient norm: {within})")
     return all(passed) and caught
 
