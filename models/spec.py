@@ -44,8 +44,8 @@ class ParallelPlan:
     """How a network may be cut, by the names of its modules."""
 
     blocks: str
-    """The container of the blocks, which pass one hidden state (batch, seq, dim) on: the unit of sharding, of recomputation,
-    of compilation, and where a pipeline may be cut."""
+    """The container of the blocks, named by their numbers, which pass one hidden state (batch, seq, dim) on: the unit of
+    sharding, of recomputation, of compilation, and where a pipeline may be cut."""
     before: tuple[str, ...]
     """Modules that work ahead of the blocks, in order."""
     after: tuple[str, ...]
@@ -55,7 +55,7 @@ class ParallelPlan:
     tied: bool
     """Whether a parameter is used both before and after the blocks."""
     tensor: Mapping[str, str]
-    """Modules outside the blocks -> how tensor parallelism cuts them: a key of STYLES in trainer/parallel/tensor.py."""
+    """Modules outside the blocks -> how tensor parallelism cuts them: a word of styles() in trainer/parallel/tensor.py."""
     tensor_block: Mapping[str, str]
     """The same for the modules of a block, by their names inside it."""
     tensor_sizes: tuple[str, ...]
@@ -67,7 +67,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model family. Sizes are frozen dataclasses with at least `vocab_size`; bad dimensions raise SizeError."""
+    """A model family. Sizes are frozen dataclasses with at least `vocab_size` and `dim`; bad dimensions raise SizeError."""
 
     network: Callable[[Any], Network]
     sizes: Mapping[str, Any]

@@ -24,8 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scripts.operators import Memory
 from trainer.device import GIB
 from trainer.loss import CrossEntropyHead
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from trainer.parallel.fsdp import DTYPES
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -151,6 +151,12 @@ COMBINATIONS = {
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true": (
         "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights apart, which torch.compile cannot"
     ),
+    "--parallel.pp 2 --parallel.pipeline_schedule DualPipeV --parallel.reshard_after_forward always": (
+        "--parallel.reshard_after_forward always: only default or never with DualPipeV"
+    ),
+    "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --activation_checkpoint.mode selective": (
+        "--activation_checkpoint.mode selective: not with ZBVZeroBubble, which goes through backward twice"
+    ),
     "--parallel.pp 2 --training.reduce_every_microbatch true": (
         "--training.reduce_every_microbatch true: not with pp > 1: a pipeline reduces once a step"
     ),

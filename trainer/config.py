@@ -208,7 +208,8 @@ class ActivationCheckpointConfig:
     every: Count = 1
     """Apply the mode to every n-th block, counted from the first; only with mode = full or selective."""
     recompute_all_gather: bool = True
-    """With tp: gather the input of the column-wise matmuls again in backward, and nothing else; off: keep it gathered."""
+    """Gather again in backward what tp and cp gather in forward (inputs of the column-wise matmuls; keys and values), and
+    compute nothing else again for it; off: keep it gathered."""
     memory_budget: Fraction = 0.5
     """Share of the activation memory of mode = none that may be used; only with mode = budget."""
 

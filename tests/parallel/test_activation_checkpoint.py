@@ -15,9 +15,9 @@ from scripts.operators import Memory, Operators
 from tests.parallel.networks import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig, CompileConfig
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.activation_checkpoint import SAVED, due
+from trainer.parallel.activation_checkpoint import SAVED, computed_again
 from trainer.parallel.initialize import initialize
-from trainer.parallel.parallelize import _computed, gathers_again
+from trainer.parallel.parallelize import block_forward
 from trainer.parallel.tensor import apply_tensor
 from trainer.settings import settings
 
@@ -30,13 +30,14 @@ def network(sizes, checkpointing, dtype=torch.bfloat16):
     with torch.device("meta"):
         model = Llama(sizes).to(dtype)
     ranks = dist.get_world_size()
+
+    def again(block):
+        return computed_again(int(block), checkpointing, gathers=ranks > 1, compiled=False)
+
     if ranks > 1:
-        mesh = init_device_mesh("cpu", (ranks,))
-        apply_tensor(
-            model, plan(sizes), mesh, True, lambda number: gathers_again(number, checkpointing, CompileConfig())
-        )
+        apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, lambda b: again(b) == "gathers")
     for name, block in model.layers.named_children():
-        block.forward = _computed(block.forward, int(name), checkpointing, CompileConfig())
+        block.forward = block_forward(block.forward, again(name), checkpointing, CompileConfig())
     initialize(model, CPU, seed=0)
     return model
 
@@ -136,5 +137,7 @@ def test_the_words_of_the_save_list_are_those_of_the_settings():
 
 def test_blocks_are_chosen_by_their_number_in_the_whole_network():
     config = ActivationCheckpointConfig(mode="full", every=3)
-    assert [n for n in range(8) if due(n, config)] == [0, 3, 6]
-    assert not due(0, ActivationCheckpointConfig())
+    assert [n for n in range(8) if computed_again(n, config, gathers=False, compiled=False) == "all"] == [0, 3, 6]
+    assert computed_again(1, config, gathers=True, compiled=False) == "gathers"
+    assert computed_again(1, config, gathers=True, compiled=True) == "gathers_compiled"
+    assert computed_again(1, config, gathers=False, compiled=True) == "nothing"

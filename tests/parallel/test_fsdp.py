@@ -133,3 +133,38 @@ def test_the_precision_policy_holds_on_one_rank_too(ranks, size):
     assert computed == (torch.bfloat16, torch.bfloat16)
     assert rope == torch.float32  # angles of long positions have no meaning in bf16
     assert parameters == gradients == {torch.float32}
+
+
+def prefetched(settings, tied):
+    """Which unit each unit gathers ahead, forward and backward, by names."""
+    model = build(tied=tied, reshard_after_forward="always", **settings)
+    names = {module: name for name, module in model.named_modules()}
+    ahead = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            lists = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+            ahead[name] = tuple([names[s._modules[0]] for s in states] for states in lists)
+    return ahead
+
+
+def test_units_are_gathered_ahead_in_the_order_of_forward_and_of_backward(ranks):
+    ahead = ranks(2).run(prefetched, {"prefetch_units": 2}, False)[0]
+    assert ahead["tok_embeddings"] == (["layers.0", "layers.1"], [])
+    assert ahead["layers.1"] == (["norm"], ["layers.0", "tok_embeddings"])
+    assert ahead["norm"] == ([], ["layers.1", "layers.0"])
+    tied = ranks(2).run(prefetched, {"prefetch_units": 1}, True)[0]
+    assert tied["tok_embeddings"] == (["layers.0"], [])
+    assert tied["layers.1"] == ([], ["layers.0"])
+    root = ranks(2).run(prefetched, {"prefetch_units": 1, "fsdp_units": "root"}, False)[0]
+    assert root[""] == (["layers.0"], [])
+
+
+def policies():
+    model = build(offload_parameters=True)
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    return {type(group.offload_policy).__name__ for group in groups if group}
+
+
+def test_offloading_is_that_of_fsdp(ranks):
+    assert ranks(2).run(policies)[0] == {"CPUOffloadPolicy"}

@@ -4,6 +4,7 @@ import typing
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from models.llama.model import Llama
 from models.llama.plan import plan
@@ -127,27 +128,35 @@ def schedule_object(name, pp, microbatches):
     )  # fmt: skip
 
 
-def torch_accepts(name, pp, most):
-    """For each number of microbatches, whether a step can be made and runs."""
+def accepted(name, pp, most):
+    """Numbers of microbatches that are not refused; each of them runs, and has the loss of the whole network, also in
+    evaluation between two steps, after which nothing stays gathered."""
+    tokens, positions, documents = inputs(SIZES, batch=1)
+    batch = Batch(tokens, tokens.roll(-1, 1), positions, documents)
+    expected = reference(SIZES)(tokens, positions, documents, head=CrossEntropyHead(batch.labels, 64)).item()
     result = []
     for microbatches in range(1, most + 1):
         try:
             refuse_microbatches(ParallelConfig(pp=pp, pipeline_schedule=name), microbatches)
-            accepted = True
         except ConfigError:
-            accepted = False
-        if accepted:
-            step = schedule_object(name, pp, microbatches)
-            tokens, positions, documents = inputs(SIZES, batch=1)
-            batch = Batch(tokens, tokens.roll(-1, 1), positions, documents)
-            losses = [
-                step([batch] * microbatches, torch.tensor(microbatches * 16)).item(),
-                step.evaluate([batch])[0].item() / 16,
-                step([batch] * microbatches, torch.tensor(microbatches * 16)).item(),
-            ]
-            assert max(losses) - min(losses) < 1e-5
-            result.append(microbatches)
+            continue
+        step = schedule_object(name, pp, microbatches)
+        mean = [step([batch] * microbatches, torch.tensor(16 * microbatches)) for _ in range(2)]
+        loss_sum, targets = step.evaluate([batch])
+        assert all(isinstance(p, DTensor) for part in step.parts.values() for p in part.parameters())
+        mean.append(step([batch] * microbatches, torch.tensor(16 * microbatches)))
+        torch.testing.assert_close(torch.stack(mean) * 16, torch.full((3,), expected))
+        assert (loss_sum.item(), targets.item()) == (pytest.approx(expected, rel=1e-6), 16)
+        result.append(microbatches)
     return result
+
+
+def refused_by_torch(name, pp, microbatches):
+    try:
+        schedule_object(name, pp, microbatches)
+    except ValueError:
+        return True
+    return False
 
 
 EXPECTED = {
@@ -164,4 +173,12 @@ EXPECTED = {
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot run some")
 def test_what_is_accepted_runs_and_evaluates_between_steps(ranks, name):
-    assert ranks(2).run(torch_accepts, name, 2, 5)[0] == EXPECTED[name]
+    assert ranks(2).run(accepted, name, 2, 5)[0] == EXPECTED[name]
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot run some")
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("1F1B", 1), ("Interleaved1F1B", 5), ("InterleavedZeroBubble", 5), ("DualPipeV", 3)]
+)
+def test_what_is_refused_torch_refuses_too(ranks, name, microbatches):
+    assert ranks(2).run(refused_by_torch, name, 2, microbatches) == [True, True]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,9 +41,16 @@ _GATHERED = {
 Compute = Callable[..., Tensor]
 
 
-def due(number: int, config: ActivationCheckpointConfig) -> bool:
-    """Whether the block of that number computes again in backward what the mode says."""
-    return config.mode in ("full", "selective") and number % config.every == 0
+Again = Literal["nothing", "gathers", "gathers_compiled", "selected", "all"]
+
+
+def computed_again(number: int, config: ActivationCheckpointConfig, gathers: bool, compiled: bool) -> Again:
+    """What the block of that number computes again in backward. gathers: whether it gathers anything in forward."""
+    if config.mode in ("full", "selective") and number % config.every == 0:
+        return "all" if config.mode == "full" else "selected"
+    if not gathers or not config.recompute_all_gather or config.mode == "budget":
+        return "nothing"
+    return "gathers_compiled" if compiled else "gathers"
 
 
 def recompute_all(compute: Compute) -> Compute:
@@ -72,7 +80,8 @@ def recompute_all_but(saved: tuple[str, ...], every_matmul: int, compute: Comput
 
 def _is_part_of_a_sum(args: tuple) -> bool:
     """Whether an operator is the product of a row-wise matrix under tensor parallelism. It is as wide as the whole hidden
-    state, and what is kept of it is its reduction: to compute it again, if it comes to that, is the cheaper choice."""
+    state, and what is kept of it is its reduction: to compute it again, if it comes to that, is the cheaper choice. (A
+    compiler sees no DTensors; it keeps only what backward needs, which these products are not.)"""
     first = args[0] if args else None
     return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 

@@ -61,6 +61,11 @@ def require_supported(
     if schedule.splits_backward and compilation.enabled:
         rule = "computes gradients of inputs and weights apart, which torch.compile cannot"
         raise ConfigError("parallel.pipeline_schedule", rule)
+    if schedule.splits_backward and checkpointing.mode == "selective":
+        raise ConfigError("activation_checkpoint.mode", f"not with {name}, which goes through backward twice")
+    if schedule.splits_backward and parallel.reshard_after_forward not in ("default", "never"):
+        # torch looks the weights up when they are sharded again, and loses their gradients without a word.
+        raise ConfigError("parallel.reshard_after_forward", f"only default or never with {name}")
     if training.reduce_every_microbatch:
         raise ConfigError("training.reduce_every_microbatch", "not with pp > 1: a pipeline reduces once a step")
 

@@ -47,7 +47,10 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    _prefetch([modules[0] for modules, _ in units[:-1] + blocks + units[-1:] if modules], config.prefetch_units)
+    held_units = [unit[0][0] for unit in units if unit[0]]
+    first = held_units[0] if held_units else model  # tied, it is the last one too
+    last = held_units[-1:] if len(held_units) > 1 else []
+    _prefetch([first, *(modules[0] for modules, _ in blocks), *last], config.prefetch_units)
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:

@@ -1,14 +1,21 @@
 """The order in which parallelism is applied, stated once."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
-from trainer.parallel import activation_checkpoint, compile
+from trainer.parallel import compilation
+from trainer.parallel.activation_checkpoint import (
+    Again,
+    Compute,
+    computed_again,
+    recompute_all,
+    recompute_all_but,
+    recompute_gathers,
+)
 from trainer.parallel.context import apply_context
 from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import apply_fsdp
@@ -23,7 +30,7 @@ def parallelize(
     meshes: Meshes,
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
-    compilation: CompileConfig,
+    compiling: CompileConfig,
     dtype: str,
 ) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
@@ -32,45 +39,41 @@ def parallelize(
     FSDP comes last: it shards parameters as everything before it has left them. Compilation sees the cut matrices, and what is
     computed again only where it can make use of it.
     """
-    compile.configure(checkpointing, parallel.async_tensor_parallel and parallel.tp > 1)
-    regather = partial(gathers_again, checkpointing=checkpointing, compilation=compilation)
+    tp, cp = meshes.model["tp"], meshes.data["cp"]
+    overlapped = parallel.async_tensor_parallel and tp.size() > 1
+    compilation.configure(checkpointing, tp.get_group() if overlapped else None)
+    gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
+
+    def again(block: str) -> Again:
+        return computed_again(int(block), checkpointing, gathers, compiled=compiling.enabled)
+
     parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_network()
         cut_to_stage(model, plan, stage)
-        if meshes.model["tp"].size() > 1:
-            apply_tensor(model, plan, meshes.model["tp"], parallel.sequence_parallel, regather)
+        if tp.size() > 1:
+            apply_tensor(model, plan, tp, parallel.sequence_parallel, lambda block: again(block) == "gathers")
         for name, block in model.get_submodule(plan.blocks).named_children():
-            if meshes.data["cp"].size() > 1:
-                apply_context(block, plan, meshes.data["cp"], regather(int(name)))
-            block.forward = _computed(block.forward, int(name), checkpointing, compilation)
+            if cp.size() > 1:
+                apply_context(block, plan, cp, again(name) == "gathers")
+            block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         parts[stage] = model
     return parts
 
 
-def gathers_again(number: int, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig) -> bool:
-    """Whether a block of that number gathers again in backward by itself: where it is checkpointed or compiled, that does it."""
-    due = activation_checkpoint.due(number, checkpointing)
-    return checkpointing.recompute_all_gather and not due and not compilation.enabled
-
-
-def _computed(
-    forward: activation_checkpoint.Compute,
-    number: int,
-    checkpointing: ActivationCheckpointConfig,
-    compilation: CompileConfig,
-) -> activation_checkpoint.Compute:
-    """How a block computes."""
-    due = activation_checkpoint.due(number, checkpointing)
-    if due and checkpointing.mode == "selective":
-        forward = activation_checkpoint.recompute_all_but(checkpointing.save, checkpointing.save_every_matmul, forward)
-    elif compilation.enabled and checkpointing.recompute_all_gather and checkpointing.mode != "budget" and not due:
-        forward = activation_checkpoint.recompute_gathers(forward)
-    if compilation.enabled:
-        forward = compile.compiled(forward)
-    if due and checkpointing.mode == "full":
+def block_forward(
+    forward: Compute, again: Again, checkpointing: ActivationCheckpointConfig, compiling: CompileConfig
+) -> Compute:
+    """How a block computes, once its modules are cut."""
+    if again == "selected":
+        forward = recompute_all_but(checkpointing.save, checkpointing.save_every_matmul, forward)
+    if again == "gathers_compiled":
+        forward = recompute_gathers(forward)
+    if compiling.enabled:
+        forward = compilation.compiled(forward)
+    if again == "all":
         # Around the compiled block: inside, torch 2.13 stumbles over DTensors.
-        forward = activation_checkpoint.recompute_all(forward)
+        forward = recompute_all(forward)
     return forward

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -227,7 +228,7 @@ class PipelineStep:
         self.pipeline_group = pipeline_group
         self.batch_group = batch_group
         self.loss_group = loss_group
-        self.num_targets = torch.ones((), device=hidden.device)
+        self.num_targets = torch.ones((), device=hidden.device)  # of the step that runs, for torch's call of _mean_loss
         for part in parts.values():
             part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
         built = [self._torch_stage(part, stage) for stage, part in parts.items()]
@@ -284,6 +285,8 @@ class PipelineStep:
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """One microbatch after the other through all stages; torch's schedules do not all run without backward."""
         losses = [self._forward(self.cut_sequence(batch)) for batch in microbatches]
+        for module in (m for part in self.parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
+            module.reshard()  # no backward comes that would do it
         return self._sum([loss for loss in losses if loss is not None]), count_targets(microbatches, self.batch_group)
 
     def _forward(self, batch: Batch) -> Tensor | None:

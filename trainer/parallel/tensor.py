@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -38,12 +38,14 @@ class _Embedding(RowwiseParallel):
         return module
 
 
-class _Norm(SequenceParallel):
-    """The same weights on all ranks; each normalises its part of the sequence, or all of it."""
+class _ReplicatedNorm(ParallelStyle):
+    """The same weights on all ranks, each of which normalises the whole sequence."""
 
-    def __init__(self, residual: Placement):
-        super().__init__()
-        self.sequence_sharding = (residual,)
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def whole(module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+        return distribute_module(module, mesh, input_fn=whole)
 
 
 class _Gather(ParallelStyle):
@@ -69,19 +71,14 @@ class _Gather(ParallelStyle):
 
 
 class _Output(ParallelStyle):
-    """The projection to the vocabulary, cut along it. A head gets the whole sequence and the weight as DTensors; without one,
-    the logits come back whole."""
-
-    def __init__(self, residual: Placement):
-        self.residual = residual
+    """The projection to the vocabulary, cut along it; its input comes from a norm. A head gets the whole sequence and the
+    weight as DTensors; without one, the logits come back whole."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        distribute_module(module, mesh, ColwiseParallel()._partition_linear_fn)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
         compute = module.forward
 
-        def forward(hidden: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-            if not isinstance(hidden, DTensor):
-                hidden = DTensor.from_local(hidden, mesh, [self.residual], run_check=False)
+        def forward(hidden: DTensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
             result = compute(_whole(hidden), head)
             return _whole(result).to_local() if isinstance(result, DTensor) else result
 
@@ -98,20 +95,20 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
     residual = SEQUENCE if sequence_parallel else Replicate()
     return {
         "embedding": _Embedding(residual),
-        "norm": _Norm(residual),
+        "norm": SequenceParallel() if sequence_parallel else _ReplicatedNorm(),
         "gather": _Gather(recompute_all_gather and sequence_parallel),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=residual),
-        "output": _Output(residual),
+        "output": _Output(),
     }
 
 
 def apply_tensor(
-    model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence_parallel: bool, regather: Callable[[int], bool]
+    model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence_parallel: bool, regather: Callable[[str], bool]
 ) -> None:
     """Cut the modules that the plan names, in place. mesh: the tp axis.
 
-    regather: number of a block -> whether it shall gather the inputs of its column-wise matrices again in backward.
+    regather: name of a block -> whether it shall gather the inputs of its column-wise matrices again in backward.
     """
     tied = _tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
@@ -122,8 +119,8 @@ def apply_tensor(
     for name, first in tied.items():
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
-    for number, block in model.get_submodule(plan.blocks).named_children():
-        inside = styles(sequence_parallel, regather(int(number)))
+    for block_name, block in model.get_submodule(plan.blocks).named_children():
+        inside = styles(sequence_parallel, regather(block_name))
         for name, word in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[word], src_data_rank=None)
 

@@ -4,12 +4,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from trainer.config import ActivationCheckpointConfig
 
 
-def configure(activation_checkpoint: ActivationCheckpointConfig, async_tensor_parallel: bool) -> None:
-    """Options of the compiler, which are the process's: set to this run's, whatever they were."""
+def configure(activation_checkpoint: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
+    """Options of the compiler, which are the process's: set to this run's, whatever they were.
+
+    overlapped: the ranks whose gathers and reductions shall overlap with the products next to them.
+    """
     functorch, inductor = torch._functorch.config, torch._inductor.config
     by_budget = activation_checkpoint.mode == "budget"
     functorch.activation_memory_budget = activation_checkpoint.memory_budget if by_budget else 1.0
@@ -17,7 +22,9 @@ def configure(activation_checkpoint: ActivationCheckpointConfig, async_tensor_pa
         # From torch 2.12 on the mesh of a DTensor is an input of the graph, and has no size that the budget could count.
         functorch.unsafe_treat_script_objects_as_zero_size = by_budget
     functorch.unsafe_allow_optimization_of_collectives = by_budget and activation_checkpoint.recompute_all_gather
-    inductor._micro_pipeline_tp = async_tensor_parallel
+    inductor._micro_pipeline_tp = overlapped is not None
+    if overlapped is not None:
+        enable_symm_mem_for_group(overlapped.group_name)
 
 
 def compiled(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

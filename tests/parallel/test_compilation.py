@@ -1,0 +1,61 @@
+"""Compiled blocks: what they gather again, that they share one graph, that names stay."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from models.llama.sizes import LlamaSizes
+from tests.parallel.networks import inputs, reference, whole
+from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.loss import CrossEntropyHead
+from trainer.parallel import compilation
+
+SIZES = LlamaSizes(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
+
+
+def gathers(recompute):
+    """All-gathers over tp in forward and backward of a compiled network, its gradients, its graphs, its names."""
+    model = whole(
+        SIZES,
+        ParallelConfig(tp=2),
+        checkpointing=ActivationCheckpointConfig(recompute_all_gather=recompute),
+        compilation=CompileConfig(enabled=True),
+    )
+    batch = inputs(SIZES)
+    counts = []
+    for _ in range(2):  # the first step compiles
+        model.zero_grad()
+        counts = []
+        with profile(activities=[ProfilerActivity.CPU]) as forward:
+            loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
+        with profile(activities=[ProfilerActivity.CPU]) as backward:
+            loss.backward()
+        for profiled in (forward, backward):
+            name = "_c10d_functional::all_gather_into_tensor"
+            counts.append(sum(event.count for event in profiled.key_averages() if event.key.startswith(name)))
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return counts, gradients, counters["stats"]["unique_graphs"]
+
+
+def test_compiled_blocks_share_a_graph_and_gather_again_as_told(fresh_ranks):
+    kept, gradients, graphs = fresh_ranks(2).run(gathers, False)[0]
+    again, same, _ = fresh_ranks(2).run(gathers, True)[0]
+    assert graphs == 1
+    assert again[0] == kept[0]
+    assert again[1] - kept[1] == 2 * SIZES.n_layers
+    model = reference(SIZES)
+    batch = inputs(SIZES)
+    model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
+    for name, parameter in model.named_parameters():
+        for other in (gradients[name], same[name]):
+            torch.testing.assert_close(other, parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])
+def test_the_options_of_the_compiler_are_set_for_every_run_anew(mode, budget):
+    compilation.configure(ActivationCheckpointConfig(mode=mode, memory_budget=0.25), None)
+    assert torch._functorch.config.activation_memory_budget == budget
+    assert torch._functorch.config.unsafe_allow_optimization_of_collectives == (mode == "budget")
+    assert not torch._inductor.config._micro_pipeline_tp
+    compilation.configure(ActivationCheckpointConfig(), None)
