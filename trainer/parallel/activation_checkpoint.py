@@ -30,6 +30,7 @@ SAVED = {
 
 _GATHERED = {
     collectives.all_gather_into_tensor.default,
+    collectives.wait_tensor.default,
     # how a gather along the sequence is put together; what they make is as large as the gather itself
     aten.split.Tensor,
     aten.cat.default,
