@@ -1,10 +1,16 @@
-"""Measure pieces of the trainer: python scripts/benchmark.py loss [--seq 8192] [--vocab 128256] [--dim 4096] [--tp 1 2 8]
+"""Measure pieces of the trainer: python scripts/benchmark.py loss [...]
 
 loss    peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits, chunk by
         chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits any machine.
+
+--seq N            tokens (default: 8192)
+--vocab N          rows of the vocabulary (128256)
+--dim N            width of the hidden states (4096)
+--chunk-tokens N   tokens whose logits exist at the same time (1024)
+--tp N ...         ranks that the vocabulary is cut over (1 2 8)
+--dtype NAME       of hidden states and weight: bf16 or fp32 (bf16)
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from scripts.arguments import Arguments, count
 from scripts.operators import Memory
 from trainer.device import GIB
 from trainer.loss import CrossEntropyHead
@@ -73,15 +80,17 @@ def loss_table(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("what", choices=["loss"])
     for name, default in (("seq", 8192), ("vocab", 128_256), ("dim", 4096), ("chunk-tokens", 1024)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 8])
+        parser.add_argument(f"--{name}", type=count, default=default)
+    parser.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     chosen = parser.parse_args()
+    if (max(chosen.tp) - 1) * -(-chosen.vocab // max(chosen.tp)) >= chosen.vocab:
+        parser.error(f"--tp {max(chosen.tp)}: leaves a rank without a row of --vocab {chosen.vocab}")
     table = loss_table(chosen.seq, chosen.vocab, chosen.dim, chosen.tp, chosen.chunk_tokens, chosen.dtype)
-    print(f"{'':<34} {'activations':>12} {'':>9} {'with the gradient of the weight':>32}")
+    print(f"{'':<34} {'activations':>12} {'of whole':>9} {'with the gradient of the weight':>32}")
     for name, activations, everything in table:
         share = table[0][1] / activations
         print(

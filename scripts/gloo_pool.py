@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ JOBS = 12
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started the ranks
     torch.set_num_threads(1)  # more ranks than cores share them
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
@@ -50,6 +52,7 @@ class GlooPool:
         context.set_forkserver_preload(["torch", "trainer.trainer"])
         store = tempfile.mktemp(dir=self.folder.name)
         self.jobs = 0
+        self.busy = False
         self.pipes = []
         self.processes = []
         for rank in range(self.size):
@@ -67,6 +70,7 @@ class GlooPool:
             self._stop()
             self._start()
         self.jobs += 1
+        self.busy = True
         for pipe in self.pipes:
             pipe.send((function, args))
         results: dict[int, Any] = {}
@@ -81,6 +85,7 @@ class GlooPool:
                 self._start()
                 raise RankError(f"rank {rank} of {self.size}\n{error}")
             results[rank] = result
+        self.busy = False
         return [results[rank] for rank in range(self.size)]
 
     def _answer(self, pipe: Connection) -> tuple[int, tuple[Any, str | None]]:
@@ -95,9 +100,11 @@ class GlooPool:
             process.join()
 
     def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(10)
+        """At once, where the ranks are still at work because something interrupted it."""
+        if not self.busy:
+            for pipe in self.pipes:
+                pipe.send(None)
+            for process in self.processes:
+                process.join(10)
         self._stop()
         self.folder.cleanup()

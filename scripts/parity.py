@@ -5,15 +5,17 @@ relative deviation of the loss and of the gradient norm over all steps. Exit cod
 
 --layout "tp=2 pp=2"    settings of a layout, those of [parallel] by their bare names, others as section.key=value; may be
                         given several times (default: a matrix of all kinds, as far as the configuration fits them)
---steps N               optimizer steps of each run
---microbatches 1 2      microbatches of a step on each rank; with pp > 1 in multiples of what the schedule needs at least
+--steps N               optimizer steps of each run (default: 20)
+--microbatches N ...    microbatches of a step on each rank, in multiples of what a pipeline needs at least (default: 1 2)
 --section.key VALUE     any other setting, for all runs
+
+What the file says in [parallel], [activation_checkpoint] and [compile] is left out: the layouts take its place.
 """
 
-import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,11 +31,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from scripts.arguments import Arguments, count
 from scripts.gloo_pool import GlooPool, RankError
-from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.load_config import exit_with, load_config
+from trainer.config import Config, ConfigError, ParallelConfig, toml_value
+from trainer.load_config import command_words, exit_with, load_config
 from trainer.parallel.pipeline import SCHEDULES, least_microbatches
-from trainer.settings import nearest_name
+from trainer.settings import nearest_name, settings
 from trainer.setup import set_up
 from trainer.trainer import Trainer
 
@@ -101,17 +104,20 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         parallel = {field.name for field in fields(ParallelConfig)}
-        settings = {}
+        given: dict[str, str] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
-            if not equals:
+            if not equals or not key:
                 exit_with(f"--layout {text!r}: {word}: expected name=value")
             if "." not in key and key not in parallel:
                 exit_with(f"--layout {text!r}: {key}: no setting of [parallel]{nearest_name(key, parallel)}")
             if key == "dp_shard" and value == "-1":
                 exit_with(f"--layout {text!r}: dp_shard must be a number of ranks here (1 unless given)")
-            settings[f"parallel.{key}" if key in parallel else key] = value
-        return cls(text, {"parallel.dp_shard": "1"} | settings)
+            full_key = f"parallel.{key}" if key in parallel else key
+            if full_key in given:
+                exit_with(f"--layout {text!r}: {word}: given twice")
+            given[full_key] = value
+        return cls(text, {"parallel.dp_shard": "1"} | given)
 
     @property
     def of_one_rank(self) -> dict[str, str]:
@@ -162,9 +168,21 @@ class Runs:
     """Runs of one configuration, in a folder that is removed at the end."""
 
     def __init__(self, argv: Sequence[str], steps: int, folder: Path):
-        self.argv = list(argv)
+        given = dict(command_words(argv))
+        for flag in given:
+            if flag.startswith(tuple(f"--{section}." for section in LAYOUT_SECTIONS)):
+                raise ConfigError("", f"{flag}: is said by a layout, --layout 'name=value'")
+        self.given = {flag.removeprefix("--"): value for flag, value in given.items()}
         self.folder = folder
+        config = load_config(argv)
+        layout_settings = {
+            f"{section}.{name}": setting for section in LAYOUT_SECTIONS for name, setting in settings()[section].items()
+        }
         self.common = {
+            key: toml_value(setting.default).strip('"')
+            for key, setting in layout_settings.items()
+            if config.value(key) != setting.default
+        } | {
             "run.device": "cpu",
             "run.output_folder": str(folder),
             "training.steps": str(steps),
@@ -177,13 +195,17 @@ class Runs:
         self.on_one_rank: dict[tuple, list[dict]] = {}
 
     def config(self, settings: dict[str, str]) -> Config:
-        return load_config([*self.argv, *flags(self.common | settings)])
+        return load_config(self.arguments(settings))
+
+    def arguments(self, settings: dict[str, str]) -> list[str]:
+        """What must be so for a comparison goes before what the user gave."""
+        return flags(self.given | self.common | settings)
 
     def run(self, settings: dict[str, str], ranks: int, wrong: bool = False) -> list[dict]:
         """The records of all steps. Raises RankError."""
         self.number += 1
         name = str(self.number)
-        argv = [*self.argv, *flags(self.common | settings | {"run.name": name})]
+        argv = self.arguments(settings | {"run.name": name})
         pool = GlooPool(ranks)  # new processes, as for every run: nothing of one layout is left for the next
         try:
             pool.run(train, argv, wrong)
@@ -235,7 +257,10 @@ def settings_of(layout: Layout, config: Config, times: int) -> tuple[dict[str, s
     microbatches = times * least_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches
     if config.training.global_batch_size % together:
-        raise ConfigError("training.global_batch_size", f"cannot be cut into {together} microbatches")
+        raise ConfigError(
+            "training.global_batch_size",
+            f"{config.training.global_batch_size} cannot be cut into {together} microbatches",
+        )
     local = config.training.global_batch_size // together
     return layout.settings | {"training.local_batch_size": str(local)}, microbatches, ranks
 
@@ -253,20 +278,29 @@ def plan_row(runs: Runs, layout: Layout, times: int) -> Row:
     return Row(layout, settings, microbatches, ranks, LIMITS[config.training.compute_dtype])
 
 
-def negative_control(runs: Runs, limits: dict[str, float]) -> bool:
+def control_row(runs: Runs) -> Row:
+    """A layout with a reduction of gradients between two ranks that fits the configuration."""
+    tried = [plan_row(runs, Layout.parse(text), 1) for text in ("dp_shard=2", "cp=2")]
+    fitting = [row for row in tried if not row.refusal]
+    if not fitting:
+        raise ConfigError("", f"no layout for the negative control fits: {tried[0].refusal}")
+    return fitting[0]
+
+
+def negative_control(runs: Runs, row: Row) -> bool:
     """Whether a reduction that is wrong on purpose is told from a right one."""
-    layout = Layout.parse("dp_shard=2")
-    settings, _, _ = settings_of(layout, runs.config(layout.settings), 1)
-    deviation = Deviation.between(runs.reference(layout), runs.run(settings, 2, wrong=True))
-    caught = not deviation.within(limits)
+    deviation = Deviation.between(runs.reference(row.layout), runs.run(row.settings, row.ranks, wrong=True))
+    caught = not deviation.within(row.limits)
     text = "control: gradients averaged instead of summed, which must be caught"
-    print(f"{text:<{WIDTH}} {2:>5} {1:>5} {deviation} {'':>7} {'caught' if caught else 'NOT CAUGHT'}")
+    print(
+        f"{text:<{WIDTH}} {row.ranks:>5} {row.microbatches:>5} {deviation} {'':>7} {'caught' if caught else 'NOT CAUGHT'}"
+    )
     return caught
 
 
 def compare(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fit: bool) -> bool:
     """Print the table; returns whether all rows are as they should be. Raises ConfigError before anything runs."""
-    limits = LIMITS[runs.config({}).training.compute_dtype]
+    control = control_row(runs)
     table = [plan_row(runs, layout, factor) for layout in layouts for factor in times]
     refused = next((row for row in table if row.refusal), None)
     if must_fit and refused is not None:
@@ -278,28 +312,29 @@ def compare(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fi
             print(f"{row.layout.text:<{WIDTH}} does not fit: {row.refusal}", flush=True)
         else:
             passed.append(row.run(runs))
-    caught = negative_control(runs, limits)
+    caught = negative_control(runs, control)
     within = "; ".join(f"{dtype} {limit['loss']:.0e} and {limit['grad_norm']:.0e}" for dtype, limit in LIMITS.items())
     print(f"{sum(passed)} of {len(passed)} pass (limits of loss and gradient norm: {within})")
     return bool(passed) and all(passed) and caught
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s", allow_abbrev=False
-    )
+    parser = Arguments(__doc__)
     parser.add_argument("--layout", action="append")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=count, default=20)
+    parser.add_argument("--microbatches", type=count, nargs="+", default=[1, 2])
     chosen, argv = parser.parse_known_args()
     layouts = [Layout.parse(text) for text in chosen.layout or MATRIX]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         try:
-            passed = compare(
-                Runs(argv, chosen.steps, Path(folder)), layouts, chosen.microbatches, must_fit=chosen.layout is not None
-            )
+            runs = Runs(argv, chosen.steps, Path(folder))
+            passed = compare(runs, layouts, chosen.microbatches, must_fit=chosen.layout is not None)
         except ConfigError as error:
             exit_with(str(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
     sys.exit(0 if passed else 1)
 
 

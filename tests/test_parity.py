@@ -1,11 +1,16 @@
 """scripts/parity.py: what it prints, and how it ends."""
 
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from scripts import parity
 from scripts.parity import Deviation, Layout
+from tests.conftest import ROOT
 
 
 def main(monkeypatch, *argv):
@@ -52,18 +57,52 @@ LINES = {
         "--layout",
         "model.n_layers=2",
     ): "--layout 'model.n_layers=2': --model.n_layers: unknown setting; did you mean '--model.name'?",
-    ("--layout", "dp_shard=3"): "--layout 'dp_shard=3': training.global_batch_size: cannot be cut into 3 microbatches",
+    (
+        "--layout",
+        "dp_shard=3",
+    ): "--layout 'dp_shard=3': training.global_batch_size: 16 cannot be cut into 3 microbatches",
     ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (1 unless given)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",
-    ("--steps", "0"): "--training.steps 0: must be at least 1",
+    ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: given twice",
+    ("--layout", "=2"): "--layout '=2': =2: expected name=value",
+    ("--parallel.tp", "2"): "--parallel.tp: is said by a layout, --layout 'name=value'",
+    ("--steps", "0"): "argument --steps: 0: expected a whole number of at least 1",
+    ("--microbatches", "0"): "argument --microbatches: 0: expected a whole number of at least 1",
 }
 
 
 @pytest.mark.parametrize("words", LINES, ids=str)
 def test_a_wrong_word_is_one_line(monkeypatch, tiny, capsys, words):
-    words = [*words] if words[0] != "--steps" else [*words, "--layout", "tp=2"]
     assert main(monkeypatch, *tiny, *words) == 2
-    assert capsys.readouterr().err.strip().endswith(LINES[tuple(words[:2])])
+    assert capsys.readouterr().err.strip() == LINES[words]
+
+
+def test_a_file_that_is_cut_itself_is_compared_with_one_rank_too(monkeypatch, tiny, tmp_path, capsys):
+    cut = '[parallel]\ntp = 2\npp = 2\n[activation_checkpoint]\nmode = "full"\nsave = ["matmuls"]\n'
+    (tmp_path / "cut.toml").write_text(Path(tiny[1]).read_text() + cut)
+    assert main(monkeypatch, "--config", str(tmp_path / "cut.toml"), "--layout", "cp=2") == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[:3] == ["cp=2", "2", "1"]
+
+
+def test_an_odd_batch_has_a_control_too(monkeypatch, tiny, capsys):
+    more = ["--training.global_batch_size", "3", "--training.local_batch_size", "1"]
+    assert main(monkeypatch, *tiny, *more, "--layout", "tp=2") == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith("caught")
+
+
+def test_interrupted_ranks_are_ended(tiny, tmp_path):
+    """SIGTERM to the script alone, in the middle of a run."""
+    command = [sys.executable, str(ROOT / "scripts" / "parity.py"), *tiny, "--steps", "100000", "--layout", "tp=2"]
+    script = subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while not list(tmp_path.glob("parity-*/*/metrics.jsonl")):
+        assert script.poll() is None, script.stdout.read().decode()
+        time.sleep(0.1)
+    script.terminate()
+    assert script.wait(60) == 143
+    assert list(tmp_path.glob("parity-*")) == []
 
 
 def test_deviations_are_relative_and_the_largest_of_all_steps():

@@ -120,7 +120,7 @@ def _elsewhere(name: str, section: str) -> str:
     return f"; did you mean [{homes[0]}] {name}?" if homes else ""
 
 
-def _words(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def command_words(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(flag, value) pairs of a command line without --help and --print-config."""
     words = iter(range(len(argv)))
     for i in words:
@@ -180,7 +180,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
     Raises ConfigError with the whole line for anything that is not exactly right.
     """
-    words = list(_words(argv))
+    words = list(command_words(argv))
     files = [value for flag, value in words if flag == "--config"]
     if len(files) > 1:
         raise ConfigError("", f"--config {files[1]}: given twice")

@@ -74,7 +74,9 @@ def test_stages_begin_where_the_user_says():
 ERRORS = {
     ("pp", 16, ()): "parallel.pp: makes 16 stages (16 ranks x 1), but the model has 8 blocks",
     ("split", 2, ("layers.8",)): "parallel.pipeline_split: layers.8 is no block; expected layers.1 to layers.7",
-    ("split", 2, ("layers.1", "layers.2")): "parallel.pipeline_split: names 2 blocks, but 2 stages begin at 1 of them",
+    ("split", 2, ("layers.1", "layers.2")): (
+        "parallel.pipeline_split: 2 stages need 1 blocks to begin with behind the first stage, not 2"
+    ),
     ("split", 3, ("layers.4", "layers.2")): (
         "parallel.pipeline_split: must name blocks behind layers.0, each behind the one before"
     ),

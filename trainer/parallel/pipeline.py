@@ -91,8 +91,9 @@ def stages(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list
     names = [name for name, _ in model.get_submodule(plan.blocks).named_children()]
     count = config.pp * stages_per_rank(config) if config.pp > 1 else 1
     if len(names) < count:
+        key = "parallel.pipeline_stages_per_rank" if config.pipeline_stages_per_rank else "parallel.pp"
         rule = f"makes {count} stages ({config.pp} ranks x {stages_per_rank(config)}), but the model has {len(names)} blocks"
-        raise ConfigError("parallel.pp", rule)
+        raise ConfigError(key, rule)
     if config.pp > 1 and config.pipeline_split:
         starts = [0, *_split_points(config.pipeline_split, [f"{plan.blocks}.{name}" for name in names], count)]
     else:
@@ -109,10 +110,12 @@ def _split_points(given: Sequence[str], names: list[str], count: int) -> list[in
     if unknown is not None:
         raise ConfigError(key, f"{unknown} is no block; expected {names[1]} to {names[-1]}")
     points = [names.index(name) for name in given]
-    if len(points) != count - 1:
-        raise ConfigError(key, f"names {len(points)} blocks, but {count} stages begin at {count - 1} of them")
     if points != sorted(set(points)) or points[0] == 0:
         raise ConfigError(key, f"must name blocks behind {names[0]}, each behind the one before")
+    if len(points) != count - 1:
+        raise ConfigError(
+            key, f"{count} stages need {count - 1} blocks to begin with behind the first stage, not {len(points)}"
+        )
     return points
 
 
