@@ -135,7 +135,8 @@ WRONG = {
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
     done = call(SCRIPT, *command.split(), cwd=tmp_path, NGPU=ngpu)
-    here = f"--parallel.dp_shard 3: x dp_replicate 1 makes 3 ranks, but this run has {ngpu}; -1 takes what is left"
+    world = {"1": "1 rank", "2": "2 ranks"}[ngpu]
+    here = f"--parallel.dp_shard 3: this run has {world}; -1 takes what is left"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or here}\n")
     assert list(tmp_path.iterdir()) == []
 
