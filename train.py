@@ -2,11 +2,10 @@
 
 import os
 import sys
-import traceback
 
 from trainer.config import Config, ConfigError
 from trainer.load_config import config_from_command_line, one_line_errors
-from trainer.system import local_rank
+from trainer.system import die_with_parent, local_rank
 
 
 def run(config: Config) -> int:
@@ -15,8 +14,10 @@ def run(config: Config) -> int:
     from torch.distributed import DistNetworkError, DistStoreError
 
     from trainer import device, distributed, logging
+    from trainer.checkpoint import SaveFailed
+    from trainer.resilience import StopRequest, Stuck
     from trainer.setup import set_up
-    from trainer.trainer import NotFinite, Trainer, resume_point
+    from trainer.trainer import Trainer, claim, resume_point
 
     with one_line_errors(config):
         setup = set_up(config, distributed.world_size())
@@ -24,17 +25,18 @@ def run(config: Config) -> int:
     try:
         distributed.start(config.distributed, here)
         distributed.require_agreement(setup.shared)
+        lock = claim(config)  # noqa: F841 - held until this function is left
         saved = resume_point(config, setup)
         if saved is not None and saved.state["step"] >= config.training.steps:
             logging.info(
                 f"{config.run.name} is finished: step {saved.state['step']}; a higher --training.steps trains on"
             )
         else:
-            Trainer(config, setup, here, saved).train()
+            Trainer(config, setup, here, saved).train(StopRequest())
     except ConfigError as error:
         distributed.tell_once(config.explain(error))
         return 2
-    except NotFinite as error:
+    except (Stuck, SaveFailed) as error:
         distributed.tell_once(str(error))
         return 1
     except (DistNetworkError, DistStoreError) as error:
@@ -44,7 +46,15 @@ def run(config: Config) -> int:
     return 0
 
 
+def tell(error: BaseException) -> None:
+    from trainer.distributed import tell_failure
+
+    tell_failure(error)
+
+
 def main() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # a launcher that is killed leaves nobody behind
     config = config_from_command_line(sys.argv[1:])
     code = 1
     try:
@@ -55,8 +65,8 @@ def main() -> None:
         if local_rank() == 0:
             print("interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         code = 130
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        tell(error)
     # Without the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
     sys.stdout.flush()
     sys.stderr.flush()

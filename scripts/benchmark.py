@@ -1,17 +1,28 @@
-"""Measure pieces of the trainer: python scripts/benchmark.py loss [...]
+"""Measure pieces of the trainer: python scripts/benchmark.py loss | checkpoint [...]
 
-loss    peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits, chunk by
-        chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits any machine.
+loss         peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits,
+             chunk by chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits
+             any machine.
+    --seq N            tokens (default: 8192)
+    --vocab N          rows of the vocabulary (128256)
+    --dim N            width of the hidden states (4096)
+    --chunk-tokens N   tokens whose logits exist at the same time (1024)
+    --tp N ...         ranks that the vocabulary is cut over (1 2 8)
+    --dtype NAME       of hidden states and weight: bf16 or fp32 (bf16)
 
---seq N            tokens (default: 8192)
---vocab N          rows of the vocabulary (128256)
---dim N            width of the hidden states (4096)
---chunk-tokens N   tokens whose logits exist at the same time (1024)
---tp N ...         ranks that the vocabulary is cut over (1 2 8)
---dtype NAME       of hidden states and weight: bf16 or fp32 (bf16)
+checkpoint   how long training stands still for a save, in every mode, taken in turns; of the ranks the slowest, of the
+             repeats the median.
+    --gib N            size of the state (default: 1.2)
+    --ranks N          ranks that hold it, on this CPU (2)
+    --repeats N        saves of each mode (7)
+    --folder PATH      where to save (a temporary folder)
 """
 
+import shutil
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,10 +39,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.arguments import Arguments, count
+from scripts.gloo_pool import GlooPool
 from scripts.operators import Memory
+from trainer.config import CheckpointConfig
 from trainer.device import GIB
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.fsdp import DTYPES
+from trainer.saver import WRITERS, Saver
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -79,14 +93,73 @@ def loss_table(
     return table
 
 
+def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """On a rank of a pool: seconds blocked and in the background of each save, by mode. Parameters and two moments of
+    matrices of 4 MiB, sharded over the ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = 1024 // dist.get_world_size()
+    state = {
+        f"state/{number}": DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)], run_check=False)
+        for number in range(round(gib * GIB / 2**22))
+    }
+    cpu = torch.device("cpu")
+    savers = {mode: Saver(CheckpointConfig(async_mode=mode), folder / mode, cpu) for mode in WRITERS}
+    taken: dict[str, list[tuple[float, float]]] = {mode: [] for mode in WRITERS}
+    for step in range(repeats + 1):
+        for mode, saver in savers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            finished = saver.save(step, state, {}, {})
+            saver.before_update()
+            blocked = time.perf_counter() - start
+            finished += saver.wait()
+            if step:  # the first one makes the buffers
+                taken[mode].append((blocked, finished[0].background_s))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder / mode)
+    for saver in savers.values():
+        saver.close()
+    return taken
+
+
+def checkpoint_table(gib: float, ranks: int, repeats: int, folder: str | None) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        pool = GlooPool(ranks)
+        try:
+            of_ranks = pool.run(saves, Path(own), gib, repeats)
+        finally:
+            pool.close()
+    print(f"{'':<10} {'blocked':>10} {'of off':>9} {'least - most':>18} {'beside training':>17}")
+    whole = None
+    for mode in WRITERS:
+        blocked = [max(b for b, _ in repeat) for repeat in zip(*(taken[mode] for taken in of_ranks), strict=True)]
+        beside = [max(b for _, b in repeat) for repeat in zip(*(taken[mode] for taken in of_ranks), strict=True)]
+        middle = statistics.median(blocked)
+        whole = whole or middle
+        spread = f"{min(blocked):.3f} - {max(blocked):.3f} s"
+        print(
+            f"{mode:<10} {middle:>8.3f} s {100 * middle / whole:>7.1f} % {spread:>18} {statistics.median(beside):>15.3f} s"
+        )
+
+
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("what", choices=["loss"])
+    kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
+    loss = kinds.add_parser("loss")
     for name, default in (("seq", 8192), ("vocab", 128_256), ("dim", 4096), ("chunk-tokens", 1024)):
-        parser.add_argument(f"--{name}", type=count, default=default)
-    parser.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+        loss.add_argument(f"--{name}", type=count, default=default)
+    loss.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
+    loss.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    checkpoint = kinds.add_parser("checkpoint")
+    checkpoint.add_argument("--gib", type=float, default=1.2)
+    checkpoint.add_argument("--ranks", type=count, default=2)
+    checkpoint.add_argument("--repeats", type=count, default=7)
+    checkpoint.add_argument("--folder")
     chosen = parser.parse_args()
+    if chosen.what == "checkpoint":
+        checkpoint_table(chosen.gib, chosen.ranks, chosen.repeats, chosen.folder)
+        return
     if (max(chosen.tp) - 1) * -(-chosen.vocab // max(chosen.tp)) >= chosen.vocab:
         parser.error(f"--tp {max(chosen.tp)}: leaves a rank without a row of --vocab {chosen.vocab}")
     table = loss_table(chosen.seq, chosen.vocab, chosen.dim, chosen.tp, chosen.chunk_tokens, chosen.dtype)

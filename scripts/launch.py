@@ -7,7 +7,10 @@ are the trainer's.
 import logging
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -35,6 +38,7 @@ class Place:
     node: int
     address: str
     port: int
+    restarts: int
 
     @classmethod
     def of_environment(cls) -> "Place":
@@ -45,13 +49,15 @@ class Place:
             exit_with(f"MASTER_PORT={port}: must be at most 65535")
         if node >= nodes:
             exit_with(f"NODE_RANK={node}: must be below NNODES={nodes}")
+        restarts = whole_number("MAX_RESTARTS", 0, 0)
         if nodes > 1 and "MASTER_ADDR" not in os.environ:
             exit_with(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
-        return cls(ranks, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port)
+        return cls(ranks, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     def arguments(self, timeout_s: float) -> list[str]:
         """For torchrun. timeout_s: how long the machines wait for each other."""
-        size = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks)]
+        size = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
+        size += ["--signals-to-handle", "SIGHUP,SIGQUIT"]  # the others are ours
         if self.nodes == 1 and "MASTER_PORT" not in os.environ:
             return [*size, "--standalone"]  # at any free port
         meeting = ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]
@@ -83,16 +89,55 @@ def main() -> NoReturn:
     # The ranks have said what is wrong; the agent's own report of it is noise.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = place.arguments(config.distributed.init_timeout_s)
+    stop = Stop(SignalException)
     try:
         torchrun.main([*arguments, str(ROOT / "train.py"), *sys.argv[1:]])
     except ChildFailedError as error:
-        sys.exit(exit_code(error))
+        sys.exit(stop.exit_code() if stop.signal else exit_code(error))
     except (DistNetworkError, DistStoreError) as error:
         where = f" at {place.address}:{place.port}" if "--standalone" not in arguments else ""
         exit_with(f"the launchers of this run did not come together{where}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)
+
+
+class Stop:
+    """SIGTERM and SIGINT are passed on to the ranks, which save and end; torchrun would end them without waiting. A second
+    one ends this launcher too."""
+
+    def __init__(self, end_at_once: Callable[[str, signal.Signals], Exception]):
+        """end_at_once: what torchrun takes for an order to end."""
+        self.end_at_once = end_at_once
+        self.signal: signal.Signals | None = None
+        self.since = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        again = self.signal is not None and time.monotonic() - self.since > 1
+        if self.signal is None:
+            self.signal, self.since = signal.Signals(number), time.monotonic()
+        ranks = children()
+        for rank in ranks:
+            os.kill(rank, number)
+        if again or not ranks:
+            raise self.end_at_once(f"signal {number}", signal.Signals(number))
+
+    def exit_code(self) -> int:
+        """Of ranks that did not come to their end in peace after the signal."""
+        print(f"ended by {self.signal.name} before the state could be saved", file=sys.stderr)
+        return 128 + self.signal
+
+
+def children() -> list[int]:
+    """The processes that this one has started and that still run."""
+    try:
+        tasks = Path("/proc/self/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    except OSError:  # no Linux
+        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]
 
 
 def exit_code(error) -> int:

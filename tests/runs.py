@@ -30,7 +30,7 @@ class Result:
 
 
 class RecordingTrainer(Trainer):
-    def train_step(self, batches, rate):
+    def train_step(self, batches, rate, stop=False):
         seen = []
 
         def watched():
@@ -38,7 +38,7 @@ class RecordingTrainer(Trainer):
                 seen.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:12])
                 yield batch
 
-        result = super().train_step(watched(), rate)
+        result = super().train_step(watched(), rate, stop)
         self.leaves.append(seen)
         return result
 

@@ -1,138 +1,311 @@
-"""Committed or not there at all."""
+"""Committed or not there at all; verified before it is trusted."""
 
+import errno
 import json
+import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from scripts.gloo_pool import RankError
-from trainer import checkpoint
+from trainer import checkpoint, manifest, shards
+from trainer.checkpoint import Request, SaveFailed
 from trainer.config import ConfigError
 
-
-def save(folder, step, value):
-    tensors = {"model/w": torch.full((4,), float(value)), "model/b": torch.arange(3)}
-    return checkpoint.save(folder, step, tensors, {"step": step, "cursor": 0, "identity": {}}, "[run]\n")
+IDENTITY = {"seed": 0}
+TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
-def load(path):
-    tensors = {"model/w": torch.zeros(4), "model/b": torch.zeros(3, dtype=torch.int64)}
-    checkpoint.load(path, tensors)
-    return tensors["model/w"].tolist(), tensors["model/b"].tolist()
+def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None):
+    """On the ranks of a pool, as the trainer does."""
+    tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
+    state = {"step": step, "cursor": 0, "identity": IDENTITY}
+    aside = checkpoint.prepare(folder, step)
+    texts = {"train_state.json": json.dumps(state), "config.toml": "[run]\n"}
+    request = Request(folder, step, texts, {"step": step}, keep, keep_every, aside)
+    alone = dist.get_world_size() == 1
+    plan = shards.plan_of(tensors, dist.get_rank() == 0)
+    checkpoint.write(request, plan, shards.local_tensors(tensors), None if alone else dist.group.WORLD)
+    return request.final
+
+
+def load(path, tensors=None):
+    tensors = tensors or {name: torch.zeros_like(t) for name, t in TENSORS.items()}
+    checkpoint.load(path, tensors, {"model/w", "model/b"})
+    return {name: t.tolist() for name, t in tensors.items()}
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
 
 
 def saved_and_loaded(folder):
     path = save(folder, 3, 7)
-    names = sorted(p.name for p in folder.iterdir())
-    manifest = json.loads((path / "manifest.json").read_text())
-    return path.name, names, load(path), manifest["files"], checkpoint.find(folder)
+    return path.name, names(folder), load(path), checkpoint.find(folder)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_was_saved_is_loaded_and_nothing_else_is_left(ranks, tmp_path, size):
     folder = tmp_path / "c"
-    for name, names, loaded, files, found in ranks(size).run(saved_and_loaded, folder):
-        assert name == "step-00000003"
-        assert names == [name]
-        assert loaded == ([7.0] * 4, [0, 1, 2])
-        assert files == {p.name: p.stat().st_size for p in (folder / name).iterdir() if p.name != "manifest.json"}
-        assert {"train_state.json", "config.toml", ".metadata"} < set(files)
-        assert found == checkpoint.Saved(folder / name, {"step": 3, "cursor": 0, "identity": {}})
+    for name, left, loaded, found in ranks(size).run(saved_and_loaded, folder):
+        assert (name, left) == ("step-00000003", ["step-00000003"])
+        assert loaded == {"model/w": [7.0] * 4, "model/b": [0, 1, 2]}
+        assert found.path == folder / name and found.state["step"] == 3 and not found.rollback
+    files = set(manifest.read(folder / name).files)
+    assert files == {"index.json", "train_state.json", "config.toml"} | {
+        f"rank-{r:05d}.safetensors" for r in range(size)
+    }
 
 
-def interrupted(folder):
-    """The end of a save fails; then another step is saved."""
-    save(folder, 3, 1)
-    original, checkpoint.write_durably = checkpoint.write_durably, fail
+def test_the_files_are_plain_safetensors(ranks, tmp_path):
+    path = ranks(1).run(save, tmp_path, 3, 7)[0]
+    assert {n: t.tolist() for n, t in load_file(path / "rank-00000.safetensors").items()} == {
+        "model/w": [7.0] * 4,
+        "model/b": [0, 1, 2],
+    }
+
+
+def fails(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device", "shard")
+
+
+def with_failing(name, folder, step):
+    """Save while a function of the checkpoint's modules fails on the last rank; the error."""
+    module = {"write_safetensors": shards}.get(name, manifest)
+    original = getattr(module, name)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        setattr(module, name, fails)
     try:
-        save(folder, 6, 2)
-    except OSError:
-        pass
+        save(folder, step)
+    except SaveFailed as error:
+        return str(error)
     finally:
-        checkpoint.write_durably = original
-    after_failure = checkpoint.find(folder).path.name, sorted(p.name for p in folder.iterdir())
-    save(folder, 9, 3)
-    return after_failure, sorted(p.name for p in folder.iterdir()), load(checkpoint.find(folder).path)[0]
+        setattr(module, name, original)
 
 
-def fail(path, text):
-    raise OSError("the disk is gone")
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_what_was_there(ranks, tmp_path, size):
+    ranks(size).run(save, tmp_path, 3)
+    told = ranks(size).run(with_failing, "write_safetensors", tmp_path, 6)
+    assert told == [f"step 6 could not be saved: rank {size - 1}: shard: No space left on device"] * size
+    assert names(tmp_path) == ["step-00000003"]
+    ranks(size).run(save, tmp_path, 6)
+    assert names(tmp_path) == ["step-00000003", "step-00000006"]
 
 
-def test_an_interrupted_save_is_not_there_and_is_cleared_by_the_next(ranks, tmp_path):
-    after_failure, names, weights = ranks(1).run(interrupted, tmp_path)[0]
-    assert after_failure == ("step-00000003", ["step-00000003", "step-00000006.saving"])
-    assert (names, weights) == (["step-00000003", "step-00000009"], [3.0] * 4)
+def test_a_failure_at_the_last_file_leaves_no_checkpoint(ranks, tmp_path):
+    assert "No space left" in ranks(1).run(with_failing, "write", tmp_path, 6)[0]
+    assert names(tmp_path) == []
 
 
-def broken_and_saved_again(folder):
-    save(folder, 3, 1)
-    path = save(folder, 6, 1)
-    (path / "train_state.json").unlink()
-    found = checkpoint.find(folder).path.name
-    save(folder, 6, 2)
-    return found, sorted(p.name for p in folder.iterdir()), load(checkpoint.find(folder).path)[0]
+def hiccup(folder):
+    """The first two writes of a shard fail as a busy file server may; the delays are left out."""
+    original, sleep = shards.write_safetensors, shards.time.sleep
+    tries = []
+
+    def write(*args):
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.EIO, "Input/output error", "shard")
+        return original(*args)
+
+    shards.write_safetensors, shards.time.sleep = write, lambda s: None
+    try:
+        return load(save(folder, 3, 5))["model/w"], len(tries)
+    finally:
+        shards.write_safetensors, shards.time.sleep = original, sleep
 
 
-def test_a_broken_checkpoint_is_replaced_when_its_step_comes_again(ranks, tmp_path):
-    expected = ("step-00000003", ["step-00000003", "step-00000006"], [2.0] * 4)
-    assert ranks(1).run(broken_and_saved_again, tmp_path)[0] == expected
+def test_an_error_that_passes_is_tried_again(ranks, tmp_path):
+    assert ranks(1).run(hiccup, tmp_path) == [([5.0] * 4, 3)]
 
 
-def test_a_run_whose_checkpoints_are_all_broken_does_not_start_afresh(ranks, tmp_path):
-    for step in (1, 2):
-        commit(tmp_path, f"step-{step:08d}")
-        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
-    with pytest.raises(RankError) as error:
-        ranks(2).run(checkpoint.find, tmp_path)
-    assert f"{tmp_path}: none of 2 checkpoints is complete; another --run.name starts a new run" in str(error.value)
-
-
-def commit(folder, name, **files):
-    (folder / name).mkdir()
-    for file, size in files.items():
-        (folder / name / file).write_bytes(bytes(size))
-    (folder / name / "train_state.json").write_text('{"step": 1, "cursor": 0, "identity": {}}')
-    (folder / name / "manifest.json").write_text(json.dumps({"version": 1, "files": files}))
-
-
-def test_other_folders_are_ignored(ranks, tmp_path):
-    assert ranks(1).run(checkpoint.find, tmp_path / "none") == [None]
-    for name in ("step-00000009-backup", "step-x", "step-00000012.saving", "step-7"):
-        commit(tmp_path, name)
-    (tmp_path / "notes.txt").touch()
+def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_cleared(ranks, tmp_path):
+    for left in ("step-00000006.saving-0a1b2c3d", "step-00000003.deleting-0a1b2c3d"):
+        (tmp_path / left).mkdir()
     assert ranks(1).run(checkpoint.find, tmp_path) == [None]
-    for step in (8, 100_000_000):
-        commit(tmp_path, f"step-{step:08d}", shard=5)
-    assert [found.path.name for found in ranks(2).run(checkpoint.find, tmp_path)] == ["step-100000000"] * 2
+    ranks(1).run(save, tmp_path, 9)
+    assert names(tmp_path) == ["step-00000009"]
 
 
-def found_and_told(folder):
+# ------------------------------------------------------------ finding
+
+
+def damage(path, file="rank-00000.safetensors"):
+    content = bytearray((path / file).read_bytes())
+    content[-1] ^= 1
+    (path / file).write_bytes(content)
+
+
+def found_and_told(folder, *args):
     told = []
     original, checkpoint.logging.warning = checkpoint.logging.warning, told.append
     try:
-        return checkpoint.find(folder).path.name, told
+        return checkpoint.find(folder, *args), told
     finally:
         checkpoint.logging.warning = original
 
 
-def test_an_incomplete_checkpoint_is_passed_over_and_told(ranks, tmp_path):
-    for step in (1, 2, 3, 4):
-        commit(tmp_path, f"step-{step:08d}", shard=5)
-    (tmp_path / "step-00000002" / "shard").write_bytes(bytes(4))
-    (tmp_path / "step-00000003" / "shard").unlink()
+@pytest.mark.parametrize("size", [1, 2])
+def test_damaged_checkpoints_are_passed_over_and_told_on_every_rank(ranks, tmp_path, size):
+    for step in (1, 2, 3, 4, 5):
+        ranks(size).run(save, tmp_path, step)
+    damage(tmp_path / "step-00000002", f"rank-{size - 1:05d}.safetensors")
+    (tmp_path / "step-00000003" / "index.json").unlink()
     (tmp_path / "step-00000004" / "manifest.json").write_text("[]")
-    commit(tmp_path, "step-00000005")
-    (tmp_path / "step-00000005" / "train_state.json").write_text("[]")
-    assert ranks(1).run(found_and_told, tmp_path)[0] == (
-        "step-00000001",
-        [
-            f"passed over {tmp_path}/step-00000005: train_state.json lacks the state of the run",
-            f"passed over {tmp_path}/step-00000004: no readable manifest.json",
-            f"passed over {tmp_path}/step-00000003: shard is missing",
-            f"passed over {tmp_path}/step-00000002: shard has 4 bytes of 5",
-        ],
-    )
+    (tmp_path / "step-00000005" / "notes.txt").touch()
+    for found, told in ranks(size).run(found_and_told, tmp_path):
+        assert found.path.name == "step-00000001"
+        assert told == [
+            f"passed over {tmp_path}/step-00000005: notes.txt does not belong to it",
+            f"passed over {tmp_path}/step-00000004: manifest.json is not what was written",
+            f"passed over {tmp_path}/step-00000003: index.json is missing",
+            f"passed over {tmp_path}/step-00000002: rank-{size - 1:05d}.safetensors has another content than was written",
+        ]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(ranks, tmp_path):
+    ranks(1).run(save, tmp_path, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
+    found, told = ranks(1).run(found_and_told, tmp_path)[0]
+    assert found.path.name == "step-00000001"
+    assert told == [f"passed over {tmp_path}/step-00000009: train_state.json is of step 1"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tmp_path):
+    for step in (1, 2):
+        damage(ranks(1).run(save, tmp_path, step)[0])
+    with pytest.raises(RankError) as error:
+        ranks(2).run(checkpoint.find, tmp_path)
+    assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
+
+
+def test_other_folders_are_ignored(ranks, tmp_path):
+    assert ranks(1).run(checkpoint.find, tmp_path / "none") == [None]
+    path = ranks(1).run(save, tmp_path, 8)[0]
+    for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "abandoned-1"):
+        shutil.copytree(path, tmp_path / name)
+    (tmp_path / "step-00000010").touch()
+    (tmp_path / "notes.txt").touch()
+    assert [found.path.name for found in ranks(2).run(checkpoint.find, tmp_path)] == ["step-00000008"] * 2
+
+
+# ------------------------------------------------------------ saving a step again
+
+
+def test_saving_a_step_again_replaces_it(ranks, tmp_path):
+    ranks(1).run(save, tmp_path, 6, 1)
+    path = ranks(1).run(save, tmp_path, 6, 2)[0]
+    assert names(tmp_path) == ["step-00000006"]
+    assert ranks(1).run(load, path)[0]["model/w"] == [2.0] * 4
+
+
+def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
+    ranks(1).run(save, tmp_path, 3)
+    path = ranks(1).run(save, tmp_path, 6, 1)[0]
+    path.rename(tmp_path / "step-00000006.old")
+    assert ranks(1).run(checkpoint.find, tmp_path)[0].path.name == "step-00000006.old"
+    ranks(1).run(save, tmp_path, 6, 2)
+    assert names(tmp_path) == ["step-00000003", "step-00000006"]
+
+
+def test_after_them_the_new_one_counts(ranks, tmp_path):
+    path = ranks(1).run(save, tmp_path, 6, 1)[0]
+    shutil.copytree(path, tmp_path / "step-00000006.old")
+    assert ranks(1).run(checkpoint.find, tmp_path)[0].path == path
+    ranks(1).run(save, tmp_path, 6, 2)
+    assert names(tmp_path) == ["step-00000006"]
+
+
+# ------------------------------------------------------------ keeping some
+
+
+def test_the_newest_and_every_nth_are_kept(ranks, tmp_path):
+    (tmp_path / "notes").mkdir()
+    for step in range(1, 10):
+        ranks(1).run(save, tmp_path, step, 1, 2, 4)
+    assert names(tmp_path) == ["notes", "step-00000004", "step-00000008", "step-00000009"]
+
+
+def test_a_damaged_one_does_not_count_among_those_to_keep(ranks, tmp_path):
+    for step in (1, 2, 3):
+        ranks(1).run(save, tmp_path, step)
+    for step in (2, 3):
+        (tmp_path / f"step-{step:08d}" / "index.json").unlink()
+    checkpoint.retain(tmp_path, keep=1, keep_every=0)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    ranks(1).run(save, tmp_path, 4, 1, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003", "step-00000004"]
+    ranks(1).run(save, tmp_path, 5, 1, 2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_what_cannot_be_removed_is_a_warning(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(checkpoint.logging, "warning", told.append)
+    monkeypatch.setattr(checkpoint, "steps_in", fails)
+    checkpoint.retain(tmp_path, keep=1, keep_every=0)
+    assert told == ["old checkpoints were not removed: shard: No space left on device"]
+
+
+# ------------------------------------------------------------ rolling back
+
+
+def rolled_back(folder, step):
+    saved = checkpoint.find(folder, step)
+    if saved.rollback:
+        checkpoint.from_rank_0(lambda: checkpoint.abandon_newer(saved))
+    return saved.path.name, saved.rollback
+
+
+def test_a_rollback_begins_a_new_lineage_once(ranks, tmp_path):
+    for step in (2, 4, 6, 8):
+        ranks(2).run(save, tmp_path, step)
+    assert ranks(2).run(rolled_back, tmp_path, 4) == [("step-00000004", True)] * 2
+    assert names(tmp_path) == ["abandoned-1", "lineage.json", "step-00000002", "step-00000004"]
+    assert names(tmp_path / "abandoned-1") == ["step-00000006", "step-00000008"]
+    ranks(1).run(save, tmp_path, 5)
+    # The same command again, as after a crash, goes on.
+    assert ranks(1).run(rolled_back, tmp_path, 4) == [("step-00000005", False)]
+    assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
+    assert names(tmp_path / "abandoned-2") == ["step-00000004", "step-00000005"]
+
+
+def test_a_rollback_to_what_is_not_there_or_damaged_is_refused(ranks, tmp_path):
+    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: none"):
+        ranks(1).run(checkpoint.find, tmp_path, 4)
+    for step in (2, 4):
+        ranks(1).run(save, tmp_path, step)
+    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: 2, 4"):
+        ranks(1).run(checkpoint.find, tmp_path, 3)
+    damage(tmp_path / "step-00000002")
+    with pytest.raises(RankError, match=r"checkpoint.load_step: .*step-00000002: rank-00000.safetensors has another"):
+        ranks(1).run(checkpoint.find, tmp_path, 2)
+
+
+# ------------------------------------------------------------ loading
+
+
+@pytest.mark.parametrize(
+    ("tensors", "problem"),
+    [
+        ({"model/w": torch.zeros(4), "model/c": torch.zeros(1)}, "model/c is missing"),
+        ({"model/w": torch.zeros(5)}, r"model/w is \[4\] there, \[5\] here"),
+        ({"model/w": torch.zeros(4).bfloat16()}, "model/w is torch.float32 there, torch.bfloat16 here"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(ranks, tmp_path, tensors, problem):
+    path = ranks(1).run(save, tmp_path, 1)[0]
+    with pytest.raises(RankError, match=f"cannot load {path}: {problem}"):
+        ranks(1).run(load, path, tensors)
+
+
+def test_a_tensor_that_nobody_expects_is_refused(ranks, tmp_path):
+    path = ranks(1).run(save, tmp_path, 1, 1, 0, 0, {"model/w": torch.zeros(4), "model/x/moment": torch.zeros(2)})[0]
+    with pytest.raises(RankError, match="model/x/moment belongs to no part of this run"):
+        ranks(1).run(load, path, {"model/w": torch.zeros(4)})
 
 
 def test_differences_are_told_all_at_once(tmp_path):

@@ -34,7 +34,8 @@ def clipped(max_norm, replicate):
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 10
     for net in (model, reference):
         net(x).square().sum().backward()
-    norm = optimizer.clip(max_norm)
+    norm, votes = optimizer.clip(max_norm, vote=dist.get_rank() > 0)
+    assert votes == dist.get_world_size() - 1
     expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm or float("inf"))
     torch.testing.assert_close(norm, expected)
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -70,7 +71,7 @@ def norm_of_mixed_layouts():
     optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, 4)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
-    return optimizer.clip(None).item(), torch.cat([t.flatten() for t in whole]).norm().item()
+    return optimizer.clip(None)[0].item(), torch.cat([t.flatten() for t in whole]).norm().item()
 
 
 def test_the_norm_counts_every_value_once_whatever_the_layouts(ranks):
@@ -88,7 +89,7 @@ def stepped():
         for net in (ours, theirs):
             net.zero_grad()
             net(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step(rate)
+        optimizer.step(rate, skip=torch.tensor(False))
         for group in reference.param_groups:
             group["lr"] = rate
         reference.step()
@@ -102,3 +103,29 @@ def test_steps_are_those_of_torch_and_state_is_named_after_parameters(ranks):
     assert names == sorted(
         f"{p}/{q}" for p in ("0.weight", "0.bias", "1.weight", "2.weight") for q in ("exp_avg", "exp_avg_sq", "step")
     )
+
+
+def left_out():
+    """State before and after a step that is left out, whose gradients are no numbers."""
+    model = network()
+    fully_shard(model)
+    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, 1)
+
+    def step(scale, skip):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 6)).square().sum() * scale).backward()
+        optimizer.clip(1.0)
+        optimizer.step(1e-2, skip=torch.tensor(skip))
+        state = {name: p.full_tensor() for name, p in model.named_parameters()} | optimizer.state()
+        return {
+            name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in state.items()
+        }
+
+    before, after, then = step(1.0, False), step(float("nan"), True), step(1.0, False)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    return unchanged, all(t.isfinite().all() for t in then.values()), then["0.weight/step"].item()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_update_that_is_left_out_changes_nothing(ranks, size):
+    assert ranks(size).run(left_out) == [(True, True, 2.0)] * size

@@ -224,6 +224,18 @@ class CompileConfig:
 class CheckpointConfig:
     interval_steps: StepsOrZero = 500
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    async_mode: Literal["off", "thread", "process"] = "off"
+    """Who writes a checkpoint. off: training waits; thread, process: training goes on when a copy in host memory is made, and
+    a thread or a process of its own writes it (process: Linux only)."""
+    keep: Annotated[int, Rule(low=0, high=10**9, unit="checkpoints")] = 0
+    """Newest whole checkpoints that are kept when a new one is written; 0: all."""
+    keep_every: StepsOrZero = 0
+    """Of the older ones, keep those whose step is a multiple of this; 0: none; only with keep > 0."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """What a save that fails (disk full) does to the run. continue: warn, and try again when the next is due; the last save of
+    a run must succeed."""
+    load_step: StepsOrZero = 0
+    """Go back to this step, once: newer checkpoints of the run are moved aside; 0: the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +252,24 @@ class MetricsConfig:
     """Steps between records; the first and the last step are always recorded."""
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResilienceConfig:
+    max_left_out: Count = 8
+    """Updates in a row that may be left out because loss or gradient norm is no number, or spikes."""
+    after_left_out: Literal["stop", "rollback"] = "stop"
+    """What follows then. rollback: go back to the newest checkpoint and pass over the samples of these updates."""
+    max_rollbacks: Count = 3
+    """Rollbacks after which the run stops."""
+    loss_spike: Literal["off", "skip", "rollback"] = "off"
+    """A loss or gradient norm far above those of the last 128 updates. skip: leave the update out; rollback: go back to the
+    newest checkpoint and pass over its samples."""
+    spike_deviations: Annotated[float, Rule(above=0, high=10**6)] = 6.0
+    """How far, in standard deviations; only with loss_spike = skip or rollback."""
+    hang_timeout_s: Annotated[float, Rule(low=0, high=10**7, unit="seconds")] = 300.0
+    """End the job, with every rank's stack, when no step has ended for so long, nor for five times the longest step so far; the
+    first step, evaluations and checkpoints are not timed; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +290,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Where a value was set, as the user wrote it: {"training.steps": "--training.steps 5"}. Defaults are not in it."""

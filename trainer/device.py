@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -117,6 +118,68 @@ def _largest_resident() -> int:
 def reset_memory_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Bytes of host memory that the device can copy into by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def pin(buffer: Tensor, device: torch.device) -> None:
+    """The same for memory that is there already."""
+    if device.type == "cuda":
+        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        assert int(error) == 0, f"cudaHostRegister: {error}"
+
+
+def read_later(tensor: Tensor) -> Callable[[], list]:
+    """Begin to bring a small tensor to the host; what is returned waits for that alone, not for what the device was told
+    since."""
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def read() -> list:
+        done.synchronize()
+        return host.tolist()
+
+    return read
+
+
+class HostCopy:
+    """Copies from the device to host memory, beside what the device works on."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.done: torch.cuda.Event | None = None
+
+    @torch.no_grad()
+    def start(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        """On a CPU the copy is made when this returns."""
+        sources = [source.detach() for source in sources]
+        if self.stream is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record(self.stream)
+
+    def before_update(self) -> None:
+        """What the device is told after this comes after the copy."""
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+
+    def wait(self) -> None:
+        """Until the copy is made."""
+        if self.done is not None:
+            self.done.synchronize()
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,9 +32,12 @@ def world_size() -> int:
 def start(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that the environment describes (as torchrun sets it); without one, a group of this process."""
     timeout = timedelta(seconds=config.timeout_s)
+    store = _store(timedelta(seconds=config.init_timeout_s))
+    _await_all(store, config.init_timeout_s)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # a flight recorder, for the watchdog
     dist.init_process_group(
         devices.communication_backend(device),
-        store=_store(timedelta(seconds=config.init_timeout_s)),
+        store=store,
         rank=int(os.environ.get("RANK", "0")),
         world_size=world_size(),
         timeout=timeout,
@@ -52,9 +56,29 @@ def _store(timeout: timedelta) -> dist.Store:
         world_size(),
         is_master=not by_agent and os.environ["RANK"] == "0",
         timeout=timeout,
+        wait_for_workers=False,
     )
     # The agents' store outlives a restart of the ranks: without a prefix a rank may find the dead attempt's addresses.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _await_all(store: dist.Store, timeout_s: float) -> None:
+    """Returns when every rank has come here. Raises DistStoreError, with the ranks that have not."""
+    ranks = range(world_size())
+    store.set(f"came/{os.environ.get('RANK', '0')}", "")
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            missing = [str(rank) for rank in ranks if not store.check([f"came/{rank}"])]
+            some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            store.set("all_came", f"of {len(ranks)} ranks, {some} did not come within {timeout_s:g} s")
+        else:
+            store.set("all_came", "")
+    # Rank 0 may have begun to wait later.
+    store.wait(["all_came"], timedelta(seconds=2 * timeout_s))
+    if problem := store.get("all_came").decode():
+        raise dist.DistStoreError(problem)
 
 
 def finish() -> None:
@@ -81,12 +105,38 @@ def tell_once(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def tell_failure(error: BaseException) -> None:
+    """A traceback, from the rank where the failure is; the others, which lose contact with it, are silent, unless it had no
+    time to say so."""
+    rank = os.environ.get("RANK", "0")
+    text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
+    if not dist.is_initialized():
+        print(text, file=sys.stderr, flush=True)
+        return
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if not _is_lost_contact(error):
+            store.set("failed", "")
+            print(text, file=sys.stderr, flush=True)
+        elif not store.check(["failed"]):
+            tell_once(f"rank {rank} lost contact with another rank: {str(error).splitlines()[0]}")
+    except (dist.DistNetworkError, dist.DistStoreError):
+        if not _is_lost_contact(error):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _is_lost_contact(error: BaseException) -> bool:
+    """What a collective raises on the others when a rank ends."""
+    told = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+
+
 def _machine() -> str:
     """torchrun numbers the machines; started by hand, they have their names."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
-def _broadcast(value: Any, source: int) -> Any:
+def broadcast(value: Any, source: int) -> Any:
     """The value that rank `source` has, on all ranks."""
     values = [value]
     dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
@@ -102,7 +152,7 @@ def from_rank_0(work: Callable[[], T]) -> T:
             result = work()
         except ConfigError as error:
             refusal = (error.key, error.rule)
-    result, refusal = _broadcast((result, refusal), source=0)
+    result, refusal = broadcast((result, refusal), source=0)
     if refusal is not None:
         raise ConfigError(*refusal)
     return result
@@ -116,7 +166,7 @@ def require_agreement(values: Mapping[str, Any]) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
-    first, second = _broadcast(values, source=0), _broadcast(values, source=other)
+    first, second = broadcast(values, source=0), broadcast(values, source=other)
     differences = [
         f"{key} is {first[key]} on rank 0, {value} on rank {other}"
         for key, value in second.items()
@@ -143,6 +193,16 @@ def once_per_machine(work: Callable[[], str]) -> str:
         store.set(by_rank_0, "done")
     store.set(here, result)
     return result
+
+
+def side_store() -> dist.Store:
+    """A connection of its own to the ranks' store, for a thread: on the common one, one waits for the other."""
+    return dist.PrefixStore("side", dist.distributed_c10d._get_default_store().clone())
+
+
+def last_collectives() -> str:
+    """What torch's flight recorder knows of the collectives of this rank, as JSON."""
+    return torch._C._distributed_c10d._dump_fr_trace_json()
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -111,9 +111,10 @@ class Metrics:
         num_targets: int,
         tokens_seen: int,
         tokens: int,
+        left_out: int,
     ) -> None:
-        """num_targets, tokens: of this step, over all ranks; tokens_seen: of the run. The caller has read the loss from the
-        device, so its work is done."""
+        """num_targets, tokens: of this step, over all ranks; tokens_seen, left_out: of the run. The caller has read the
+        loss from the device, so its work is done."""
         spent = self.watch.spent
         aside = sum(seconds for activity, seconds in spent.items() if activity != "data")
         num_steps = step - self.recorded_step
@@ -128,6 +129,7 @@ class Metrics:
             "learning_rate": learning_rate,
             "num_targets": num_targets,
             "tokens_seen": tokens_seen,
+            "updates_left_out": left_out,
             "tokens_per_second": per_second,
             "tokens_per_second_per_rank": per_second / self.ranks,
             "tflops_per_second_per_rank": flops / 1e12,

@@ -47,8 +47,9 @@ class Optimizer:
         """parameters: by their names, what this rank holds of them. model_group: all ranks that hold a part of the model.
         ranks_of_stage: how many of them hold a part of what this rank holds; all, unless the model is cut into stages."""
         self.names = {p: name for name, p in parameters.items()}
+        self.device = next(iter(self.names)).device
         self.copies = torch.tensor(
-            [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=next(iter(self.names)).device
+            [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=self.device
         )
         self.inner = OPTIMIZERS[config.name](parameters.values(), config)
         self.model_group = model_group
@@ -57,22 +58,28 @@ class Optimizer:
         self.inner.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None) -> Tensor:
+    def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
         """Global norm of the gradients before clipping, a scalar; gradients are scaled so that it becomes max_norm at
-        most. None: only the norm."""
+        most. None: only the norm. vote: of this rank; the number of votes of all ranks comes back with the norm."""
         gradients = [_local(p.grad) for p in self.names]
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
         # One reduction, whatever the layouts: what several ranks hold, each of them adds a part of.
-        norm = sum_over((norms.square() / self.copies).sum(), self.model_group).sqrt()
+        part = (norms.square() / self.copies).sum()
+        squared, votes = sum_over(torch.stack([part, torch.full_like(part, vote)]), self.model_group).unbind()
+        norm = squared.sqrt()
         if max_norm is not None:
             # As a tensor, without asking the host whether it is needed.
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(gradients, scale)
-        return norm
+        return norm, votes
 
-    def step(self, learning_rate: float) -> None:
+    def step(self, learning_rate: float, skip: Tensor) -> None:
+        """skip: a scalar; where it is true, nothing changes: neither parameters nor any state. The host does not ask."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate
+        # The protocol of torch.amp.GradScaler, which fused optimizers honour inside their kernels.
+        self.inner.grad_scale = None
+        self.inner.found_inf = skip.to(self.copies)
         self.inner.step()
 
     def state(self) -> dict[str, Tensor]:

@@ -26,6 +26,8 @@ class Setup:
     """Of the pipeline, in order."""
     hidden_shape: tuple[int, int, int]
     """What passes between blocks, on each rank: (batch, seq, dim)."""
+    parameter_names: frozenset[str]
+    """Of the whole network."""
     num_parameters: int
     flops_per_token: int
     tokenizer: Tokenizer
@@ -71,6 +73,7 @@ def set_up(config: Config, world_size: int) -> Setup:
         dims=dims,
         stages=stages(network, plan, config.parallel),
         hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
+        parameter_names=frozenset(name for name, _ in network.named_parameters()),
         num_parameters=sum(p.numel() for p in network.parameters()),
         flops_per_token=network.flops_per_token(training.seq_len),
         tokenizer=tokenizer,

@@ -1,7 +1,14 @@
 """What the operating system gives: cores, this rank's place on its machine, and files that survive a power cut."""
 
+import ctypes
+import fcntl
 import os
+import signal
+import socket
+import sys
+import time
 from pathlib import Path
+from typing import TextIO
 
 
 def cores() -> int:
@@ -26,3 +33,43 @@ def sync(path: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     path.write_text(text)
     sync(path)
+
+
+def die_with_parent() -> None:
+    """End this process when the one that started it ends, however that may be (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def in_child_of(parent: int) -> bool:
+    return os.getppid() == parent
+
+
+def try_lock(path: Path, patience_s: float) -> TextIO | str:
+    """Take the lock that a file is, for as long as the returned file stays open and this process lives; or say who has it.
+    The lock goes with the process, however that ends: there are no stale ones. Raises OSError.
+
+    patience_s: how long to wait for a holder that is just ending.
+    """
+    file = path.open("a+")
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
+            file.seek(0)
+            return file.read().strip() or "another process"
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+        return file
+
+
+def leave_signals_to_parent(*_: object) -> None:
+    """For a process that works for another one: who stops, and when, is not its business."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,13 +1,15 @@
 """The training loop, and the one place where every part of a run meets."""
 
 import json
-import math
 import platform
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from trainer import checkpoint, logging
 from trainer import device as devices
 from trainer.batch import Batch
-from trainer.checkpoint import Saved
+from trainer.checkpoint import Saved, SaveFailed
 from trainer.config import Config, ConfigError
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
@@ -33,18 +35,49 @@ from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
+from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
+from trainer.saver import Finished, LostWriter, Saver
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
 from trainer.show_config import to_toml
+from trainer.system import try_lock
 
 
 def run_folder(config: Config) -> Path:
     return Path(config.run.output_folder) / config.run.name
 
 
+def claim(config: Config) -> TextIO | None:
+    """Make the run folder this run's alone, for as long as the file that rank 0 gets stays open. Raises ConfigError where
+    another has it, or it cannot be written."""
+    folder = run_folder(config)
+    lock = None
+
+    def work() -> None:
+        nonlocal lock
+        with _writing():
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            held = try_lock(folder / ".lock", patience_s=5)
+        if isinstance(held, str):
+            raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
+        lock = held
+
+    from_rank_0(work)
+    return lock
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What cannot be written is told before the work, not after it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("run.output_folder", f"{error.filename} cannot be written ({error.strerror})") from None
+
+
 def resume_point(config: Config, setup: Setup) -> Saved | None:
     """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
-    saved = checkpoint.find(run_folder(config) / "checkpoints")
+    saved = checkpoint.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
         checkpoint.require_same(saved, setup.identity)
     return saved
@@ -57,10 +90,8 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     num_targets: Tensor
-
-
-class NotFinite(Exception):
-    """Training has come to a point from which it does not come back: one line for the user, exit code 1."""
+    verdict: Tensor
+    """For Verdicts."""
 
 
 class Trainer:
@@ -106,22 +137,30 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
         self.step = self._make_step(setup)
 
-        self.steps_done = self.cursor = self.tokens_seen = 0
+        self.guard = Guard(config.resilience, self.optimizer.device)
+        self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
+
+        self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
+        self.save_late = False
         self.identity = setup.identity | {"data": self.data_name}
+        self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in setup.parameter_names}
         if saved is not None:
             self._resume(saved)
+        self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device)
+        self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         self._write_down()
         self._describe(setup, repeats)
-        self.metrics = Metrics(
+        self.open_metrics = partial(
+            Metrics,
             config.metrics,
             self.folder if dist.get_rank() == 0 else None,
             device,
-            first_step=self.steps_done,
             steps=training.steps,
             ranks=dist.get_world_size(),
             flops_per_token=setup.flops_per_token,
             peak_flops=devices.peak_flops(device, training.compute_dtype),
         )
+        self.metrics = self.open_metrics(first_step=self.steps_done)
 
     def _make_step(self, setup: Setup) -> Step:
         training = self.config.training
@@ -163,63 +202,115 @@ class Trainer:
 
     # ------------------------------------------------------------ the loop
 
-    def train(self) -> None:
-        """Train up to training.steps."""
+    def train(self, stop_request: StopRequest | None = None) -> None:
+        """Train up to training.steps, or until some rank is asked to stop. Raises Stuck and SaveFailed."""
         config = self.config
         steps = config.training.steps
         batches = self._batches()
+        stopped = False
         self.metrics.start()
         try:
-            while self.steps_done < steps:
+            while self.steps_done < steps and not stopped:
                 rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
-                result = self.train_step(batches, rate)
+                result = self.train_step(batches, rate, stop_request is not None and stop_request.requested)
                 self._count_step()
-                self._after_step(result, rate)
+                self.verdicts.put(self.steps_done, self.cursor, result.verdict)
+                verdicts = self.verdicts.read(now=self._anything_due())
+                if any(verdict.stop for verdict in verdicts):
+                    verdicts += self.verdicts.read(now=True)
+                    stopped = not verdicts[-1].left_out  # else the next step decides whether the state is good
+                if verdicts and must_go_back(config.resilience, verdicts[-1], self.rollbacks):
+                    batches = self._roll_back(verdicts[-1])
+                else:
+                    self._after_step(result, rate, verdicts, stopped)
+            self._record_saves(self.saver.wait())
         finally:
+            self.saver.close()
             self.metrics.close()
-        logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
+        if self.steps_done < steps:
+            logging.info(
+                f"stopped as asked at step {self.steps_done}, which is saved; the same command goes on from there"
+            )
+        else:
+            logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
 
-    def _after_step(self, result: StepResult, rate: float) -> None:
-        """Record, evaluate and save where it is due."""
-        recorded = self.metrics.due(self.steps_done)
-        evaluated = self.held_out is not None and self._due(self.config.evaluation.interval_steps)
-        saved = self._due(self.config.checkpoint.interval_steps)
-        if recorded:
+    def _after_step(self, result: StepResult, rate: float, verdicts: Sequence[Verdict], stopped: bool) -> None:
+        """Record, evaluate and save where it is due. verdicts: what is newly known; of this step too, if anything is due."""
+        if self.metrics.due(self.steps_done):
             training = self.config.training
             self.metrics.record_training(
                 self.steps_done,
-                loss=result.loss.item(),
-                grad_norm=result.grad_norm.item(),
+                loss=verdicts[-1].loss,
+                grad_norm=verdicts[-1].grad_norm,
                 learning_rate=rate,
                 num_targets=int(result.num_targets.item()),
                 tokens_seen=self.tokens_seen,
                 tokens=training.global_batch_size * training.seq_len,
+                left_out=verdicts[-1].total,
             )
-        if recorded or evaluated or saved:
-            self._require_finite(result)
-        if evaluated:
-            self.evaluate(self.held_out)
-        if saved:
-            self.save()
+        if self._evaluation_due():
+            with self.watchdog.paused():
+                self.evaluate(self.held_out)
+        if stopped or self._save_due():
+            self._save_if_good(verdicts[-1], last=stopped or self.steps_done == self.config.training.steps)
+        else:
+            with self._failures():
+                self._record_saves(self.saver.finished())
 
-    def train_step(self, batches: Iterator[Batch], rate: float) -> StepResult:
-        """One optimizer step over grad_accum microbatches. rate: learning rate."""
+    def _anything_due(self) -> bool:
+        return self.metrics.due(self.steps_done) or self._evaluation_due() or self._save_due()
+
+    def _evaluation_due(self) -> bool:
+        return self.held_out is not None and self._due(self.config.evaluation.interval_steps)
+
+    def _save_due(self) -> bool:
+        return self.save_late or self._due(self.config.checkpoint.interval_steps)
+
+    def _save_if_good(self, verdict: Verdict, last: bool) -> None:
+        """What gave no number may be what the update before has left behind: such a state is not saved, but the next good
+        one."""
+        self.save_late = verdict.left_out and not verdict.spiked
+        if not self.save_late:
+            with self.watchdog.paused():
+                self.save()
+        elif last:
+            raise Stuck(f"{verdict}; stopped, and this state is not saved")
+
+    def _roll_back(self, verdict: Verdict) -> Iterator[Batch]:
+        """Go back to the newest checkpoint. Returns the batches from there on, without the samples of the updates that were
+        left out."""
+        self._record_saves(self.saver.wait())
+        saved = checkpoint.find(self.saver.folder)
+        if saved is None:
+            raise Stuck(f"{verdict}; there is no checkpoint to go back to")
+        size = verdict.in_a_row * self.config.training.global_batch_size
+        first, last = self.order.place(np.array([verdict.cursor - size, verdict.cursor - 1])).tolist()
+        passed_over = add_range(self.order.passed_over, (first, last + 1))
+        logging.warning(
+            f"{verdict}; going back to step {saved.state['step']}, and passing over samples {first} to {last}"
+        )
+        self.rollbacks += 1
+        self.verdicts.read(now=True)
+        with self.watchdog.paused():
+            self._resume(saved)
+        self.order = replace(self.order, passed_over=tuple(passed_over))
+        self.metrics.close()
+        self.metrics = self.open_metrics(first_step=self.steps_done)
+        self.metrics.start()
+        return self._batches()
+
+    def train_step(self, batches: Iterator[Batch], rate: float, stop: bool = False) -> StepResult:
+        """One optimizer step over grad_accum microbatches. rate: learning rate; stop: whether this rank was asked to."""
         self.optimizer.zero_grad()
         with self.metrics.watch.on("data", synchronize=False):
             microbatches = [next(batches) for _ in range(self.cut.grad_accum)]
         num_targets = count_targets(microbatches, self.batch_group)
         loss = self.step(microbatches, num_targets)
-        grad_norm = self.optimizer.clip(self.config.training.max_norm)
-        self.optimizer.step(rate)
-        return StepResult(loss, grad_norm, num_targets)
-
-    def _require_finite(self, result: StepResult) -> None:
-        """Looked at where the host waits for the device anyway: at records, and before an evaluation or a checkpoint."""
-        if not (math.isfinite(result.loss.item()) and math.isfinite(result.grad_norm.item())):
-            raise NotFinite(
-                f"step {self.steps_done}: loss {result.loss.item()}, gradient norm {result.grad_norm.item()}; stopped, "
-                "and this state is not saved. A lower learning rate or longer warm-up, from the last checkpoint, may help"
-            )
+        grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
+        left_out, verdict = self.guard.judge(loss, grad_norm, votes)
+        self.saver.before_update()
+        self.optimizer.step(rate, skip=left_out)
+        return StepResult(loss, grad_norm, num_targets, verdict)
 
     def _batches(self) -> Iterator[Batch]:
         pin_memory = self.device.type != "cpu"
@@ -235,6 +326,7 @@ class Trainer:
         self.cursor += training.global_batch_size
         self.tokens_seen += training.global_batch_size * training.seq_len
         self.metrics.after_step()
+        self.watchdog.after_step(self.steps_done)
 
     def _due(self, interval: int) -> bool:
         """Every interval steps and after the last one."""
@@ -265,7 +357,8 @@ class Trainer:
     def _tensors(self) -> dict[str, Tensor]:
         """Everything of a run that is a tensor, by its name in a checkpoint."""
         tensors = {f"model/{name}": p.detach() for name, p in self.parameters.items()}
-        return tensors | {f"optimizer/{name}": t for name, t in self.optimizer.state().items()}
+        tensors |= {f"optimizer/{name}": t for name, t in self.optimizer.state().items()}
+        return tensors | {f"guard/{name}": t for name, t in self.guard.state().items()}
 
     def save(self) -> None:
         random = devices.random_state(self.device)
@@ -275,14 +368,42 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "world_size": dist.get_world_size(),
             "identity": self.identity,
+            "passed_over": self.order.passed_over,
             "random": sorted(random),
         }
+        about = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | self._versions()
+        texts = {"train_state.json": json.dumps(state, indent=1), "config.toml": to_toml(self.config)}
         tensors = self._tensors() | {f"random/{dist.get_rank()}/{name}": t for name, t in random.items()}
         self.metrics.flush()
-        with self.metrics.watch.on("checkpoint") as lap:
-            saved = checkpoint.save(self.folder / "checkpoints", self.steps_done, tensors, state, to_toml(self.config))
-        logging.info(f"saved {saved} in {lap.seconds:.1f} s")
-        self.metrics.record_event({"kind": "checkpoint", "step": self.steps_done, "blocked_s": lap.seconds})
+        with self._failures():
+            with self.metrics.watch.on("checkpoint"):
+                finished = self.saver.save(self.steps_done, tensors, texts, about)
+            self._record_saves(finished)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """A save that fails does not end the run, unless it is the last one, or so set."""
+        try:
+            yield
+        except LostWriter:
+            raise
+        except SaveFailed as failure:
+            if self.config.checkpoint.on_failure == "stop" or self.steps_done == self.config.training.steps:
+                raise
+            logging.warning(f"{failure}; the checkpoints before are whole, and the next is written when it is due")
+
+    def _record_saves(self, finished: Sequence[Finished]) -> None:
+        for save in finished:
+            beside = f" + {save.background_s:.1f} s beside training" if save.background_s else ""
+            logging.info(f"saved {save.path} in {save.blocked_s:.1f} s{beside}")
+            self.metrics.record_event(
+                {
+                    "kind": "checkpoint",
+                    "step": checkpoint.step_of(save.path),
+                    "blocked_s": save.blocked_s,
+                    "background_s": save.background_s,
+                }
+            )
 
     def _resume(self, saved: Saved) -> None:
         """Take over everything that a checkpoint holds."""
@@ -293,24 +414,23 @@ class Trainer:
         fresh = devices.random_state(self.device)
         random = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
         prefix = f"random/{dist.get_rank()}/"
-        checkpoint.load(saved.path, self._tensors() | {prefix + name: t for name, t in random.items()})
+        tensors = self._tensors() | {prefix + name: t for name, t in random.items()}
+        checkpoint.load(saved.path, tensors, self.stored_names | {"guard", "random"})
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
+        self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         ranks = state["world_size"]
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
+        if saved.rollback:
+            from_rank_0(lambda: checkpoint.abandon_newer(saved))
 
     def _open_folder(self) -> None:
-        """What cannot be written is told now, not after the work."""
-
         def work() -> None:
-            try:
+            with _writing():
                 for folder in ("checkpoints", "tb"):
                     (self.folder / folder).mkdir(parents=True, exist_ok=True)
                 for file in ("metrics.jsonl", "config.toml", "environment.json"):
                     (self.folder / file).open("a").close()
-            except OSError as error:
-                rule = f"{error.filename} cannot be written ({error.strerror})"
-                raise ConfigError("run.output_folder", rule) from None
 
         from_rank_0(work)
 
@@ -318,14 +438,15 @@ class Trainer:
         """The configuration and what it runs on, when nothing can be refused any more."""
         if dist.get_rank() == 0:
             (self.folder / "config.toml").write_text(to_toml(self.config))
-            environment = {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
+            environment = self._versions() | {
                 "platform": platform.platform(),
                 "device": devices.name(self.device),
                 "world_size": dist.get_world_size(),
             }
             (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))
+
+    def _versions(self) -> dict[str, str]:
+        return {"python": platform.python_version(), "torch": torch.__version__}
 
     def _describe(self, setup: Setup, repeats: bool) -> None:
         """Say what runs on what."""

@@ -92,3 +92,11 @@ def test_held_out_batches_come_even_on_all_ranks(ranks):
         label for batches in per_rank for b in batches for label in b.labels.flatten().tolist() if label != IGNORED
     ]
     assert sorted(targets) == list(range(1, 7 * SEQ + 1))
+
+
+def test_samples_that_are_passed_over_are_left_out_of_the_order():
+    whole = SampleOrder(10, seed=1, shuffle=True)
+    some = SampleOrder(10, seed=1, shuffle=True, passed_over=((3, 5), (8, 14)))
+    places = [p for p in range(40) if not (3 <= p < 5 or 8 <= p < 14)]
+    assert some(np.arange(len(places))).tolist() == whole(np.array(places)).tolist()
+    assert some.place(np.arange(len(places))).tolist() == places

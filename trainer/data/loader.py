@@ -18,6 +18,7 @@ from trainer.batch import Batch
 from trainer.config import DataConfig
 from trainer.data.order import permute
 from trainer.data.packing import WrappedSamples
+from trainer.system import leave_signals_to_parent
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,19 @@ class SampleOrder:
     num_samples: int
     seed: int
     shuffle: bool
+    passed_over: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of places that are left out on purpose, in order."""
+
+    def place(self, consumed: np.ndarray) -> np.ndarray:
+        """Places in the order of all samples, of places in the order without those that are passed over. int64."""
+        place = consumed.copy()
+        for start, stop in self.passed_over:
+            place += (place >= start) * (stop - start)
+        return place
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Numbers of the samples at these places of the global order. int64."""
-        epoch, place = np.divmod(index, self.num_samples)
+        """Numbers of the samples at these places of the order without those that are passed over. int64."""
+        epoch, place = np.divmod(self.place(index), self.num_samples)
         if not self.shuffle:
             return place
         result = np.empty_like(place)
@@ -99,6 +109,7 @@ def training_batches(
             batch_size=None,
             sampler=_LeafSampler(cut, cursor),
             pin_memory=pin_memory,
+            worker_init_fn=leave_signals_to_parent,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
             **workers,
         )

@@ -1,0 +1,195 @@
+"""Updates that are left out, and what follows."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts.gloo_pool import RankError
+from tests.runs import RecordingTrainer, hash_of, leaves_of_step, records
+from trainer.config import ResilienceConfig
+from trainer.load_config import load_config
+from trainer.resilience import WINDOW, Guard, Stuck, Verdict, Verdicts, add_range, must_go_back, parse_collectives
+from trainer.setup import set_up
+from trainer.trainer import resume_point
+
+CPU = torch.device("cpu")
+
+
+def judged(config, pairs):
+    """Whether each (loss, norm) is left out, by the guard."""
+    guard, verdicts = Guard(config, CPU), Verdicts(late=False)
+    for step, (loss, norm) in enumerate(pairs, start=1):
+        left_out, verdict = guard.judge(torch.tensor(loss), torch.tensor(norm), torch.tensor(0.0))
+        verdicts.put(step, 0, verdict)
+        (read,) = verdicts.read(now=False)
+        assert read.left_out == left_out.item()
+        yield read
+
+
+def test_what_is_no_number_is_left_out_and_counted():
+    nan, inf = float("nan"), float("inf")
+    pairs = [(1.0, 1.0), (nan, 1.0), (1.0, inf), (1.0, 1.0), (-inf, nan)]
+    verdicts = list(judged(ResilienceConfig(), pairs))
+    assert [v.left_out for v in verdicts] == [False, True, True, False, True]
+    assert [(v.in_a_row, v.total) for v in verdicts] == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 3)]
+    assert not any(v.spiked for v in verdicts)
+
+
+def test_spikes_are_those_of_the_definition():
+    draw = np.random.default_rng(0)
+    pairs = [(float(a), float(b)) for a, b in zip(draw.normal(3, 0.1, 400), draw.normal(1, 0.05, 400), strict=True)]
+    for place in (10, 150, 151, 300):
+        pairs[place] = (pairs[place][0], 1e4)
+    pairs[200] = (9.0, 1.0)
+    accepted, expected = [], []
+    for pair in pairs:
+        pair = np.float32(pair)
+        recent = np.array(accepted[-WINDOW:])
+        high = len(accepted) >= 32 and bool((pair > recent.mean(0) + 6 * recent.std(0)).any())
+        expected.append(high)
+        if not high:
+            accepted.append(pair)
+    verdicts = list(judged(ResilienceConfig(loss_spike="skip"), pairs))
+    assert [v.spiked for v in verdicts] == expected
+    assert [n for n, v in enumerate(verdicts) if v.spiked] == [150, 151, 200, 300]
+
+
+def verdict(**given):
+    usual = {"step": 9, "cursor": 0, "stop": False, "left_out": True, "spiked": False, "in_a_row": 1, "total": 1}
+    return Verdict(**usual | {"loss": 2.0, "grad_norm": float("nan")} | given)
+
+
+def test_what_follows_is_as_set():
+    stop, back = ResilienceConfig(max_left_out=3), ResilienceConfig(max_left_out=3, after_left_out="rollback")
+    assert not must_go_back(stop, verdict(in_a_row=2), 0)
+    with pytest.raises(Stuck, match="step 9: loss 2, gradient norm nan; 3 updates in a row were left out: stopped"):
+        must_go_back(stop, verdict(in_a_row=3), 0)
+    assert must_go_back(back, verdict(in_a_row=3), 2)
+    with pytest.raises(Stuck, match="again, after 3 rollbacks: stopped"):
+        must_go_back(back, verdict(in_a_row=3), 3)
+    assert must_go_back(ResilienceConfig(loss_spike="rollback"), verdict(spiked=True), 0)
+    assert not must_go_back(ResilienceConfig(loss_spike="skip"), verdict(spiked=True), 0)
+
+
+def test_a_late_reader_reads_all_but_the_last_step():
+    verdicts = Verdicts(late=True)
+    for step in (1, 2, 3):
+        verdicts.put(step, 0, torch.zeros(7, dtype=torch.float64))
+    assert [v.step for v in verdicts.read(now=False)] == [1, 2]
+    assert [v.step for v in verdicts.read(now=True)] == [3]
+
+
+def test_ranges_that_touch_become_one():
+    assert add_range([], (3, 5)) == [(3, 5)]
+    assert add_range([(3, 5), (9, 12)], (5, 7)) == [(3, 7), (9, 12)]
+    assert add_range([(3, 5), (9, 12)], (4, 10)) == [(3, 12)]
+    assert add_range([(3, 5)], (0, 1)) == [(0, 1), (3, 5)]
+
+
+def test_a_collective_that_has_not_ended_is_named():
+    trace = {
+        "pg_status": {
+            "0": {"last_enqueued_collective": "7", "last_completed_collective": "6"},
+            "1": {"last_enqueued_collective": "3", "last_completed_collective": "3"},
+        },
+        "entries": [{"pg_id": 0, "collective_seq_id": 7, "profiling_name": "gloo:all_reduce"}],
+    }
+    assert parse_collectives(json.dumps(trace)) == ["waiting in gloo:all_reduce, number 7 of process group 0"]
+    assert parse_collectives("") == []
+
+
+# ------------------------------------------------------------ whole runs
+
+
+class Injured(RecordingTrainer):
+    """The gradients of the last rank are scaled at some steps; others may leave out updates that are good."""
+
+    def train_step(self, batches, rate, stop=False):
+        number = self.steps_done + 1
+        clip, judge = self.optimizer.clip, self.guard.judge
+
+        def injured(max_norm, vote):
+            if number in self.injured and dist.get_rank() == dist.get_world_size() - 1 and not self.rollbacks:
+                next(iter(self.parameters.values())).grad.mul_(self.scale)
+            return clip(max_norm, vote)
+
+        def removed(loss, grad_norm, votes):
+            left_out, verdict = judge(loss, grad_norm, votes)
+            return left_out | (number in self.removed), verdict
+
+        self.optimizer.clip, self.guard.judge = injured, removed
+        try:
+            return super().train_step(batches, rate, stop)
+        finally:
+            self.optimizer.clip, self.guard.judge = clip, judge
+
+
+def train(argv, injured=(), scale=float("nan"), removed=()):
+    config = load_config(argv)
+    setup = set_up(config, dist.get_world_size())
+    trainer = Injured(config, setup, CPU, resume_point(config, setup))
+    trainer.leaves, trainer.injured, trainer.scale, trainer.removed = [], injured, scale, removed
+    trainer.train()
+    tensors = {name: t for name, t in trainer._tensors().items() if not name.startswith("guard/")}
+    return hash_of(tensors), trainer.leaves, trainer.order.passed_over
+
+
+def run(ranks, size, tiny, folder, *more, **injury):
+    argv = [*tiny, "--run.output_folder", str(folder.parent), "--run.name", folder.name, *more]
+    return ranks(size).run(train, argv, *injury.values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_with_nan_on_one_rank_is_as_if_its_update_were_removed(ranks, tiny, tmp_path, size):
+    more = ["--training.steps", "5"]
+    one = run(ranks, size, tiny, tmp_path / "nan", *more, injured=(3,))
+    other = run(ranks, size, tiny, tmp_path / "removed", *more, injured=(), scale=1.0, removed=(3,))
+    assert one[0][0] == other[0][0]
+    assert [r["grad_norm"] is None for r in records(tmp_path / "nan")] == [False, False, True, False, False]
+    assert records(tmp_path / "nan")[-1]["updates_left_out"] == 1
+
+
+def test_a_checkpoint_that_is_due_at_a_bad_step_is_written_at_the_next_good_one(ranks, tiny, tmp_path):
+    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "6", "--checkpoint.interval_steps", "3", injured=(3,))
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000006"]
+
+
+ROLLBACK = ["--training.steps", "6", "--resilience.max_left_out", "2", "--resilience.after_left_out", "rollback"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_path, size):
+    results = run(ranks, size, tiny, tmp_path / "run", *ROLLBACK, "--checkpoint.interval_steps", "2", injured=(4, 5))
+    plain = run(ranks, size, tiny, tmp_path / "plain", "--training.steps", "8")
+
+    class Seen:
+        def __init__(self, leaves):
+            self.leaves = leaves
+
+    def steps(of_ranks, numbers):
+        seen = [Seen(leaves) for _, leaves, _ in of_ranks]
+        return [leaves_of_step(seen, number) for number in numbers]
+
+    # Steps 1 to 5 are made, 4 and 5 are bad; back to step 2; what follows has the samples of steps 3, 6, 7, 8.
+    assert steps(results, range(9)) == steps(plain, [0, 1, 2, 3, 4, 2, 5, 6, 7])
+    assert results[0][2] == ((48, 80),)
+    assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "train_state.json").read_text())
+    assert (state["passed_over"], state["cursor"]) == ([[48, 80]], 96)
+
+
+def test_a_run_without_a_checkpoint_to_go_back_to_stops(ranks, tiny, tmp_path):
+    with pytest.raises(RankError, match="there is no checkpoint to go back to"):
+        run(ranks, 1, tiny, tmp_path / "run", *ROLLBACK, injured=(1, 2))
+
+
+def test_a_spike_is_left_out_or_rolled_back(ranks, tiny, tmp_path):
+    more = ["--training.steps", "40", "--checkpoint.interval_steps", "10", "--metrics.log_every", "100"]
+    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--resilience.loss_spike", "skip", injured=(38,), scale=1e4)
+    assert len(skipped[0][1]) == 40 and records(tmp_path / "s")[-1]["updates_left_out"] == 1
+    back = run(ranks, 2, tiny, tmp_path / "b", *more, "--resilience.loss_spike", "rollback", injured=(38,), scale=1e4)
+    assert len(back[0][1]) == 48 and back[0][2] == ((37 * 16, 38 * 16),)

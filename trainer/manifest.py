@@ -1,0 +1,114 @@
+"""What a folder must hold, file by file and by content. The manifest is written last, so a folder without one was never
+finished."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.system import write_durably
+
+NAME = "manifest.json"
+_LARGEST = 64 * 2**20
+"""Bytes. A file that claims to be larger is none of ours, and is not read."""
+_BLOCK = 2**22
+
+
+class Damaged(Exception):
+    """One line: the file at fault, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class File:
+    size: int
+    digest: str
+    """xxh3_128 of the content: it tells damage, not forgery. Who can write a file can write its manifest too."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: Mapping[str, File]
+    about: Mapping[str, Any]
+    """For people: step, tokens, versions."""
+
+
+def digest_of(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    write_durably(folder / NAME, _text(asdict(manifest)))
+
+
+def _text(content: Any) -> str:
+    """The one way to write a content: any other text, even another space, is damage."""
+    body = json.dumps(content, indent=1, sort_keys=True)
+    return json.dumps(
+        {"digest": xxhash.xxh3_128_hexdigest(body.encode()), "content": content}, indent=1, sort_keys=True
+    )
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a folder that holds exactly its files, in their sizes; their content is not looked at. Names that
+    begin with a dot are the file system's. Raises Damaged."""
+    text = read_text(folder / NAME, _LARGEST)
+    try:
+        content = json.loads(text)["content"]
+        if text != _text(content):
+            raise ValueError
+        files = {str(name): File(int(f["size"]), str(f["digest"])) for name, f in content["files"].items()}
+        manifest = Manifest(files, dict(content["about"]))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{NAME} is not what was written") from None
+    for name, file in files.items():
+        _require_file(folder, name, file.size)
+    others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, NAME}
+    if others:
+        raise Damaged(f"{min(others)} does not belong to it")
+    return manifest
+
+
+def _require_file(folder: Path, name: str, size: int) -> None:
+    if not name or not name.isprintable() or name.startswith(".") or Path(name).name != name or "\\" in name:
+        raise Damaged(f"{NAME} names {name!r}, which is no name of a file in it")
+    path = folder / name
+    if path.is_symlink():
+        raise Damaged(f"{name} is a link, which may lead anywhere")
+    if not path.is_file():
+        raise Damaged(f"{name} is missing")
+    if path.stat().st_size != size:
+        raise Damaged(f"{name} has {path.stat().st_size} bytes of {size}")
+
+
+def read_text(path: Path, largest: int) -> str:
+    """largest: bytes. Raises Damaged for what cannot be read as text, or is larger."""
+    try:
+        if path.stat().st_size > largest:
+            raise Damaged(f"{path.name} has {path.stat().st_size} bytes, more than any of its kind")
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise Damaged(f"{path.name} is no text") from None
+
+
+def problem(folder: Path, share: tuple[int, int] = (0, 1)) -> str:
+    """What is wrong with the folder, in one line, or "". share: (i, n): of the contents, look at every n-th file from the
+    i-th on only."""
+    try:
+        manifest = read(folder)
+        for name in sorted(manifest.files)[share[0] :: share[1]]:
+            if digest_of(folder / name) != manifest.files[name].digest:
+                raise Damaged(f"{name} has another content than was written")
+    except Damaged as damage:
+        return str(damage)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    return ""

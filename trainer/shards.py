@@ -1,0 +1,366 @@
+"""Sharded tensors in files, for torch.distributed.checkpoint: safetensors files and a JSON index, so that nothing that is
+loaded can run code, as the pickles of torch's own writer could.
+
+    rank-00000.safetensors ...    what each rank holds, under "<name>" or, for a part of a tensor, "<name>@<offsets>"
+    index.json                    dtype, shape and parts of each tensor
+"""
+
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from trainer import logging
+from trainer.manifest import Damaged, File, digest_of, read_text
+
+INDEX = "index.json"
+_LARGEST_INDEX = 4 * 2**30
+
+# torch's names -> those of safetensors (https://github.com/huggingface/safetensors, "Format").
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
+
+_PASSING = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
+"""Errors of a file system that may be gone a moment later."""
+_ATTEMPTS = 4
+
+
+# ---------------------------------------------------------------- one safetensors file
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file that is written piece by piece."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[Tensor]]
+    """Gives its content, in row-major order, when it is written."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(path: Path, entries: Iterable[Entry], about: Mapping[str, str]) -> File:
+    """Write and sync a file that never exists in memory as a whole, and read it back. Raises OSError."""
+    entries = list(entries)
+    end, header = 0, {"__metadata__": dict(about)} if about else {}
+    for entry in entries:
+        start, end = end, end + entry.num_bytes
+        header[entry.name] = {
+            "dtype": SAFETENSORS_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("wb") as file:
+        for block in _blocks(len(text).to_bytes(8, "little") + text, entries):
+            file.write(block)
+            digest.update(block)
+            size += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that what is read back comes from the disk
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    written = File(size, digest.hexdigest())
+    if path.stat().st_size != size or digest_of(path) != written.digest:
+        raise OSError(errno.EIO, "what was written reads back as something else", str(path))
+    return written
+
+
+def _blocks(head: bytes, entries: Iterable[Entry]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for entry in entries:
+        for piece in entry.pieces():
+            assert piece.dtype == entry.dtype, entry.name
+            flat = piece.detach().to("cpu").contiguous().flatten()
+            if flat.numel():
+                yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def with_patience(write: Callable[[], Any]) -> Any:
+    """The result of write, tried again after errors that may pass. Raises OSError."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in _PASSING or attempt == _ATTEMPTS:
+                raise
+            logging.warning(f"{error.filename}: {error.strerror}; attempt {attempt} of {_ATTEMPTS}")
+            time.sleep(0.25 * 2**attempt)
+    raise AssertionError
+
+
+# ---------------------------------------------------------------- saving
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a tensor, as it stands in a file."""
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    written: File | None = None
+    """Of the whole file; said once, with its first part."""
+
+    def key(self, name: str, whole: tuple[int, ...]) -> str:
+        return name if self.shape == whole else f"{name}@{','.join(map(str, self.offsets))}"
+
+
+def plan_of(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
+    """What this rank has to write, without the content: the layout of tensors, which may be DTensors."""
+    return create_default_local_save_plan(dict(tensors), is_coordinator)
+
+
+def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of them this rank holds."""
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+class Planner(DefaultSavePlanner):
+    """Writes what plan_of planned, from the content of this rank or a copy of it."""
+
+    def __init__(self, plan: SavePlan, contents: Mapping[str, Tensor]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.plan = plan
+        self.contents = contents
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.contents[write_item.index.fqn]
+
+
+class ShardWriter(StorageWriter):
+    """Writes the tensors; what becomes of the folder then is up to `commit`."""
+
+    def __init__(self, folder: Path, commit: Callable[[dict[str, File]], None]):
+        """commit: called on the first rank with every file that was written, when all ranks have written theirs."""
+        self.folder = folder
+        self.commit = commit
+        self.rank = 0
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.rank = kwargs.get("rank", 0)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"rank-{self.rank:05d}.safetensors"
+        parts = [
+            _Part(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+            for item in plan.items
+        ]
+        entries = [
+            Entry(
+                name=part.key(item.index.fqn, tuple(item.tensor_data.size)),
+                dtype=item.tensor_data.properties.dtype,
+                shape=part.shape,
+                pieces=lambda item=item: (planner.resolve_data(item),),
+            )
+            for item, part in zip(plan.items, parts, strict=True)
+        ]
+        results = []
+        if entries:
+            written = with_patience(lambda: write_safetensors(self.folder / name, entries, {}))
+            parts[0] = _Part(parts[0].file, parts[0].offsets, parts[0].shape, written)
+            results = [
+                WriteResult(item.index, entry.num_bytes, part)
+                for item, entry, part in zip(plan.items, entries, parts, strict=True)
+            ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        files, parts = {}, {}
+        for result in (result for of_rank in results for result in of_rank):
+            part = result.storage_data
+            if part.written is not None:
+                files[part.file] = part.written
+            parts.setdefault(result.index.fqn, []).append(
+                {"file": part.file, "offsets": part.offsets, "shape": part.shape}
+            )
+        index = {
+            name: {
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
+                "parts": parts[name],
+            }
+            for name, tensor in metadata.state_dict_metadata.items()
+        }
+        path = self.folder / INDEX
+        with_patience(lambda: path.write_text(json.dumps(index)))
+        files[INDEX] = File(path.stat().st_size, digest_of(path))
+        self.commit(files)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the index."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[_Part, ...]
+
+
+def read_index(folder: Path) -> dict[str, Stored]:
+    """name -> what is stored of it. Raises Damaged for what cannot be an index, or names files outside the folder."""
+    text = read_text(folder / INDEX, _LARGEST_INDEX)
+    try:
+        return {name: _stored(raw) for name, raw in json.loads(text).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise Damaged(f"{INDEX} is not an index of tensors") from None
+
+
+def _stored(raw: Mapping[str, Any]) -> Stored:
+    shape = _numbers(raw["shape"])
+    parts = tuple(_Part(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
+    for part in parts:
+        if Path(part.file).name != part.file or part.file.startswith("."):
+            raise ValueError
+        if not len(part.offsets) == len(part.shape) == len(shape):
+            raise ValueError
+    if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+        raise ValueError
+    return Stored(_DTYPES[raw["dtype"]], shape, parts)
+
+
+def _numbers(raw: Any) -> tuple[int, ...]:
+    if not all(type(n) is int and 0 <= n < 2**63 for n in raw):
+        raise ValueError
+    return tuple(raw)
+
+
+class ShardReader(StorageReader):
+    """Reads of each file just the parts of tensors that a rank asks for. Raises Damaged."""
+
+    def __init__(self, folder: Path, index: Mapping[str, Stored]):
+        self.folder = folder
+        self.index = index
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            state_dict_metadata={
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=stored.dtype),
+                    size=torch.Size(stored.shape),
+                    chunks=[
+                        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in stored.parts
+                    ],
+                )
+                for name, stored in self.index.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[str, list] = {}
+        for item in plan.items:
+            wanted.setdefault(self._part(item.storage_index).file, []).append(item)
+        for file, items in wanted.items():
+            try:
+                with safe_open(self.folder / file, framework="pt") as tensors:
+                    for item in items:
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(self._read(tensors, item))
+                        planner.commit_tensor(item, target)
+            except (SafetensorError, OSError, ValueError) as error:
+                raise Damaged(f"{file}: {error}") from None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _part(self, index: MetadataIndex) -> _Part:
+        parts = self.index[index.fqn].parts
+        offsets = tuple(index.offset or ())
+        if index.index is not None and parts[index.index].offsets == offsets:
+            return parts[index.index]
+        return next(part for part in parts if part.offsets == offsets)
+
+    def _read(self, tensors: Any, item: Any) -> Tensor:
+        name = item.storage_index.fqn
+        stored, part = self.index[name], self._part(item.storage_index)
+        key = part.key(name, stored.shape)
+        if not part.shape:
+            return tensors.get_tensor(key)
+        ranges = zip(item.storage_offsets, item.lengths, strict=True)
+        return tensors.get_slice(key)[tuple(slice(start, start + length) for start, length in ranges)]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
