@@ -16,8 +16,9 @@ def run(config: Config) -> int:
     from trainer import device, distributed, logging
     from trainer.checkpoint import SaveFailed
     from trainer.resilience import StopRequest, Stuck
+    from trainer.run_folder import claim, resume_point
     from trainer.setup import set_up
-    from trainer.trainer import Trainer, claim, resume_point
+    from trainer.trainer import Trainer
 
     with one_line_errors(config):
         setup = set_up(config, distributed.world_size())

@@ -66,9 +66,28 @@ class ParallelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HuggingFace:
+    """How Hugging Face's libraries write the network."""
+
+    name: Callable[[str], str]
+    """The name there of a parameter of ours."""
+    turned: Callable[[str], bool]
+    """Whether the rows of this parameter stand in another order there, head by head."""
+    rows_to: Callable[[Tensor, int], Tensor]
+    """(rows of whole heads, head_dim) -> the same in the order there."""
+    rows_from: Callable[[Tensor, int], Tensor]
+    config: Callable[[Any, int], dict[str, Any]]
+    """(sizes, seq_len) -> config.json, as far as the network decides it."""
+    sizes: Callable[[Mapping[str, Any]], Any]
+    """config.json -> sizes. Raises ValueError for another network."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model family. Sizes are frozen dataclasses with at least `vocab_size` and `dim`; bad dimensions raise SizeError."""
+    """A model family. Sizes are frozen dataclasses with at least `vocab_size`, `dim` and `head_dim`; bad dimensions raise
+    SizeError."""
 
     network: Callable[[Any], Network]
     sizes: Mapping[str, Any]
     plan: Callable[[Any], ParallelPlan]
+    huggingface: HuggingFace

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scripts.arguments import Arguments, count
+from scripts.arguments import Arguments, count, positive
 from scripts.gloo_pool import GlooPool
 from scripts.operators import Memory
 from trainer.config import CheckpointConfig
@@ -152,7 +152,7 @@ def main() -> None:
     loss.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
     loss.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     checkpoint = kinds.add_parser("checkpoint")
-    checkpoint.add_argument("--gib", type=float, default=1.2)
+    checkpoint.add_argument("--gib", type=positive, default=1.2)
     checkpoint.add_argument("--ranks", type=count, default=2)
     checkpoint.add_argument("--repeats", type=count, default=7)
     checkpoint.add_argument("--folder")

@@ -42,17 +42,9 @@ def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=num_ranks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    byte_of = _byte_of_letter()
+    byte_of = {letter: byte for byte, letter in letters().items()}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return [bytes(byte_of[letter] for letter in token) for token, _ in vocabulary]
-
-
-def _byte_of_letter() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable letter: itself where it is one, else the next free one from 256 on
-    (Radford et al. 2019, GPT-2)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def main() -> None:

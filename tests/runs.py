@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer.device import random_state
 from trainer.load_config import load_config
+from trainer.run_folder import resume_point
 from trainer.setup import set_up
-from trainer.trainer import Trainer, resume_point
+from trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None):
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = {"step": step, "cursor": 0, "identity": IDENTITY}
     aside = checkpoint.prepare(folder, step)
-    texts = {"train_state.json": json.dumps(state), "config.toml": "[run]\n"}
-    request = Request(folder, step, texts, {"step": step}, keep, keep_every, aside)
+    files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
+    request = Request(folder, step, files, {"step": step}, keep, keep_every, aside)
     alone = dist.get_world_size() == 1
     plan = shards.plan_of(tensors, dist.get_rank() == 0)
     checkpoint.write(request, plan, shards.local_tensors(tensors), None if alone else dist.group.WORLD)

@@ -12,8 +12,8 @@ from tests.runs import RecordingTrainer, hash_of, leaves_of_step, records
 from trainer.config import ResilienceConfig
 from trainer.load_config import load_config
 from trainer.resilience import WINDOW, Guard, Stuck, Verdict, Verdicts, add_range, must_go_back, parse_collectives
+from trainer.run_folder import resume_point
 from trainer.setup import set_up
-from trainer.trainer import resume_point
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from trainer.saver import LostWriter, Saver
 from trainer.shards import read_index
 
 MODES = ["off", "thread", "process"]
-TEXTS = {"train_state.json": '{"step": 1, "cursor": 0, "identity": {}}'}
+FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "identity": {}}'}
 
 
 def saver_of(mode, folder):
@@ -28,7 +28,7 @@ def two_saves(mode, folder):
     tensors = {"model/w": torch.full((4,), 1.0), "model/b": torch.arange(3)}
     reported = []
     for step in (1, 2):
-        reported += saver.save(step, tensors, TEXTS, {})
+        reported += saver.save(step, tensors, FILES, {})
         saver.before_update()
         tensors["model/w"] += 1
         tensors["model/b"] += 1
@@ -59,7 +59,7 @@ def odd_tensors(mode, folder):
         "turned": torch.arange(12.0).view(3, 4).t(),
     }
     saver = saver_of(mode, folder)
-    saver.save(1, tensors, TEXTS, {})
+    saver.save(1, tensors, FILES, {})
     saver.wait()
     saver.close()
     index = read_index(folder / "step-00000001")
@@ -83,7 +83,7 @@ def failing(folder):
     tensors = {"model/w": torch.ones(4), "model/b": torch.arange(3)}
     original, shards.write_safetensors = shards.write_safetensors, no_space
     try:
-        saver.save(1, tensors, TEXTS, {})
+        saver.save(1, tensors, FILES, {})
         told = ""
         saver.running[3].exception()
     finally:
@@ -92,7 +92,7 @@ def failing(folder):
         saver.finished()
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-    saver.save(1, tensors, TEXTS, {})
+    saver.save(1, tensors, FILES, {})
     after = [finished.path.name for finished in saver.wait()]
     saver.close()
     return told, after
@@ -109,7 +109,7 @@ def killed(folder):
     tensors = {"model/w": torch.ones(4)}
     os.kill(saver.writer.process.pid, signal.SIGKILL)
     try:
-        saver.save(1, tensors, TEXTS, {})
+        saver.save(1, tensors, FILES, {})
         saver.wait()
     except LostWriter as error:
         return str(error)
@@ -122,7 +122,7 @@ def test_a_killed_writer_is_told(ranks, tmp_path):
 
 def bug(folder):
     saver = saver_of("off", folder)
-    saver.save(1, {"model/w": torch.ones(4, dtype=torch.complex64)}, TEXTS, {})
+    saver.save(1, {"model/w": torch.ones(4, dtype=torch.complex64)}, FILES, {})
 
 
 def test_a_bug_is_no_failed_save(ranks, tmp_path):

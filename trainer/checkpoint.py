@@ -6,6 +6,7 @@ checkpoints/
         index.json                   where each tensor's parts are
         train_state.json             step, data cursor, and what a run that resumes must have in common
         config.toml                  the resolved configuration
+        model.json, tokenizer.*      what the network is, and its tokenizer
         manifest.json                every file, its size and the hash of its content; written last (manifest.py)
     step-00000100.saving-...         a save that is not finished; nothing reads it
     step-00000100.old                what a second save of the step has just replaced; counts where that never came to its end
@@ -18,7 +19,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, SavePlan
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, SavePlan, StorageReader
 
 from trainer import logging, manifest
 from trainer.config import ConfigError
@@ -70,7 +71,7 @@ def find(folder: Path, load_step: int = 0) -> Saved | None:
     if rollback:
         return _find_step(folder, candidates, load_step)
     for path in candidates:
-        problem = verify(path)
+        problem = verify(path, of_run=True)
         if not problem:
             return Saved(path, _read_state(path))
         logging.warning(f"passed over {path}: {problem}")
@@ -87,7 +88,7 @@ def _find_step(folder: Path, candidates: list[Path], step: int) -> Saved:
     if path is None:
         there = ", ".join(str(step_of(path)) for path in reversed(candidates)) or "none"
         raise ConfigError("checkpoint.load_step", f"no such step in {folder}; there are: {there}")
-    problem = verify(path)
+    problem = verify(path, of_run=True)
     if problem:
         raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
     return Saved(path, _read_state(path), rollback=True)
@@ -106,10 +107,11 @@ def steps_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items(), reverse=True)]
 
 
-def verify(checkpoint: Path) -> str:
-    """What is wrong with it, or "", on all ranks together: each reads a share of the files, whole."""
+def verify(checkpoint: Path, of_run: bool = False) -> str:
+    """What is wrong with it, or "", on all ranks together: each reads a share of the files, whole. of_run: whether a run shall
+    go on from it."""
     mine = manifest.problem(checkpoint, (dist.get_rank(), dist.get_world_size()))
-    if not mine and dist.get_rank() == 0:
+    if of_run and not mine and dist.get_rank() == 0:
         mine = state_problem(checkpoint)
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, mine)
@@ -194,8 +196,8 @@ class Request:
 
     folder: Path
     step: int
-    texts: Mapping[str, str]
-    """Small files: name -> content."""
+    files: Mapping[str, bytes]
+    """Small ones: name -> content."""
     about: Mapping[str, Any]
     """For the manifest."""
     keep: int
@@ -284,8 +286,8 @@ def _collectives() -> Iterator[None]:
 def _commit(request: Request, files: dict[str, File]) -> None:
     """Everything is written: make it a checkpoint."""
     aside, final = request.aside, request.final
-    for name, text in request.texts.items():
-        with_patience(partial((aside / name).write_text, text))
+    for name, content in request.files.items():
+        with_patience(partial((aside / name).write_bytes, content))
         files[name] = File((aside / name).stat().st_size, manifest.digest_of(aside / name))
     for name in files:
         with_patience(partial(sync, aside / name))
@@ -342,32 +344,41 @@ def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
     """
     try:
         index = read_index(checkpoint)
-        _require_fit(checkpoint, index, tensors, expected)
-        no_dist = dist.get_world_size() == 1
-        reader = ShardReader(checkpoint, index)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _collectives():
-            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=no_dist)
     except Damaged as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
+    problems = [f"{name} belongs to no part of this run" for name in index if not _is_expected(name, expected)]
+    fill(checkpoint, ShardReader(checkpoint, index), index, tensors, problems=problems)
 
 
-def _require_fit(checkpoint: Path, index: Mapping[str, Stored], tensors: Tensors, expected: Collection[str]) -> None:
-    problems = []
+def fill(
+    folder: Path,
+    reader: StorageReader,
+    index: Mapping[str, Stored],
+    tensors: Tensors,
+    *,
+    cast: bool = False,
+    problems: Sequence[str] = (),
+) -> None:
+    """Fill the tensors from what the reader reads, on all ranks together. cast: whether another dtype may become that of the
+    tensor. Raises ConfigError, with the names of what does not fit and the problems that are known already."""
+    problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)
         if stored is None:
             problems.append(f"{name} is missing")
         elif stored.shape != tuple(tensor.shape):
             problems.append(f"{name} is {list(stored.shape)} there, {list(tensor.shape)} here")
-        elif stored.dtype != tensor.dtype:
+        elif stored.dtype != tensor.dtype and not cast:
             problems.append(f"{name} is {stored.dtype} there, {tensor.dtype} here")
-    for name in index:
-        if not _is_expected(name, expected):
-            problems.append(f"{name} belongs to no part of this run")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise ConfigError("", f"cannot load {checkpoint}: {'; '.join(problems[:5])}{more}")
+        raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with _collectives():
+            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=dist.get_world_size() == 1)
+    except Damaged as damage:
+        raise ConfigError("", f"{folder}: {damage}") from None
 
 
 def _is_expected(name: str, expected: Collection[str]) -> bool:

@@ -236,6 +236,12 @@ class CheckpointConfig:
     a run must succeed."""
     load_step: StepsOrZero = 0
     """Go back to this step, once: newer checkpoints of the run are moved aside; 0: the newest."""
+    initial: str = ""
+    """Where a new run takes its weights from: a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
+    exclude: tuple[str, ...] = ()
+    """Parameters that stay random nevertheless, as output.weight or layers.7.*; only with initial."""
+    export_huggingface: bool = False
+    """When the last step is saved, write the model in Hugging Face's format too, in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,7 @@ def finish() -> None:
     ranks = dist.get_world_size()
     if store.add("finished", 1) == ranks:
         store.set("all_finished", "1")
-    store.wait(["all_finished"])
+    store.wait(["all_finished"], _WAIT_FOR_WORK)
     # Rank 0 may hold the store: it leaves when nobody needs an answer any more.
     left = store.add("left", 1)
     while dist.get_rank() == 0 and left < ranks:

@@ -217,6 +217,8 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
     if config.data.dataset != "python_stdlib" and not config.data.path:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
+    if config.checkpoint.initial and not os.path.isdir(config.checkpoint.initial):
+        raise ConfigError("checkpoint.initial", "no such folder")
     if config.tokenizer.path and not os.path.isfile(config.tokenizer.path):
         raise ConfigError("tokenizer.path", "no such file")
     if config.data.path and not os.path.exists(config.data.path) and not glob.glob(config.data.path, recursive=True):
@@ -244,6 +246,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
             config.lr_schedule.name == "warmup_stable_decay",
             "[lr_schedule] name = warmup_stable_decay",
         ),
+        ("checkpoint.exclude", config.checkpoint.initial != "", "[checkpoint] initial"),
     )
 
 

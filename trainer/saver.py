@@ -69,7 +69,7 @@ class Saver:
         self.writer = WRITERS[config.async_mode](device)
         self.running: tuple[Path, float, float, Future[None]] | None = None
 
-    def save(self, step: int, tensors: Tensors, texts: dict[str, str], about: dict[str, Any]) -> list[Finished]:
+    def save(self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any]) -> list[Finished]:
         """Begin to save the state of a step, on all ranks together. Returns the saves that ended meanwhile. Raises
         SaveFailed, for the save before too."""
         start = time.perf_counter()
@@ -77,7 +77,7 @@ class Saver:
         request = Request(
             folder=self.folder,
             step=step,
-            texts=texts,
+            files=files,
             about=about,
             keep=self.config.keep,
             keep_every=self.config.keep_every,

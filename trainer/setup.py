@@ -73,13 +73,19 @@ def set_up(config: Config, world_size: int) -> Setup:
         dims=dims,
         stages=stages(network, plan, config.parallel),
         hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
-        parameter_names=frozenset(name for name, _ in network.named_parameters()),
+        parameter_names=parameter_names(spec, sizes),
         num_parameters=sum(p.numel() for p in network.parameters()),
         flops_per_token=network.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
         identity=identity | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.rule.local),
     )
+
+
+def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
+    """Of the whole network; a parameter that is used twice has one."""
+    with torch.device("meta"):
+        return frozenset(name for name, _ in spec.network(sizes).named_parameters())
 
 
 def _values(config: Config, chosen: Callable[[Setting], bool]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ SAFETENSORS_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
 
 _PASSING = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
@@ -139,7 +140,7 @@ def with_patience(write: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Of a tensor, as it stands in a file."""
 
     file: str
@@ -150,6 +151,28 @@ class _Part:
 
     def key(self, name: str, whole: tuple[int, ...]) -> str:
         return name if self.shape == whole else f"{name}@{','.join(map(str, self.offsets))}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the index."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def index_text(index: Mapping[str, Stored]) -> str:
+    return json.dumps(
+        {
+            name: {
+                "dtype": str(stored.dtype).removeprefix("torch."),
+                "shape": stored.shape,
+                "parts": [{"file": p.file, "offsets": p.offsets, "shape": p.shape} for p in stored.parts],
+            }
+            for name, stored in index.items()
+        }
+    )
 
 
 def plan_of(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
@@ -204,7 +227,7 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self.rank:05d}.safetensors"
         parts = [
-            _Part(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+            Part(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
             for item in plan.items
         ]
         entries = [
@@ -219,7 +242,7 @@ class ShardWriter(StorageWriter):
         results = []
         if entries:
             written = with_patience(lambda: write_safetensors(self.folder / name, entries, {}))
-            parts[0] = _Part(parts[0].file, parts[0].offsets, parts[0].shape, written)
+            parts[0] = Part(parts[0].file, parts[0].offsets, parts[0].shape, written)
             results = [
                 WriteResult(item.index, entry.num_bytes, part)
                 for item, entry, part in zip(plan.items, entries, parts, strict=True)
@@ -234,19 +257,13 @@ class ShardWriter(StorageWriter):
             part = result.storage_data
             if part.written is not None:
                 files[part.file] = part.written
-            parts.setdefault(result.index.fqn, []).append(
-                {"file": part.file, "offsets": part.offsets, "shape": part.shape}
-            )
+            parts.setdefault(result.index.fqn, []).append(part)
         index = {
-            name: {
-                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-                "shape": list(tensor.size),
-                "parts": parts[name],
-            }
+            name: Stored(tensor.properties.dtype, tuple(tensor.size), tuple(parts[name]))
             for name, tensor in metadata.state_dict_metadata.items()
         }
         path = self.folder / INDEX
-        with_patience(lambda: path.write_text(json.dumps(index)))
+        with_patience(lambda: path.write_text(index_text(index)))
         files[INDEX] = File(path.stat().st_size, digest_of(path))
         self.commit(files)
 
@@ -256,15 +273,6 @@ class ShardWriter(StorageWriter):
 
 
 # ---------------------------------------------------------------- loading
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of the index."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[_Part, ...]
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
@@ -278,7 +286,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 def _stored(raw: Mapping[str, Any]) -> Stored:
     shape = _numbers(raw["shape"])
-    parts = tuple(_Part(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
+    parts = tuple(Part(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
     for part in parts:
         if Path(part.file).name != part.file or part.file.startswith("."):
             raise ValueError
@@ -345,7 +353,7 @@ class ShardReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _part(self, index: MetadataIndex) -> _Part:
+    def _part(self, index: MetadataIndex) -> Part:
         parts = self.index[index.fqn].parts
         offsets = tuple(index.offset or ())
         if index.index is not None and parts[index.index].offsets == offsets:
@@ -353,14 +361,34 @@ class ShardReader(StorageReader):
         return next(part for part in parts if part.offsets == offsets)
 
     def _read(self, tensors: Any, item: Any) -> Tensor:
-        name = item.storage_index.fqn
-        stored, part = self.index[name], self._part(item.storage_index)
-        key = part.key(name, stored.shape)
-        if not part.shape:
-            return tensors.get_tensor(key)
         ranges = zip(item.storage_offsets, item.lengths, strict=True)
-        return tensors.get_slice(key)[tuple(slice(start, start + length) for start, length in ranges)]
+        slices = tuple(slice(start, start + length) for start, length in ranges)
+        return self.read_part(tensors, item.storage_index.fqn, self._part(item.storage_index), slices)
+
+    def read_part(self, tensors: Any, name: str, part: Part, ranges: tuple[slice, ...]) -> Tensor:
+        """Some of a part of a tensor, from the file it is in."""
+        key = part.key(name, self.index[name].shape)
+        return tensors.get_slice(key)[ranges] if ranges else tensors.get_tensor(key)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
+
+
+def read_rows(folder: Path, name: str, stored: Stored, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of a stored tensor, put together from its parts."""
+    rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
+    for part in stored.parts:
+        first, last = max(start, part.offsets[0]), min(stop, part.offsets[0] + part.shape[0])
+        if first >= last or 0 in part.shape:
+            continue
+        there = [slice(first - part.offsets[0], last - part.offsets[0]), *(slice(0, n) for n in part.shape[1:])]
+        here = [slice(first - start, last - start)]
+        here += [slice(o, o + n) for o, n in zip(part.offsets[1:], part.shape[1:], strict=True)]
+        try:
+            # Opened anew for every block: what stays mapped counts as this process's memory.
+            with safe_open(folder / part.file, framework="pt") as tensors:
+                rows[tuple(here)] = tensors.get_slice(part.key(name, stored.shape))[tuple(there)]
+        except (SafetensorError, OSError) as error:
+            raise Damaged(f"{part.file}: {error}") from None
+    return rows

@@ -1,13 +1,12 @@
 """The training loop, and the one place where every part of a run meets."""
 
 import json
-import platform
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import torch
@@ -25,6 +24,8 @@ from trainer.data.prepare import prepare
 from trainer.data.store import open_store
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
 from trainer.evaluate import HeldOut
+from trainer.export import export_of
+from trainer.initial import load_initial
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
@@ -36,51 +37,11 @@ from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
+from trainer.run_folder import model_files, open_folder, run_folder, versions, write_down
 from trainer.saver import Finished, LostWriter, Saver
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
 from trainer.show_config import to_toml
-from trainer.system import try_lock
-
-
-def run_folder(config: Config) -> Path:
-    return Path(config.run.output_folder) / config.run.name
-
-
-def claim(config: Config) -> TextIO | None:
-    """Make the run folder this run's alone, for as long as the file that rank 0 gets stays open. Raises ConfigError where
-    another has it, or it cannot be written."""
-    folder = run_folder(config)
-    lock = None
-
-    def work() -> None:
-        nonlocal lock
-        with _writing():
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            held = try_lock(folder / ".lock", patience_s=5)
-        if isinstance(held, str):
-            raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
-        lock = held
-
-    from_rank_0(work)
-    return lock
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """What cannot be written is told before the work, not after it."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError("run.output_folder", f"{error.filename} cannot be written ({error.strerror})") from None
-
-
-def resume_point(config: Config, setup: Setup) -> Saved | None:
-    """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
-    saved = checkpoint.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
-    if saved is not None:
-        checkpoint.require_same(saved, setup.identity)
-    return saved
 
 
 @dataclass(frozen=True)
@@ -103,7 +64,7 @@ class Trainer:
         self.device = device
         training = config.training
         self.folder = run_folder(config)
-        self._open_folder()
+        open_folder(self.folder)
         devices.set_cpu_threads(training.cpu_threads)
         repeats = devices.set_deterministic(config.run.deterministic, device)
         torch.manual_seed(config.run.seed + dist.get_rank())
@@ -144,11 +105,14 @@ class Trainer:
         self.save_late = False
         self.identity = setup.identity | {"data": self.data_name}
         self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in setup.parameter_names}
+        self.model_files = model_files(config, setup)
         if saved is not None:
             self._resume(saved)
+        elif config.checkpoint.initial:
+            load_initial(config.checkpoint, setup.spec, setup.sizes, self.parameters, setup.parameter_names)
         self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device)
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
-        self._write_down()
+        write_down(config, device)
         self._describe(setup, repeats)
         self.open_metrics = partial(
             Metrics,
@@ -223,7 +187,8 @@ class Trainer:
                     batches = self._roll_back(verdicts[-1])
                 else:
                     self._after_step(result, rate, verdicts, stopped)
-            self._record_saves(self.saver.wait())
+            with self.watchdog.paused():
+                self._record_saves(self.saver.wait())
         finally:
             self.saver.close()
             self.metrics.close()
@@ -232,6 +197,9 @@ class Trainer:
                 f"stopped as asked at step {self.steps_done}, which is saved; the same command goes on from there"
             )
         else:
+            if config.checkpoint.export_huggingface:
+                with self.watchdog.paused():
+                    self._export()
             logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
 
     def _after_step(self, result: StepResult, rate: float, verdicts: Sequence[Verdict], stopped: bool) -> None:
@@ -371,13 +339,17 @@ class Trainer:
             "passed_over": self.order.passed_over,
             "random": sorted(random),
         }
-        about = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | self._versions()
-        texts = {"train_state.json": json.dumps(state, indent=1), "config.toml": to_toml(self.config)}
+        about = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | versions()
+        files = {
+            "train_state.json": json.dumps(state, indent=1).encode(),
+            "config.toml": to_toml(self.config).encode(),
+            **self.model_files,
+        }
         tensors = self._tensors() | {f"random/{dist.get_rank()}/{name}": t for name, t in random.items()}
         self.metrics.flush()
         with self._failures():
             with self.metrics.watch.on("checkpoint"):
-                finished = self.saver.save(self.steps_done, tensors, texts, about)
+                finished = self.saver.save(self.steps_done, tensors, files, about)
             self._record_saves(finished)
 
     @contextmanager
@@ -405,6 +377,15 @@ class Trainer:
                 }
             )
 
+    def _export(self) -> None:
+        """The last checkpoint as a model for others, written by the first rank; the others wait at the end of the run."""
+        if dist.get_rank() == 0:
+            out = self.folder / "huggingface"
+            shutil.rmtree(out, ignore_errors=True)
+            last = checkpoint.steps_in(self.saver.folder)[0]
+            export_of(last, DTYPES["bf16"]).write(out, 5 * devices.GIB, lambda written: None)
+            logging.info(f"exported {out}")
+
     def _resume(self, saved: Saved) -> None:
         """Take over everything that a checkpoint holds."""
         checkpoint.require_same(saved, self.identity)
@@ -423,30 +404,6 @@ class Trainer:
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
         if saved.rollback:
             from_rank_0(lambda: checkpoint.abandon_newer(saved))
-
-    def _open_folder(self) -> None:
-        def work() -> None:
-            with _writing():
-                for folder in ("checkpoints", "tb"):
-                    (self.folder / folder).mkdir(parents=True, exist_ok=True)
-                for file in ("metrics.jsonl", "config.toml", "environment.json"):
-                    (self.folder / file).open("a").close()
-
-        from_rank_0(work)
-
-    def _write_down(self) -> None:
-        """The configuration and what it runs on, when nothing can be refused any more."""
-        if dist.get_rank() == 0:
-            (self.folder / "config.toml").write_text(to_toml(self.config))
-            environment = self._versions() | {
-                "platform": platform.platform(),
-                "device": devices.name(self.device),
-                "world_size": dist.get_world_size(),
-            }
-            (self.folder / "environment.json").write_text(json.dumps(environment, indent=1))
-
-    def _versions(self) -> dict[str, str]:
-        return {"python": platform.python_version(), "torch": torch.__version__}
 
     def _describe(self, setup: Setup, repeats: bool) -> None:
         """Say what runs on what."""

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import sentencepiece
 import tiktoken
 
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.tokenizer_json import tokenizer_json
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Byte-pair ranks learned from the Python standard library by scripts/train_tokenizer.py."""
@@ -44,11 +46,16 @@ class Tokenizer(Protocol):
     """Token that closes a document."""
     fingerprint: str
     """Changes when any text could be encoded differently."""
+    content: bytes
+    """Of the file it was made from."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of plain text: what looks like a special token in it is text."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def huggingface_files(self) -> dict[str, bytes]:
+        """Name -> content of the files that make the same tokenizer for Hugging Face's libraries."""
 
 
 def _special_tokens(first: int) -> dict[str, int]:
@@ -102,6 +109,8 @@ class TiktokenTokenizer:
         content = path.read_bytes()
         ranks = _ranks(content, path)
         special = _special_tokens(first=len(ranks))
+        self.content = content
+        self._ranks, self._special = ranks, special
         self._encoding = tiktoken.Encoding(
             path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -117,12 +126,22 @@ class TiktokenTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._encoding.decode(list(tokens))
 
+    def huggingface_files(self) -> dict[str, bytes]:
+        whole = tokenizer_json(self._ranks, self._special, LLAMA3_PATTERN, bos="<|begin_of_text|>")
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|end_of_text|>",
+            "clean_up_tokenization_spaces": False,
+        }
+        return _json_files({"tokenizer.json": whole, "tokenizer_config.json": about})
+
 
 class SentencePieceTokenizer:
     """A sentencepiece model, as Llama 2 uses it."""
 
     def __init__(self, path: Path):
-        content = path.read_bytes()
+        self.content = content = path.read_bytes()
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
@@ -140,6 +159,16 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._processor.decode(list(tokens))
+
+    def huggingface_files(self) -> dict[str, bytes]:
+        names = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": self._processor.unk_id()}
+        about = {key: self._processor.id_to_piece(token) for key, token in names.items() if token >= 0}
+        about |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False}
+        return {"tokenizer.model": self.content} | _json_files({"tokenizer_config.json": about})
+
+
+def _json_files(contents: dict[str, dict]) -> dict[str, bytes]:
+    return {name: json.dumps(content, ensure_ascii=False, indent=1).encode() for name, content in contents.items()}
 
 
 TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {

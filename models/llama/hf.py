@@ -1,0 +1,108 @@
+"""Llama as Hugging Face writes it: other names, another order of the rows that rotary positions turn, config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from models.llama.sizes import LlamaSizes
+
+_NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+
+_FIELDS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
+_NO_DEFAULT = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
+_REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def hf_name(name: str) -> str:
+    """The name there of a parameter of ours."""
+    module, _, leaf = name.rpartition(".")
+    if module.startswith("layers."):
+        _, number, inner = module.split(".", 2)
+        return f"model.layers.{number}.{_NAMES[inner]}.{leaf}"
+    return f"{_NAMES[module]}.{leaf}"
+
+
+def turned(name: str) -> bool:
+    """Whether rotary positions turn what this parameter gives: its rows stand in another order there."""
+    return name.endswith(("attention.wq.weight", "attention.wk.weight"))
+
+
+def rows_to_hf(rows: Tensor, head_dim: int) -> Tensor:
+    """rows: (whole heads * head_dim, columns). Here a pair that is turned together stands side by side (Meta's layout); there
+    the first members of all pairs of a head come first, then the second ones."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def rows_from_hf(rows: Tensor, head_dim: int) -> Tensor:
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def config_of(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
+    """What config.json says of the network. seq_len: that it was trained with."""
+    scaled = sizes.rope_factor != 1.0
+    scaling = {there: getattr(sizes, here) for here, there in _SCALING.items()} | {"rope_type": "llama3"}
+    longest = max(seq_len, round(sizes.original_seq_len * sizes.rope_factor)) if scaled else seq_len
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **_REQUIRED,
+        **{there: getattr(sizes, here) for here, there in _FIELDS.items()},
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": longest,
+        "rope_theta": sizes.rope_theta,
+        "rope_scaling": scaling if scaled else None,
+    }
+
+
+def sizes_of(config: Mapping[str, Any]) -> LlamaSizes:
+    """The sizes that a config.json describes. Raises ValueError (SizeError too) for what this network cannot be."""
+    for key, value in _REQUIRED.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} {config[key]!r}: this network has {value!r}")
+    missing = [_FIELDS[here] for here in _NO_DEFAULT if _FIELDS[here] not in config]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
+    values = {here: config[there] for here, there in _FIELDS.items() if there in config}
+    values.setdefault("n_kv_heads", values["n_heads"])
+    values.setdefault("norm_eps", 1e-6)  # what transformers takes where nothing is said
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    values["rope_theta"] = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type {kind!r}: this network has default and llama3")
+    if kind == "llama3":
+        values |= {here: type(getattr(LlamaSizes, here))(rope[there]) for here, there in _SCALING.items()}
+    sizes = LlamaSizes(**values)
+    if config.get("head_dim") not in (None, sizes.head_dim):
+        raise ValueError(
+            f"head_dim {config['head_dim']}: here it is hidden_size / num_attention_heads = {sizes.head_dim}"
+        )
+    return sizes

@@ -1,0 +1,79 @@
+"""Convert between checkpoints and Hugging Face's format.
+
+    python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
+    python scripts/convert_hf.py from-hf model-folder/ out/
+
+to-hf     CHECKPOINT OUT: a model that transformers loads, with config.json and tokenizer files
+    --dtype NAME       of the weights: bf16 or fp32 (default: bf16)
+from-hf   FOLDER OUT: a checkpoint that holds a model alone, in the precision it has there; [checkpoint] initial takes it, and
+          takes FOLDER itself as well
+    --family NAME      of models/__init__.py (default: the first one that has these sizes, else the first one)
+
+--shard-gib N      largest size of one file (default: 5)
+
+Both read block by block: memory does not grow with the model.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tqdm import tqdm
+
+from models import MODELS
+from scripts.arguments import Arguments, positive
+from trainer.config import ConfigError
+from trainer.device import GIB
+from trainer.export import export_of
+from trainer.huggingface import Folder, import_folder
+from trainer.load_config import exit_with
+from trainer.manifest import Damaged
+from trainer.parallel.fsdp import DTYPES
+from trainer.settings import nearest_name
+from trainer.setup import parameter_names
+
+
+def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
+    export = export_of(checkpoint, DTYPES[dtype])
+    with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
+        export.write(out, shard_bytes, bar.update)
+
+
+def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
+    if family is not None and family not in MODELS:
+        exit_with(f"--family {family}: expected one of {', '.join(MODELS)}{nearest_name(family, MODELS)}")
+    folder = Folder(source, MODELS[family or next(iter(MODELS))])
+    family = family or next((n for n, s in MODELS.items() if folder.sizes in s.sizes.values()), next(iter(MODELS)))
+    names = parameter_names(MODELS[family], folder.sizes)
+    total = sum(path.stat().st_size for path in set(folder.files.values()))
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        import_folder(folder, family, names, out, shard_bytes, bar.update)
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
+    there, back = kinds.add_parser("to-hf"), kinds.add_parser("from-hf")
+    for kind in (there, back):
+        kind.add_argument("source", type=Path)
+        kind.add_argument("out", type=Path)
+        kind.add_argument("--shard-gib", type=positive, default=5.0)
+    there.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    back.add_argument("--family")
+    chosen = parser.parse_args()
+    shard_bytes = int(chosen.shard_gib * GIB)
+    try:
+        if chosen.what == "to-hf":
+            to_hf(chosen.source, chosen.out, chosen.dtype, shard_bytes)
+        else:
+            from_hf(chosen.source, chosen.out, chosen.family, shard_bytes)
+    except (ConfigError, Damaged) as error:
+        exit_with(str(error))
+    except OSError as error:
+        exit_with(f"{error.filename}: {error.strerror}")
+    print(f"{chosen.out}: written")
+
+
+if __name__ == "__main__":
+    main()

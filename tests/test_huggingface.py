@@ -1,0 +1,298 @@
+"""Models that leave are the same elsewhere, and those that come are the same here."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from models import MODELS
+from models.llama.hf import config_of, rows_from_hf, rows_to_hf, sizes_of
+from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
+from scripts.gloo_pool import RankError
+from tests.conftest import ROOT
+from tests.runs import full, train
+from trainer.config import ConfigError
+from trainer.export import export_of
+from trainer.huggingface import Folder, import_folder
+from trainer.load_config import load_config
+from trainer.run_folder import resume_point
+from trainer.setup import parameter_names, set_up
+from trainer.shards import read_index, read_rows
+from trainer.trainer import Trainer
+
+GIB = 2**30
+KINDS = {
+    "llama 2, every head its own": {"model.size": "7b", "model.name": "llama2", "n_kv_heads": 8, "rope_theta": 1e4},
+    "llama 3, grouped": {"model.size": "8b", "model.name": "llama3"},
+    "llama 3.1, scaled": {"model.size": "8b", "model.name": "llama3.1", "original_seq_len": 16},
+    "llama 3.2, scaled and tied": {"model.size": "1b", "model.name": "llama3.2", "original_seq_len": 16},
+}
+SMALL = {"dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048}
+
+
+def flags_of(kind):
+    words = SMALL | KINDS[kind]
+    named = {key: words.pop(key) for key in ("model.name", "model.size")}
+    return [w for key, value in named.items() for w in (f"--{key}", value)] + [
+        w for key, value in words.items() for w in (f"--model.overrides.{key}", str(value))
+    ]
+
+
+def trained(ranks, tiny, folder, kind, size, *layout):
+    """A checkpoint after two steps, of a model whose layouts are small enough for four stages."""
+    tiny_flags = [*tiny[:2], "--training.steps", "2", "--run.output_folder", str(folder), "--run.name", "run"]
+    (folder / "base.toml").write_text(Path(tiny[1]).read_text().replace("overrides =", "# overrides ="))
+    argv = ["--config", str(folder / "base.toml"), *tiny_flags[2:], *flags_of(kind), *layout]
+    ranks(size).run(train, argv)
+    return folder / "run" / "checkpoints" / "step-00000002"
+
+
+def our_logits(checkpoint, tokens):
+    export = export_of(checkpoint, torch.float32)
+    network = export.spec.network(export.sizes)
+    index = read_index(checkpoint)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            p.copy_(read_rows(checkpoint, f"model/{name}", index[f"model/{name}"], 0, p.shape[0]))
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return network(tokens, positions, torch.zeros_like(tokens))
+
+
+def their_logits(folder, tokens):
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+def assert_same_logits(ours, theirs):
+    assert (ours - theirs).abs().max() < 5e-5 * ours.std()
+
+
+TOKENS = torch.randint(2048, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (4, ["--parallel.dp_shard", "4"]),
+        (8, ["--parallel.tp", "2", "--parallel.dp_shard", "2", "--parallel.pp", "2"]),
+    ],
+)
+def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tmp_path, kind, size, layout):
+    if "tied" in kind and size == 8:
+        layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings cannot be cut into stages
+    checkpoint = trained(ranks, tiny, tmp_path, kind, size, *layout)
+    export_of(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
+    assert_same_logits(our_logits(checkpoint, TOKENS), their_logits(tmp_path / "out", TOKENS))
+
+    # And back, bit by bit, in small files.
+    folder = Folder(tmp_path / "out", MODELS["llama3"])
+    names = parameter_names(MODELS["llama3"], folder.sizes)
+    import_folder(folder, "llama3", names, tmp_path / "back", 2**18, lambda n: None)
+    assert torch.equal(our_logits(tmp_path / "back", TOKENS), our_logits(checkpoint, TOKENS))
+    export_of(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
+    again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
+    first = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(again) == set(first) and all(torch.equal(again[name], first[name]) for name in first)
+    assert_same_logits(their_logits(tmp_path / "again", TOKENS), their_logits(tmp_path / "out", TOKENS))
+    one, other = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("out", "again"))
+    assert one == other
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """A model that transformers made and wrote."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2048, rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=500_000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("theirs")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+def test_a_model_of_theirs_gives_the_same_logits_here(theirs, tmp_path):
+    folder = Folder(theirs, MODELS["llama3"])
+    import_folder(
+        folder, "llama3", parameter_names(MODELS["llama3"], folder.sizes), tmp_path / "c", GIB, lambda n: None
+    )
+    assert_same_logits(our_logits(tmp_path / "c", TOKENS), their_logits(theirs, TOKENS))
+
+
+def initial_weights(argv):
+    config = load_config(argv)
+    setup = set_up(config, torch.distributed.get_world_size())
+    trainer = Trainer(config, setup, torch.device("cpu"), resume_point(config, setup))
+    return {name: full(p).clone() for name, p in trainer.parameters.items()}, trainer.optimizer.state()
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(1, []), (2, ["--parallel.tp", "2"]), (4, ["--parallel.tp", "2", "--parallel.pp", "2"]), (4, [])],
+)
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, size, layout, ours):
+    folder = Folder(theirs, MODELS["llama3"])
+    names = parameter_names(MODELS["llama3"], folder.sizes)
+    expected = {name: folder.rows(name, 0, 10**9) for name in names}
+    source = theirs
+    if ours:
+        source = tmp_path / "imported"
+        import_folder(folder, "llama3", names, source, GIB, lambda n: None)
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(source), *layout]
+    found = {}
+    for weights, _ in ranks(size).run(initial_weights, argv):
+        found |= weights
+    assert set(found) == names
+    assert all(torch.equal(found[name], expected[name]) for name in names)
+
+
+def test_what_is_excluded_stays_as_it_was_drawn(ranks, tiny, tmp_path, theirs):
+    more = [*tiny, "--run.output_folder", str(tmp_path)]
+    drawn = ranks(1).run(initial_weights, [*more, "--run.name", "a"])[0][0]
+    given = ["--run.name", "b", "--checkpoint.initial", str(theirs), "--checkpoint.exclude", "output.weight,layers.1.*"]
+    mixed = ranks(1).run(initial_weights, [*more, *given])[0][0]
+    same = {name for name in drawn if torch.equal(drawn[name], mixed[name])}
+    assert {n for n in same if "norm" not in n} == {
+        n for n in drawn if n == "output.weight" or (n.startswith("layers.1.") and "norm" not in n)
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--model.overrides.n_layers", "3"], "checkpoint.initial: is another network: n_layers is 2 there, 3 here"),
+        (["--checkpoint.exclude", "outptu.weight"], "outptu.weight is no parameter; did you mean 'output.weight'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks, tiny, tmp_path, theirs, more, problem):
+    config = tmp_path / "base.toml"
+    config.write_text(Path(tiny[1]).read_text().replace("n_layers = 2", ""))
+    more = more if "n_layers" in more[0] else [*more, "--model.overrides.n_layers", "2"]
+    argv = ["--config", str(config), "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(theirs)]
+    with pytest.raises(RankError, match=problem):
+        ranks(1).run(initial_weights, [*argv, *more])
+
+
+# ------------------------------------------------------------ names, sizes, rows
+
+
+@pytest.mark.parametrize("sizes", [*LLAMA2.values(), *LLAMA3.values(), *LLAMA3_1.values(), *LLAMA3_2.values()])
+def test_sizes_survive_their_config(sizes):
+    assert sizes_of(config_of(sizes, 2048)) == (
+        sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
+    )
+    written = transformers.LlamaConfig(**config_of(sizes, 2048))
+    assert sizes_of(json.loads(written.to_json_string())) == sizes_of(config_of(sizes, 2048))
+
+
+def test_turning_rows_back_gives_what_was_there():
+    rows = torch.arange(48.0).view(24, 2)
+    assert torch.equal(rows_from_hf(rows_to_hf(rows, 8), 8), rows)
+    assert rows_to_hf(rows, 8)[:8, 0].tolist() == [0, 4, 8, 12, 2, 6, 10, 14]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral': this network has 'llama'"),
+        ({"attention_bias": True}, "attention_bias True: this network has False"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type 'yarn': this network has default and llama3",
+        ),
+        ({"head_dim": 7}, "head_dim 7: here it is hidden_size / num_attention_heads = 16"),
+        ({"hidden_size": 130}, "n_heads 8 must divide dim 130"),
+    ],
+)
+def test_another_network_is_refused(tmp_path, change, problem):
+    config = config_of(LLAMA3["debug"], 128) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as error:
+        Folder(tmp_path, MODELS["llama3"])
+    assert error.value.rule == f"{tmp_path}/config.json: {problem}"
+
+
+# ------------------------------------------------------------ what may not be trusted
+
+
+def folder_of(tmp_path, weight_map=None):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(LLAMA3["debug"], 128)))
+    save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "model.safetensors")
+    if weight_map is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 7, None, ["x"], "a\nb"])
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path, file):
+    with pytest.raises(ConfigError, match="which is no name of a file in it"):
+        Folder(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
+
+
+def test_a_link_to_elsewhere_is_refused_and_that_of_their_cache_is_not(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    made = folder_of(snapshot, {"model.norm.weight": "model.safetensors"})
+    shutil.move(made / "model.safetensors", tmp_path / "blobs" / "0a")
+    (made / "model.safetensors").symlink_to("../../blobs/0a")
+    assert list(Folder(made, MODELS["llama3"]).index(["norm.weight"])) == ["norm.weight"]
+    (made / "model.safetensors").unlink()
+    shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
+    (made / "model.safetensors").symlink_to("../../elsewhere")
+    with pytest.raises(ConfigError, match=r"model.safetensors is a link that leads elsewhere"):
+        Folder(made, MODELS["llama3"])
+
+
+@pytest.mark.parametrize(
+    "head", [struct.pack("<Q", 8 * 2**30), b"", b"\x05\0\0\0\0\0\0\0{}}}}", struct.pack("<Q", 2) + b"[]"]
+)
+def test_a_hostile_header_is_one_line(tmp_path, head):
+    made = folder_of(tmp_path)
+    (made / "model.safetensors").write_bytes(head)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: "):
+        Folder(made, MODELS["llama3"])
+
+
+# ------------------------------------------------------------ the script
+
+
+def script(*words):
+    command = [sys.executable, str(ROOT / "scripts" / "convert_hf.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr.strip()
+
+
+def test_the_script_converts_and_refuses_in_one_line(theirs, tmp_path):
+    assert script("from-hf", theirs, tmp_path / "c") == (0, "")
+    assert script("to-hf", tmp_path / "c", tmp_path / "out", "--dtype", "bf16") == (0, "")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    assert script("to-hf", tmp_path / "c", tmp_path / "out") == (2, f"{tmp_path}/out: exists already")
+    assert script("to-hf", tmp_path, tmp_path / "x") == (
+        2,
+        f"{tmp_path}: model.json cannot be read (No such file or directory)",
+    )
+    assert script("from-hf", tmp_path, tmp_path / "x") == (
+        2,
+        f"{tmp_path}: config.json cannot be read (No such file or directory)",
+    )
+    assert script("from-hf", theirs, tmp_path / "x", "--family", "lama3") == (
+        2,
+        "--family lama3: expected one of llama2, llama3, llama3.1, llama3.2; did you mean 'llama3'?",
+    )
+    part = next((tmp_path / "c").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:-1] + b"\x55")
+    code, line = script("to-hf", tmp_path / "c", tmp_path / "y")
+    assert (code, line) == (2, f"{tmp_path}/c: {part.name} has another content than was written")
+    assert not (tmp_path / "y").exists()

@@ -1,0 +1,336 @@
+"""Models leave for, and come from, Hugging Face's format: safetensors files, config.json, tokenizer files. Nothing is ever
+in memory as a whole: tensors stream through in blocks of rows, and a rank reads no more than its shards."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.spec import ModelSpec
+from trainer import manifest
+from trainer.config import ConfigError
+from trainer.manifest import Damaged, File, Manifest
+from trainer.shards import (
+    DTYPE_OF,
+    INDEX,
+    Entry,
+    Part,
+    ShardReader,
+    Stored,
+    index_text,
+    read_index,
+    read_rows,
+    write_safetensors,
+)
+from trainer.system import sync
+
+MODEL_FILE = "model.json"
+"""In a checkpoint: what the network is, and which of the files are its tokenizer's."""
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_BLOCK_BYTES = 2**25
+_LARGEST_JSON = 2**28
+
+Progress = Callable[[int], None]
+"""Called with the bytes that were written."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The content of model.json."""
+
+    family: str
+    sizes: Mapping[str, Any]
+    seq_len: int
+    tokenizer: str
+    """Kind of the tokenizer; "" where there are files of Hugging Face's only, or none."""
+    tokenizer_files: tuple[str, ...]
+    special: Mapping[str, Any]
+    """bos_token_id, eos_token_id."""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Model":
+        """Raises Damaged."""
+        try:
+            values = json.loads(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
+            files = tuple(values["tokenizer_files"])
+            if any(Path(name).name != name for name in files):
+                raise ValueError
+            return cls(**values | {"tokenizer_files": files})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise Damaged(f"{MODEL_FILE} does not describe a model") from None
+
+
+# ---------------------------------------------------------------- a folder of theirs
+
+
+class Folder:
+    """A model as Hugging Face's libraries write it."""
+
+    def __init__(self, folder: Path, spec: ModelSpec):
+        """Raises ConfigError for what is no such model, or another network."""
+        self.folder = folder
+        self.spec = spec
+        try:
+            self.config = self._json("config.json")
+            self.sizes = spec.huggingface.sizes(self.config)
+            self.files = self._files()
+        except Damaged as damage:
+            raise ConfigError("", f"{folder}: {damage}") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError("", f"{folder}/config.json: {error}") from None
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            content = json.loads(manifest.read_text(self._inside(name), _LARGEST_JSON))
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            raise Damaged(f"{name} is no JSON object")
+        return content
+
+    def _inside(self, name: Any) -> Path:
+        """A file of the folder. Its cache keeps files as links into a folder of blobs beside that of snapshots; links to
+        anywhere else, and names that lead elsewhere, are refused."""
+        if not isinstance(name, str) or not name or Path(name).name != name or not name.isprintable():
+            raise Damaged(f"names {name!r}, which is no name of a file in it")
+        path = self.folder / name
+        target, home = path.resolve(), self.folder.resolve()
+        blobs = home.parent.parent / "blobs"
+        if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
+            raise Damaged(f"{name} is a link that leads elsewhere")
+        return path
+
+    def _files(self) -> dict[str, Path]:
+        """Name there -> file."""
+        if (self.folder / "model.safetensors.index.json").exists():
+            weights = self._json("model.safetensors.index.json").get("weight_map")
+            if not isinstance(weights, dict):
+                raise Damaged("model.safetensors.index.json has no weight_map")
+            return {name: self._inside(file) for name, file in weights.items()}
+        path = self._inside("model.safetensors")
+        with _opened(path) as tensors:
+            return dict.fromkeys(tensors.keys(), path)
+
+    def index(self, names: Iterable[str]) -> dict[str, Stored]:
+        """Our names -> where they are. Raises ConfigError for those that are not there."""
+        index = {}
+        for name in names:
+            there = self.spec.huggingface.name(name)
+            if there not in self.files:
+                raise ConfigError("", f"{self.folder}: has no {there}")
+            path = self.files[there]
+            with _opened(path) as tensors:
+                try:
+                    found = tensors.get_slice(there)
+                    shape, dtype = tuple(found.get_shape()), DTYPE_OF[found.get_dtype()]
+                except (SafetensorError, KeyError) as error:
+                    raise ConfigError("", f"{path}: {there}: {error}") from None
+            index[name] = Stored(dtype, shape, (Part(path.name, (0,) * len(shape), shape),))
+        return index
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a parameter of ours."""
+        there = self.spec.huggingface.name(name)
+        with _opened(self.files[there]) as tensors:
+            return _our_rows(tensors, name, self.spec, self.sizes.head_dim, (slice(start, stop),))
+
+
+def _opened(path: Path):
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError("", f"{path}: {error}") from None
+
+
+def _our_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
+    """A range of a parameter in our order of rows; of a parameter that is turned, whole heads are read for it."""
+    found = tensors.get_slice(spec.huggingface.name(name))
+    if not spec.huggingface.turned(name):
+        return found[ranges]
+    start, stop = ranges[0].start, ranges[0].stop
+    first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
+    rows = spec.huggingface.rows_from(found[(slice(first, last), *ranges[1:])], head_dim)
+    return rows[start - first : stop - first]
+
+
+class FolderReader(ShardReader):
+    """For torch.distributed.checkpoint: each rank reads its shards of our parameters."""
+
+    def __init__(self, folder: Folder, index: Mapping[str, Stored], prefix: str):
+        """prefix: of the names of the index."""
+        super().__init__(folder.folder, index)
+        self.source = folder
+        self.prefix = prefix
+
+    def read_part(self, tensors: Any, name: str, part: Part, ranges: tuple[slice, ...]) -> Tensor:
+        name = name.removeprefix(self.prefix)
+        return _our_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
+
+
+# ---------------------------------------------------------------- there and back
+
+
+def _blocks(shape: tuple[int, ...], dtype: torch.dtype, head_dim: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of some megabytes, of whole heads."""
+    row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
+    step = max(1, _BLOCK_BYTES // row_bytes // head_dim) * head_dim
+    for start in range(0, shape[0], step):
+        yield start, min(start + step, shape[0])
+
+
+def _pieces(
+    read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
+) -> Iterator[Tensor]:
+    for start, stop in _blocks(shape, dtype, head_dim):
+        piece = read(start, stop).to(dtype)
+        yield piece
+        progress(piece.numel() * dtype.itemsize)
+
+
+def _grouped(entries: list[Entry], limit: int) -> list[list[Entry]]:
+    """In order, into files of at most limit bytes, or of one tensor."""
+    groups: list[list[Entry]] = [[]]
+    for entry in entries:
+        if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > limit:
+            groups.append([])
+        groups[-1].append(entry)
+    return groups
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts the 10th layer behind the 9th."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
+
+
+class _NewFolder:
+    """A folder that gets its name when all is in it."""
+
+    def __init__(self, folder: Path):
+        """Raises ConfigError where there is something already."""
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("", f"{folder}: exists already")
+        self.final = folder
+        self.aside = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
+
+    def __enter__(self) -> Path:
+        self.aside.mkdir(parents=True)
+        return self.aside
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            return
+        for path in self.aside.iterdir():
+            sync(path)
+        os.replace(self.aside, self.final)
+        sync(self.final.parent)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checkpoint on its way to Hugging Face's format."""
+
+    checkpoint: Path
+    spec: ModelSpec
+    sizes: Any
+    seq_len: int
+    dtype: torch.dtype
+    files: Mapping[str, bytes]
+    """Of the tokenizer."""
+    special: Mapping[str, Any]
+    """bos_token_id, eos_token_id."""
+
+    def num_bytes(self) -> int:
+        stored = read_index(self.checkpoint)
+        return (
+            sum(torch.Size(s.shape).numel() for n, s in stored.items() if n.startswith("model/")) * self.dtype.itemsize
+        )
+
+    def write(self, out: Path, shard_bytes: int, progress: Progress) -> None:
+        """Raises ConfigError where the checkpoint is damaged, or out exists."""
+        problem = manifest.problem(self.checkpoint)
+        if problem:
+            raise ConfigError("", f"{self.checkpoint}: {problem}")
+        with _NewFolder(out) as folder:
+            self._write_weights(folder, shard_bytes, progress)
+            config = self.spec.huggingface.config(self.sizes, self.seq_len)
+            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (folder / "generation_config.json").write_text(json.dumps(dict(self.special), indent=2) + "\n")
+            for name, content in self.files.items():
+                (folder / name).write_bytes(content)
+
+    def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
+        index = {n.removeprefix("model/"): s for n, s in read_index(self.checkpoint).items() if n.startswith("model/")}
+        entries = [self._entry(name, index[name], progress) for name in sorted(index, key=_in_order)]
+        groups = _grouped(entries, shard_bytes)
+        places = {}
+        for number, group in enumerate(groups, start=1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            write_safetensors(folder / file, group, {"format": "pt"})
+            places |= {entry.name: file for entry in group}
+        if len(groups) > 1:
+            text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": places}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+
+    def _entry(self, name: str, stored: Stored, progress: Progress) -> Entry:
+        head_dim = self.sizes.head_dim
+
+        def read(start: int, stop: int) -> Tensor:
+            rows = read_rows(self.checkpoint, f"model/{name}", stored, start, stop)
+            return self.spec.huggingface.rows_to(rows, head_dim) if self.spec.huggingface.turned(name) else rows
+
+        pieces = partial(_pieces, read, stored.shape, self.dtype, head_dim, progress)
+        return Entry(self.spec.huggingface.name(name), self.dtype, stored.shape, pieces)
+
+
+def import_folder(
+    folder: Folder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
+) -> None:
+    """Write a checkpoint that holds a model alone, in the precision it has there. names: of our parameters. Raises
+    ConfigError where out exists or something is missing."""
+    index = folder.index(sorted(names, key=_in_order))
+    entries = [
+        Entry(
+            f"model/{name}",
+            stored.dtype,
+            stored.shape,
+            partial(_pieces, partial(folder.rows, name), stored.shape, stored.dtype, folder.sizes.head_dim, progress),
+        )
+        for name, stored in index.items()
+    ]
+    with _NewFolder(out) as aside:
+        files, stored = {}, {}
+        for number, group in enumerate(_grouped(entries, shard_bytes)):
+            file = f"part-{number:05d}.safetensors"
+            files[file] = write_safetensors(aside / file, group, {})
+            stored |= {e.name: Stored(e.dtype, e.shape, (Part(file, (0,) * len(e.shape), e.shape),)) for e in group}
+        there = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
+        longest = int(folder.config.get("max_position_embeddings", 2048))
+        special = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
+        model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special)
+        contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
+        contents |= {name: (folder.folder / name).read_bytes() for name in there}
+        for name, content in contents.items():
+            (aside / name).write_bytes(content)
+            files[name] = File(len(content), manifest.digest_of(aside / name))
+        manifest.write(aside, Manifest(files, {"from": str(folder.folder)}))

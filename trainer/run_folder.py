@@ -1,0 +1,101 @@
+"""The folder of a run: whose it is, what it goes on from, what it says of the run."""
+
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from trainer import checkpoint
+from trainer import device as devices
+from trainer.checkpoint import Saved
+from trainer.config import Config, ConfigError
+from trainer.distributed import from_rank_0
+from trainer.huggingface import MODEL_FILE, Model
+from trainer.setup import Setup
+from trainer.show_config import to_toml
+from trainer.system import try_lock
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.run.output_folder) / config.run.name
+
+
+def claim(config: Config) -> TextIO | None:
+    """Make the run folder this run's alone, for as long as the file that rank 0 gets stays open. Raises ConfigError where
+    another has it, or it cannot be written."""
+    folder = run_folder(config)
+    lock = None
+
+    def work() -> None:
+        nonlocal lock
+        with _writing():
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            held = try_lock(folder / ".lock", patience_s=5)
+        if isinstance(held, str):
+            raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
+        lock = held
+
+    from_rank_0(work)
+    return lock
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What cannot be written is told before the work, not after it."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError("run.output_folder", f"{error.filename} cannot be written ({error.strerror})") from None
+
+
+def resume_point(config: Config, setup: Setup) -> Saved | None:
+    """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
+    saved = checkpoint.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
+    if saved is not None:
+        checkpoint.require_same(saved, setup.identity)
+    return saved
+
+
+def open_folder(folder: Path) -> None:
+    """Raises ConfigError where something in it cannot be written."""
+
+    def work() -> None:
+        with _writing():
+            for inner in ("checkpoints", "tb"):
+                (folder / inner).mkdir(parents=True, exist_ok=True)
+            for file in ("metrics.jsonl", "config.toml", "environment.json"):
+                (folder / file).open("a").close()
+
+    from_rank_0(work)
+
+
+def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
+    """What makes a checkpoint a model by itself: the network's sizes, and the tokenizer."""
+    kind = config.tokenizer.kind
+    file = f"tokenizer.{'model' if kind == 'sentencepiece' else 'tiktoken'}"
+    special = {"bos_token_id": setup.tokenizer.bos, "eos_token_id": setup.tokenizer.eos}
+    model = Model(config.model.name, asdict(setup.sizes), config.training.seq_len, kind, (file,), special)
+    return {MODEL_FILE: model.text().encode(), file: setup.tokenizer.content}
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def write_down(config: Config, device: torch.device) -> None:
+    """The configuration and what it runs on, when nothing can be refused any more."""
+    if dist.get_rank() == 0:
+        folder = run_folder(config)
+        (folder / "config.toml").write_text(to_toml(config))
+        environment = versions() | {
+            "platform": platform.platform(),
+            "device": devices.name(device),
+            "world_size": dist.get_world_size(),
+        }
+        (folder / "environment.json").write_text(json.dumps(environment, indent=1))
