@@ -34,3 +34,10 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
     return value
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 0")
+    return int(text)

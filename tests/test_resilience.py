@@ -1,6 +1,8 @@
 """Updates that are left out, and what follows."""
 
 import json
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +11,20 @@ import torch.distributed as dist
 
 from scripts.gloo_pool import RankError
 from tests.runs import RecordingTrainer, hash_of, leaves_of_step, records
+from trainer import resilience
 from trainer.config import ResilienceConfig
 from trainer.load_config import load_config
-from trainer.resilience import WINDOW, Guard, Stuck, Verdict, Verdicts, add_range, must_go_back, parse_collectives
+from trainer.resilience import (
+    WINDOW,
+    Guard,
+    Stuck,
+    Verdict,
+    Verdicts,
+    Watchdog,
+    add_range,
+    must_go_back,
+    parse_collectives,
+)
 from trainer.run_folder import resume_point
 from trainer.setup import set_up
 
@@ -87,6 +100,40 @@ def test_ranges_that_touch_become_one():
     assert add_range([(3, 5), (9, 12)], (5, 7)) == [(3, 7), (9, 12)]
     assert add_range([(3, 5), (9, 12)], (4, 10)) == [(3, 12)]
     assert add_range([(3, 5)], (0, 1)) == [(0, 1), (3, 5)]
+
+
+def watched():
+    """A watchdog without its thread, and how overdue it finds the run at some moments."""
+    clock = [100.0]
+    resilience.time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    try:
+        dog = Watchdog(0.0)
+        dog.timeout_s = 30.0
+        told = []
+
+        def later(seconds):
+            clock[0] += seconds
+            told.append(dog.overdue_s())
+
+        later(1000)  # the first step
+        dog.after_step(1)
+        later(10)
+        dog.after_step(2)
+        later(49)
+        later(2)
+        with dog.paused():
+            later(1000)
+        later(29)
+        dog.after_step(3)
+        later(146)
+        return told
+    finally:
+        resilience.time = time
+
+
+def test_only_steps_are_timed_and_none_by_less_than_five_of_the_longest(ranks):
+    # The longest step before the pause takes 10 s; 29 s of the next one come after it.
+    assert ranks(1).run(watched) == [[0.0, 0.0, 0.0, 51.0, 0.0, 0.0, 146.0]]
 
 
 def test_a_collective_that_has_not_ended_is_named():

@@ -215,6 +215,12 @@ class Watchdog:
         finally:
             self.since = before and time.monotonic()
 
+    def overdue_s(self) -> float:
+        """How long the step that is timed has taken, if that is too long; else 0."""
+        since = self.since
+        waited_s = 0.0 if since is None else time.monotonic() - since
+        return waited_s if waited_s > max(self.timeout_s, _LONGEST_STEPS * self.longest_s) else 0.0
+
     def _watch(self) -> None:
         beat_s = min(5.0, self.timeout_s / 4)
         beats = 0
@@ -222,12 +228,9 @@ class Watchdog:
             time.sleep(beat_s)
             beats += 1
             self._tell_life(f"{self.step} {beats}")
-            since = self.since
-            if since is None:
-                continue
-            limit = max(self.timeout_s, _LONGEST_STEPS * self.longest_s)
-            if time.monotonic() - since > limit:
-                self._end(time.monotonic() - since, beat_s)
+            waited_s = self.overdue_s()
+            if waited_s:
+                self._end(waited_s, beat_s)
 
     def _tell_life(self, text: str) -> None:
         if self.store is not None:

@@ -1,0 +1,260 @@
+"""Faults that scripts/fault_matrix.py puts into a run: with this folder on PYTHONPATH, Python imports this file at its start,
+and the modules of the trainer are changed as FAULT says when they are imported. The trainer itself knows nothing of it.
+
+FAULT='{"kind": "raise", "rank": 1, "step": 5}'; see the functions below for the kinds.
+"""
+
+import errno
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FAULT = json.loads(os.environ.get("FAULT", "null"))
+
+
+def here() -> bool:
+    return FAULT.get("rank", 0) in (int(os.environ.get("RANK", "0")), "all")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner, name, action) -> None:
+    """Let action run before a function does."""
+    original = getattr(owner, name)
+
+    def changed(*args, **kwargs):
+        action(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, changed)
+
+
+def after(owner, name, action) -> None:
+    original = getattr(owner, name)
+
+    def changed(*args, **kwargs):
+        result = original(*args, **kwargs)
+        action()
+        return result
+
+    setattr(owner, name, changed)
+
+
+# ---------------------------------------------------------------- at a step
+
+
+def at_step(trainer, action) -> None:
+    def act(self, *args, **kwargs):
+        if self.steps_done + 1 == FAULT["step"] and here() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            action(self)
+
+    before(trainer.Trainer, "train_step", act)
+
+
+def kind_raise(trainer) -> None:
+    def fail(self):
+        raise RuntimeError("injected")
+
+    at_step(trainer, fail)
+
+
+def kind_stop(trainer) -> None:
+    """The rank stands still, as a machine does that swaps or a kernel that hangs."""
+    at_step(trainer, lambda self: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def kind_memory(trainer) -> None:
+    """More memory is asked for than there is."""
+
+    def fill(self):
+        import torch
+
+        torch.empty(2**60, dtype=torch.uint8)
+
+    at_step(trainer, fill)
+
+
+def kind_desync(trainer) -> None:
+    """One rank leaves out one reduction."""
+
+    def skip(self):
+        import trainer.optimizer
+
+        original = trainer.optimizer.sum_over
+
+        def once(tensor, group):
+            trainer.optimizer.sum_over = original
+            return tensor.clone()
+
+        trainer.optimizer.sum_over = once
+
+    at_step(trainer, skip)
+
+
+def kind_slow(trainer) -> None:
+    def wait(self, *args, **kwargs):
+        if here():
+            time.sleep(FAULT["seconds"])
+
+    before(trainer.Trainer, "train_step", wait)
+
+
+def kind_gradient(trainer) -> None:
+    """The gradients of a rank are scaled at some steps of the first attempt (nan: they become no numbers)."""
+
+    def injure(self):
+        clip = self.optimizer.clip
+
+        def injured(*args, **kwargs):
+            if here() and self.rollbacks == 0:
+                for p in self.parameters.values():
+                    p.grad.mul_(float(FAULT["scale"]))
+            self.optimizer.clip = clip
+            return clip(*args, **kwargs)
+
+        self.optimizer.clip = injured
+
+    def act(self, *args, **kwargs):
+        if self.steps_done + 1 in FAULT["steps"]:
+            injure(self)
+
+    before(trainer.Trainer, "train_step", act)
+
+
+# ---------------------------------------------------------------- in a save
+
+
+class Count:
+    """Acts on one of the calls, counted from 1; on all from then on, where FAULT says so."""
+
+    def __init__(self, action):
+        self.action = action
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == FAULT.get("save", 1) and here():
+            self.action()
+
+
+def kind_crash(module) -> None:
+    """SIGKILL at a named point of a save."""
+    point = FAULT["point"]
+    name = module.__name__
+    if name == "trainer.checkpoint":
+        simple = {"before the folder": "prepare", "before the plan": "write", "written, not committed": "_commit"}
+        if point in simple:
+            before(module, simple[point], Count(die))
+        if point == "folder made":
+            after(module, "prepare", Count(die))
+        if point == "old moved aside":
+            original = Path.rename
+            count = Count(die)
+
+            def rename(path, target):
+                result = original(path, target)
+                if str(target).endswith(".old"):
+                    count()
+                return result
+
+            Path.rename = rename
+        if point == "renamed":
+            count = Count(die)
+            original_sync = module.sync
+
+            def sync(path):
+                if path.name == "checkpoints":
+                    count()
+                original_sync(path)
+
+            module.sync = sync
+        if point == "committed":
+            before(module, "retain", Count(die))
+    if name == "trainer.shards":
+        if point in ("header written", "half of a shard"):
+            blocks = module._blocks
+            count = Count(die)
+
+            def dying(head, entries):
+                entries = list(entries)
+                for number, block in enumerate(blocks(head, entries)):
+                    yield block
+                    if number == (0 if point == "header written" else len(entries) // 2):
+                        count()
+
+            module._blocks = dying
+        if point == "shard written":
+            after(module, "write_safetensors", Count(die))
+    if name == "trainer.manifest":
+        if point == "before the manifest":
+            before(module, "write", Count(die))
+        if point == "half of the manifest":
+            original = module.write_durably
+            count = Count(die)
+
+            def half(path, text):
+                path.write_text(text[: len(text) // 2])
+                count()
+                original(path, text)
+
+            module.write_durably = half
+        if point == "manifest written":
+            after(module, "write", Count(die))
+
+
+def kind_write_error(shards) -> None:
+    """Writing a shard fails `times` times from a save on."""
+    write = shards.write_safetensors
+    calls = [0]
+
+    def failing(path, entries, about):
+        calls[0] += 1
+        first = FAULT.get("save", 1)
+        if here() and first <= calls[0] < first + FAULT["times"]:
+            number = getattr(errno, FAULT["error"])
+            raise OSError(number, os.strerror(number), str(path))
+        return write(path, entries, about)
+
+    shards.write_safetensors = failing
+
+
+KINDS = {
+    "raise": {"trainer.trainer": kind_raise},
+    "stop": {"trainer.trainer": kind_stop},
+    "memory": {"trainer.trainer": kind_memory},
+    "desync": {"trainer.trainer": kind_desync},
+    "slow": {"trainer.trainer": kind_slow},
+    "gradient": {"trainer.trainer": kind_gradient},
+    "crash": dict.fromkeys(("trainer.checkpoint", "trainer.shards", "trainer.manifest"), kind_crash),
+    "write_error": {"trainer.shards": kind_write_error},
+}
+
+
+class Injector(importlib.abc.MetaPathFinder):
+    def __init__(self, changes):
+        self.changes = changes
+
+    def find_spec(self, name, path, target=None):
+        change = self.changes.pop(name, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_change(module):
+            load(module)
+            change(module)
+
+        spec.loader.exec_module = load_and_change
+        return spec
+
+
+if FAULT:
+    sys.meta_path.insert(0, Injector(dict(KINDS[FAULT["kind"]])))
