@@ -4,11 +4,17 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors import safe_open
 
 from scripts.gloo_pool import RankError
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
-from tests.runs import largest_deviation, leaves_of_step, records, train
+from tests.runs import hash_of, largest_deviation, leaves_of_step, records, train
 from trainer.load_config import load_config
+from trainer.run_folder import resume_point
+from trainer.setup import set_up
+from trainer.shards import read_index, read_rows
+from trainer.trainer import Trainer
 
 TIED = ["--model.overrides.tied_embeddings", "true"]
 
@@ -169,6 +175,50 @@ def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_
     one, other = records(on_one_rank(*DEEP, *more), "eval"), records(tmp_path / "run", "eval")
     assert [(r["step"], r["num_targets"]) for r in other] == [(2, 11 * 32), (4, 11 * 32)]
     assert largest_deviation(one, other, "loss") < 5e-6
+
+
+ANY = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_replicate=2 dp_shard=2", "cp=2"]
+
+
+def content(argv):
+    """On a rank: hash of every tensor that it has after resuming, as a whole tensor."""
+    config = load_config(argv)
+    setup = set_up(config, dist.get_world_size())
+    trainer = Trainer(config, setup, torch.device("cpu"), resume_point(config, setup))
+    return {name: hash_of({name: tensor}) for name, tensor in trainer._tensors().items()}
+
+
+@pytest.fixture(scope="module")
+def saved_by_any(ranks, tiny, tmp_path_factory):
+    """For each layout, a run's folder, stopped after two of four steps."""
+    folder = tmp_path_factory.mktemp("any")
+    for number, text in enumerate(ANY):
+        run_as(ranks, tiny, folder / str(number), text, ["--training.steps", "2"])
+    return folder
+
+
+@pytest.mark.parametrize("loaded_by", ANY)
+def test_any_layout_loads_exactly_what_any_other_saved(ranks, tiny, saved_by_any, loaded_by):
+    for number in range(len(ANY)):
+        size, of_layout = shape_of(loaded_by)
+        argv = [*tiny, *(of_layout if "pp=" in loaded_by else [*DEEP, *of_layout]), "--training.steps", "4"]
+        argv += ["--run.output_folder", str(saved_by_any), "--run.name", str(number)]
+        found = {}
+        for of_rank in ranks(size).run(content, argv):
+            found |= of_rank
+        path = saved_by_any / str(number) / "checkpoints" / "step-00000002"
+        index = read_index(path)
+        expected = {name: hash_of({name: whole(path, name, index)}) for name in index if not name.startswith("random/")}
+        assert len(expected) > 200
+        assert found == expected, ANY[number]
+
+
+def whole(path, name, index):
+    if not index[name].shape:
+        (part,) = index[name].parts
+        with safe_open(path / part.file, framework="pt") as tensors:
+            return tensors.get_tensor(name)
+    return read_rows(path, name, index[name], 0, index[name].shape[0])
 
 
 def test_a_run_can_be_extended(ranks, tiny, tmp_path):
