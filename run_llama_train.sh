@@ -2,7 +2,8 @@
 # Train: ./run_llama_train.sh --config train_configs/debug.toml [--section.key value ...]
 #
 # NGPU          processes on this machine (default: its GPUs, or 1 on a CPU)
-# NNODES        machines (1);  NODE_RANK  number of this one (0)
+# NNODES        machines (1), or the fewest and the most as 2:4;  NODE_RANK  number of this one (0)
+# MAX_RESTARTS  how often the ranks are started again after a failure (0)
 # MASTER_ADDR   first machine;  MASTER_PORT  a free port there (29500; one machine: any free port)
 # LOG_RANK      ranks that print, e.g. 0,3 or all (0)
 # PYTHON        interpreter to begin with (python3)

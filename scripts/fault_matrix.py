@@ -403,7 +403,7 @@ def row_9(bench: Bench, draw: Draw) -> None:
     run = bench.run(bench.fresh("row-9"), 2, ["--resilience.hang_timeout_s", "4"], fault)
     ended = run.wait()
     expect(ended.code == 1, f"ended with {ended.code}")
-    expect(f"rank {rank} gives no sign of life since step {fault['step'] - 1}" in ended.err, f"not named: {ended.err}")
+    expect(f"rank {rank} gives no sign of life" in ended.err, f"not named: {ended.err}")
     expect(re.search(r"waiting in gloo:\w+, number \d+ of process group", ended.err), f"no collective: {ended.err}")
     expect("train_step" in ended.err, "no stack")
     bench.finish("row-9", 2)

@@ -34,6 +34,8 @@ class Place:
     """Where this launcher stands, by the environment."""
 
     ranks: int
+    fewest: int
+    """Machines that the run may go on with; below `nodes` where they may come and go."""
     nodes: int
     node: int
     address: str
@@ -42,7 +44,8 @@ class Place:
 
     @classmethod
     def of_environment(cls) -> "Place":
-        ranks, nodes = whole_number("NGPU", 1, 1), whole_number("NNODES", 1, 1)
+        ranks = whole_number("NGPU", 1, 1)
+        fewest, nodes = _machines()
         node = whole_number("NODE_RANK", 0, 0)
         port = whole_number("MASTER_PORT", 29500, 1)
         if port > 65535:
@@ -52,16 +55,30 @@ class Place:
         restarts = whole_number("MAX_RESTARTS", 0, 0)
         if nodes > 1 and "MASTER_ADDR" not in os.environ:
             exit_with(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
-        return cls(ranks, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
+        return cls(ranks, fewest, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     def arguments(self, timeout_s: float) -> list[str]:
         """For torchrun. timeout_s: how long the machines wait for each other."""
-        size = ["--nnodes", str(self.nodes), "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
+        nodes = str(self.nodes) if self.fewest == self.nodes else f"{self.fewest}:{self.nodes}"
+        size = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
         size += ["--signals-to-handle", "SIGHUP,SIGQUIT"]  # the others are ours
         if self.nodes == 1 and "MASTER_PORT" not in os.environ:
             return [*size, "--standalone"]  # at any free port
+        if self.fewest < self.nodes:
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", "run"]
+            return [*size, *meeting, "--rdzv-conf", f"join_timeout={round(timeout_s)},last_call_timeout=5"]
         meeting = ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]
         return [*size, *meeting, "--rdzv-conf", f"timeout={round(timeout_s)}"]
+
+
+def _machines() -> tuple[int, int]:
+    """NNODES: a number, or the fewest and the most as 2:4."""
+    text = os.environ.get("NNODES", "1")
+    fewest, colon, most = text.partition(":")
+    parts = [fewest, most] if colon else [text]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or int(parts[0]) > int(parts[-1]):
+        exit_with(f"NNODES={text}: expected a whole number of at least 1, or the fewest and the most as 2:4")
+    return int(parts[0]), int(parts[-1])
 
 
 def main() -> NoReturn:

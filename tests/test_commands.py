@@ -98,6 +98,42 @@ def test_two_machines_train_together(tiny, tmp_path):
     assert json.loads((tmp_path / "tiny" / "environment.json").read_text())["world_size"] == 2
 
 
+def await_listener(port):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("localhost", int(port)), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError(f"nobody listens at {port}")
+
+
+def test_a_run_goes_on_with_the_machines_that_are_left(tiny, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    variables = {"NNODES": "1:2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MAX_RESTARTS": "2"}
+    command = [SCRIPT, *tiny, "--run.output_folder", str(tmp_path), "--training.steps", "60"]
+    command += ["--checkpoint.interval_steps", "5"]
+    both = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**variables)
+        )
+        both.append(process)
+        await_listener(port)  # the first machine is where the others meet
+    while not any((tmp_path / "tiny" / "checkpoints").glob("step-0000001*")):
+        assert all(process.poll() is None for process in both), [p.communicate() for p in both if p.poll() is not None]
+        time.sleep(0.05)
+    both[1].kill()
+    _, errors = both[0].communicate(timeout=200)
+    both[1].communicate()
+    assert both[0].returncode == 0, errors
+    assert [r["step"] for r in records(tmp_path / "tiny")] == list(range(1, 61))
+    assert json.loads((tmp_path / "tiny" / "environment.json").read_text())["world_size"] == 1
+
+
 def test_machines_with_different_settings_are_refused(tiny, tmp_path):
     codes, outputs = two_machines([SCRIPT, *tiny, "--run.output_folder", tmp_path], "--run.seed", "4")
     assert codes == [2, 2], outputs
@@ -160,6 +196,8 @@ def test_an_error_that_only_the_ranks_can_find_is_told_once(tiny, tmp_path):
 VARIABLES = {
     "NGPU=two": "NGPU=two: expected a whole number of at least 1",
     "NGPU=0": "NGPU=0: expected a whole number of at least 1",
+    "NNODES=4:2": "NNODES=4:2: expected a whole number of at least 1, or the fewest and the most as 2:4",
+    "NNODES=x": "NNODES=x: expected a whole number of at least 1, or the fewest and the most as 2:4",
     "NNODES=2": "NNODES=2: needs MASTER_ADDR, the name of the first machine",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
     "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",
@@ -270,6 +308,22 @@ def test_a_killed_rank_ends_the_run_in_a_few_lines(endless):
     assert "Traceback" not in errors
     assert len(errors.splitlines()) <= 2, errors
     assert gone(pids)
+
+
+def test_a_killed_rank_is_started_again_and_the_run_goes_on_by_itself(tiny, tmp_path):
+    command = [SCRIPT, *tiny, "--training.steps", "60", "--run.output_folder", str(tmp_path)]
+    command += ["--checkpoint.interval_steps", "5"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(NGPU="2", MAX_RESTARTS="1")
+    )
+    for line in process.stdout:
+        if "step  8/60" in line:
+            break
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert re.search(r"resuming from \S+ \(step \d+, saved by 2 ranks\)", out)
+    assert [r["step"] for r in records(tmp_path / "tiny")] == list(range(1, 61))
 
 
 def test_a_killed_launcher_leaves_nobody_behind(endless):

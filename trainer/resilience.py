@@ -198,6 +198,7 @@ class Watchdog:
         self.since: float | None = None
         """When the step that is timed began; None: nothing is timed."""
         self.store = side_store() if timeout_s and dist.get_world_size() > 1 else None
+        self._tell_life("0 0")
         if timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
 
@@ -255,7 +256,7 @@ class Watchdog:
         after = self._lives()
         steps = {rank: int(life.split()[0]) for rank, life in after.items()}
         lines = [
-            f"rank {rank} gives no sign of life since step {steps[rank]}"
+            f"rank {rank} gives no sign of life; it was last seen at step {steps[rank]}"
             for rank in after
             if before.get(rank) == after[rank] and rank != dist.get_rank()
         ]
