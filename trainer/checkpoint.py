@@ -377,7 +377,10 @@ def fill(
     try:
         with _collectives():
             dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=dist.get_world_size() == 1)
-    except Damaged as damage:
+    except CheckpointException as error:
+        damage = next((cause for cause, _ in error.failures.values() if isinstance(cause, Damaged)), None)
+        if damage is None:
+            raise
         raise ConfigError("", f"{folder}: {damage}") from None
 
 

@@ -288,7 +288,7 @@ def _stored(raw: Mapping[str, Any]) -> Stored:
     shape = _numbers(raw["shape"])
     parts = tuple(Part(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
     for part in parts:
-        if Path(part.file).name != part.file or part.file.startswith("."):
+        if not part.file or Path(part.file).name != part.file or part.file.startswith("."):
             raise ValueError
         if not len(part.offsets) == len(part.shape) == len(shape):
             raise ValueError

@@ -1,0 +1,45 @@
+"""The short form of scripts/fault_matrix.py: one trial of the rows that no other test has, on real runs."""
+
+import json
+
+import pytest
+
+from scripts import fault_matrix
+from scripts.fault_matrix import POINTS, ROWS, Bench, Failed, crash, trial
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("bench"))
+
+
+@pytest.mark.parametrize("row", [1, 4, 9, 19, 25])
+def test_one_trial(bench, row):
+    assert trial(bench, row, number=1000, seed=0) == ""
+
+
+@pytest.mark.parametrize(("point", "mode"), [(POINTS[4], "off"), (POINTS[8], "thread"), (POINTS[10], "process")])
+def test_killed_in_a_save(bench, point, mode):
+    crash(bench, point, mode, 2, fault_matrix.random.Random(0))
+
+
+def test_a_difference_of_one_bit_is_noticed(bench):
+    """The comparison itself: a run with another seed is not the same."""
+    more = ["--training.steps", "10"]
+    assert bench.run(bench.fresh("other"), 1, [*more, "--run.seed", "1"]).wait().code == 0
+    with pytest.raises(Failed, match="other content than undisturbed"):
+        bench.require_same_end("other", 1, more)
+
+
+def test_results_add_up_and_failures_show(tmp_path, capsys, monkeypatch):
+    results = tmp_path / "r.jsonl"
+    problems = iter(["", "lost", ""])
+    monkeypatch.setattr(fault_matrix, "trial", lambda *given: next(problems))
+    fault_matrix.run_row(None, 5, 2, 0, results)
+    fault_matrix.run_row(None, 5, 1, 0, results)
+    assert [json.loads(line)["trial"] for line in results.read_text().splitlines()] == [0, 1, 2]
+    capsys.readouterr()
+    assert not fault_matrix.show(results)
+    out = capsys.readouterr().out
+    assert f"  5        2 of 3  {ROWS[5][0]}" in out
+    assert "trial 1, seed 0: lost" in out
