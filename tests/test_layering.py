@@ -45,6 +45,7 @@ FLOOR_1_LIBRARIES = {"torch"}
 MAY_IMPORT_INSIDE = {
     "train": "a wrong setting is told without waiting for torch",
     "scripts.launch": "likewise",
+    "scripts.faults.sitecustomize": "it runs before everything else",
     "trainer.metrics": "TensorBoard, where it is written",
 }
 

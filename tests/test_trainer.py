@@ -10,6 +10,7 @@ from safetensors import safe_open
 from scripts.gloo_pool import RankError
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
 from tests.runs import hash_of, largest_deviation, leaves_of_step, records, train
+from trainer import logging
 from trainer.load_config import load_config
 from trainer.run_folder import resume_point
 from trainer.setup import set_up
@@ -226,6 +227,38 @@ def test_a_run_can_be_extended(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "3", *more)
     run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "5", *more)
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_what_has_changed_since_the_checkpoint_is_told(ranks, tiny, tmp_path):
+    run(ranks, 1, tiny, tmp_path / "run")
+    told = ranks(1).run(
+        told_by_train,
+        [
+            *tiny,
+            "--run.output_folder",
+            str(tmp_path),
+            "--run.name",
+            "run",
+            "--training.steps",
+            "6",
+            "--optimizer.lr",
+            "2e-3",
+        ],
+    )
+    assert [line for line in told[0] if line.startswith("changed since: ")] == [
+        "changed since: training.steps 4 -> 6",
+        "changed since: optimizer.lr 0.0003 -> 0.002",
+    ]
+
+
+def told_by_train(argv):
+    lines = []
+    original, logging.info = logging.info, lines.append
+    try:
+        train(argv)
+    finally:
+        logging.info = original
+    return lines
 
 
 def test_resuming_with_another_meaning_is_refused_with_every_difference(ranks, tiny, tmp_path):

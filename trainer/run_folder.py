@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import tomli
 import torch
 import torch.distributed as dist
 
 from trainer import checkpoint
 from trainer import device as devices
 from trainer.checkpoint import Saved
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, toml_value
 from trainer.distributed import from_rank_0
 from trainer.huggingface import MODEL_FILE, Model
 from trainer.setup import Setup
@@ -60,6 +61,17 @@ def resume_point(config: Config, setup: Setup) -> Saved | None:
     if saved is not None:
         checkpoint.require_same(saved, setup.identity)
     return saved
+
+
+def changed_settings(saved: Saved, config: Config) -> list[str]:
+    """What the run was set to when the checkpoint was written, and is set to now."""
+    before = _flat(tomli.loads((saved.path / "config.toml").read_text()))
+    now = _flat(tomli.loads(to_toml(config)))
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
+
+
+def _flat(document: dict[str, Any]) -> dict[str, str]:
+    return {f"{s}.{k}": toml_value(v) for s, section in document.items() for k, v in section.items()}
 
 
 def open_folder(folder: Path) -> None:

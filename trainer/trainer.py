@@ -37,7 +37,7 @@ from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
-from trainer.run_folder import model_files, open_folder, run_folder, versions, write_down
+from trainer.run_folder import changed_settings, model_files, open_folder, run_folder, versions, write_down
 from trainer.saver import Finished, LostWriter, Saver
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
@@ -402,6 +402,8 @@ class Trainer:
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         ranks = state["world_size"]
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
+        for line in changed_settings(saved, self.config):
+            logging.info(f"changed since: {line}")
         if saved.rollback:
             from_rank_0(lambda: checkpoint.abandon_newer(saved))
 

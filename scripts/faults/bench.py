@@ -1,0 +1,251 @@
+"""Runs of a tiny model that are to be hurt, and what undisturbed ones come to."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from trainer import manifest
+from trainer.checkpoint import step_of, steps_in
+from trainer.shards import read_index, read_rows
+
+ROOT = Path(__file__).parent.parent.parent
+
+CONFIG = """
+[model]
+overrides = {{ dim = 32, hidden_dim = 64, n_layers = 2 }}
+[data]
+dataset = "text"
+path = "{folder}/corpus"
+store_folder = "{folder}/stores"
+held_out_fraction = 0.1
+prepare_processes = 1
+[training]
+steps = {steps}
+seq_len = 32
+global_batch_size = 8
+local_batch_size = 2
+compute_dtype = "fp32"
+cpu_threads = 1
+[lr_schedule]
+warmup_steps = 2
+[checkpoint]
+interval_steps = {interval}
+[metrics]
+log_every = 1
+tensorboard = false
+"""
+STEPS, INTERVAL = 120, 10
+
+
+class Failed(Exception):
+    """What was expected and did not come."""
+
+
+def expect(condition: object, what: str) -> None:
+    if not condition:
+        raise Failed(what)
+
+
+# ---------------------------------------------------------------- runs
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Run:
+    """A started run; its processes end with it."""
+
+    def __init__(
+        self, bench: "Bench", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
+    ):
+        self.folder = bench.folder / "runs" / name
+        bench.started += 1
+        self.logs = tuple(bench.folder / f"{name}-{bench.started}.{kind}" for kind in ("out", "err"))
+        environment = {k: v for k, v in os.environ.items() if k not in ("NGPU", "NNODES", "MASTER_PORT", "FAULT")}
+        environment |= {"PYTHON": sys.executable, "NGPU": str(ranks), **variables}
+        if fault is not None:
+            environment |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(ROOT / "scripts" / "faults")}
+        command = [str(ROOT / "run_llama_train.sh"), "--config", str(bench.config), "--run.name", name]
+        command += ["--run.output_folder", str(bench.folder / "runs"), *more]
+        self.start = time.monotonic()
+        with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+        self.several = ranks > 1
+
+    def wait(self, timeout_s: float = 240) -> Ended:
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Failed(f"did not end within {timeout_s:g} s") from None
+        out, err = (log.read_text(errors="replace") for log in self.logs)
+        return Ended(code, out, err, time.monotonic() - self.start)
+
+    def below(self) -> list[tuple[int, str]]:
+        """Every process that the run has started, with its command."""
+        listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+        family = {self.process.pid}
+        while more := {int(pid) for pid, parent, _ in rows if int(parent) in family} - family:
+            family |= more
+        return [(int(pid), args) for pid, _, args in rows if int(pid) in family]
+
+    def ranks(self) -> list[int]:
+        """Processes of the ranks."""
+        if not self.several:
+            return [self.process.pid]
+        return [
+            pid for pid, args in self.below() if "train.py" in args and pid != self.process.pid and "spawn" not in args
+        ]
+
+    def writers(self) -> list[int]:
+        return [pid for pid, args in self.below() if "spawn_main" in args]
+
+    def step(self) -> int:
+        try:
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def await_step(self, step: int) -> None:
+        end = time.monotonic() + 120
+        while self.step() < step:
+            expect(self.process.poll() is None, f"ended before step {step}")
+            expect(time.monotonic() < end, f"step {step} did not come")
+            time.sleep(0.02)
+
+    def kill(self) -> list[int]:
+        """SIGKILL to all its processes; their numbers."""
+        pids = [pid for pid, _ in self.below()] or [self.process.pid]
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        return pids
+
+
+def gone(pids: Sequence[int], within_s: float) -> bool:
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    end = time.monotonic() + within_s
+    while any(map(runs, pids)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+class Bench:
+    """A corpus, a configuration, and what undisturbed runs of it come to."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = folder / "tiny.toml"
+        self.started = 0
+        self.known: dict[tuple, dict[int, str]] = {}
+        corpus = folder / "corpus"
+        corpus.mkdir(parents=True, exist_ok=True)
+        draw = random.Random(0)
+        words = (
+            "the",
+            "of",
+            "and",
+            "a",
+            "to",
+            "in",
+            "is",
+            "you",
+            "that",
+            "it",
+            "he",
+            "was",
+            "for",
+            "on",
+            "are",
+            "with",
+        )
+        for number in range(200):
+            text = " ".join(draw.choice(words) for _ in range(draw.randrange(20, 200)))
+            (corpus / f"{number:04d}.txt").write_text(text + ".\n")
+        self.config.write_text(CONFIG.format(folder=folder, steps=STEPS, interval=INTERVAL))
+
+    def run(
+        self, name: str, ranks: int = 2, more: Sequence[str] = (), fault: dict | None = None, **variables: str
+    ) -> Run:
+        return Run(self, name, ranks, more, fault, **variables)
+
+    def fresh(self, name: str) -> str:
+        """The name, and nothing under it."""
+        shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
+        return name
+
+    def undisturbed(self, ranks: int, more: Sequence[str] = ()) -> dict[int, str]:
+        """Step -> digest of the checkpoint, of a run that nothing happened to."""
+        key = (ranks, *more)
+        if key not in self.known:
+            name = self.fresh(f"reference-{len(self.known)}")
+            ended = self.run(name, ranks, more).wait()
+            expect(ended.code == 0, f"the undisturbed run ended with {ended.code}: {ended.err[-300:]}")
+            self.known[key] = digests(self.folder / "runs" / name)
+        return self.known[key]
+
+    def require_same_end(self, name: str, ranks: int, more: Sequence[str] = ()) -> None:
+        """Outcome B: what the run has come to is bit by bit what the undisturbed one came to."""
+        mine, reference = digests(self.folder / "runs" / name), self.undisturbed(ranks, more)
+        expect(max(mine, default=0) == max(reference), f"ended at step {max(mine, default=0)}, not {max(reference)}")
+        differing = [step for step in mine if mine[step] != reference.get(step, mine[step])]
+        expect(not differing, f"other content than undisturbed at steps {differing}")
+
+    def finish(self, name: str, ranks: int, more: Sequence[str] = ()) -> Ended:
+        """Start it again, to its end, and compare."""
+        ended = self.run(name, ranks, more).wait()
+        expect(ended.code == 0, f"started again it ended with {ended.code}: {ended.err[-300:]}")
+        self.require_same_end(name, ranks, more)
+        return ended
+
+
+def digests(folder: Path) -> dict[int, str]:
+    return {step_of(path): digest(path) for path in steps_in(folder / "checkpoints")}
+
+
+def digest(checkpoint: Path) -> str:
+    """Of every tensor, and of where the run stands."""
+    problem = manifest.problem(checkpoint)
+    expect(not problem, f"{checkpoint}: {problem}")
+    whole_content = xxhash.xxh3_128()
+    index = read_index(checkpoint)
+    for name in sorted(index):
+        rows = read_rows(checkpoint, name, index[name], 0, index[name].shape[0]) if index[name].shape else None
+        whole_content.update(name.encode())
+        if rows is not None:
+            whole_content.update(memoryview(rows.contiguous().numpy()).cast("B"))
+    state = json.loads((checkpoint / "train_state.json").read_text())
+    whole_content.update(json.dumps([state[key] for key in ("step", "cursor", "tokens_seen", "passed_over")]).encode())
+    return whole_content.hexdigest()
+
+
+def few_lines(ended: Ended, limit: int = 10) -> None:
+    lines = ended.err.splitlines()
+    expect(len(lines) <= limit, f"{len(lines)} lines of errors: {ended.err[-500:]}")

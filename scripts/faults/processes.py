@@ -1,0 +1,173 @@
+"""Faults of processes: killed, stopped, asked to stop, standing still, never there."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+
+from scripts.faults.bench import STEPS, Bench, Ended, Run, expect, few_lines, gone
+from trainer.checkpoint import step_of, steps_in
+
+Draw = random.Random
+MODES = ("off", "thread", "process")
+
+
+def mode_flags(mode: str) -> list[str]:
+    return ["--checkpoint.async_mode", mode]
+
+
+def killed_at_random(
+    bench: Bench, draw: Draw, victims: Callable[[Run], list[int]], name: str
+) -> tuple[list[str], Ended]:
+    """A run on two ranks, hurt after a random time of training; the flags of its mode, and how it ended."""
+    more = mode_flags(draw.choice(MODES))
+    bench.undisturbed(2, more)
+    run = bench.run(bench.fresh(name), 2, more)
+    run.await_step(1)
+    time.sleep(draw.uniform(0, 2.5))
+    before = time.monotonic()
+    for pid in victims(run):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    ended = run.wait(60)
+    ended.seconds = time.monotonic() - before
+    return more, ended
+
+
+def row_1(bench: Bench, draw: Draw) -> None:
+    more, _ = killed_at_random(bench, draw, lambda run: [pid for pid, _ in run.below()], "row-1")
+    bench.finish("row-1", 2, more)
+
+
+def row_2(bench: Bench, draw: Draw) -> None:
+    more, ended = killed_at_random(bench, draw, lambda run: [draw.choice(run.ranks() or [run.process.pid])], "row-2")
+    if ended.code != 0:  # else it was at its end
+        expect(ended.seconds <= 5, f"the others ended after {ended.seconds:.1f} s")
+        few_lines(ended)
+        expect("ended by SIGKILL" in ended.err or "lost contact" in ended.err, f"does not say so: {ended.err}")
+    bench.finish("row-2", 2, more)
+
+
+def row_3(bench: Bench, draw: Draw) -> None:
+    family: list[int] = []
+
+    def launcher(run: Run) -> list[int]:
+        family.extend(pid for pid, _ in run.below())
+        return [run.process.pid]
+
+    more, _ = killed_at_random(bench, draw, launcher, "row-3")
+    expect(gone(family, 10), "ranks still run 10 s after their launcher was killed")
+    bench.finish("row-3", 2, more)
+
+
+def row_4(bench: Bench, draw: Draw) -> None:
+    more = mode_flags("process")
+    run = bench.run(bench.fresh("row-4"), 2, more)
+    run.await_step(draw.randrange(2, 60))
+    writers = run.writers()
+    expect(len(writers) == 2, f"{len(writers)} writers")
+    os.kill(draw.choice(writers), signal.SIGKILL)
+    ended = run.wait()
+    expect(ended.code == 1, f"ended with {ended.code}")
+    expect("the process that writes checkpoints was ended by SIGKILL" in ended.err, f"does not say so: {ended.err}")
+    few_lines(ended)
+    bench.finish("row-4", 2, more)
+
+
+def stopped(bench: Bench, draw: Draw, name: str, victims: Callable[[Run], list[int]]) -> None:
+    more = mode_flags(draw.choice(MODES))
+    run = bench.run(bench.fresh(name), 2, more)
+    run.await_step(draw.randrange(1, 100))
+    for pid in victims(run):
+        os.kill(pid, draw.choice((signal.SIGTERM, signal.SIGINT)))
+    ended = run.wait(60)
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    said = re.search(r"stopped as asked at step (\d+)", ended.out)
+    expect(said or "done: step" in ended.out, f"said neither stopped nor done: {ended.out[-300:]}")
+    if said:
+        newest = steps_in(run.folder / "checkpoints")[0]
+        expect(step_of(newest) == int(said[1]) == run.step(), f"{newest} is not the last step, {run.step()}")
+    bench.finish(name, 2, more)
+
+
+def row_5(bench: Bench, draw: Draw) -> None:
+    stopped(bench, draw, "row-5", lambda run: [run.process.pid])
+
+
+def row_6(bench: Bench, draw: Draw) -> None:
+    stopped(bench, draw, "row-6", lambda run: [draw.choice(run.ranks())])
+
+
+def row_7(bench: Bench, draw: Draw) -> None:
+    """The second signal comes while the save that the first one asked for goes on (it is made slow)."""
+    more = mode_flags(draw.choice(MODES))
+    run = bench.run(bench.fresh("row-7"), 2, more)
+    run.await_step(draw.randrange(1, 60))
+    run.process.send_signal(signal.SIGTERM)
+    time.sleep(draw.choice((0.0, 1.1)))
+    run.process.send_signal(signal.SIGINT)
+    ended = run.wait(60)
+    expect(ended.code in (0, 130), f"ended with {ended.code}")
+    bench.finish("row-7", 2, more)
+
+
+def row_8(bench: Bench, draw: Draw) -> None:
+    rank = draw.randrange(2)
+    run = bench.run(bench.fresh("row-8"), 2, fault={"kind": "raise", "rank": rank, "step": draw.randrange(1, STEPS)})
+    ended = run.wait()
+    expect(ended.code == 1, f"ended with {ended.code}")
+    expect(ended.err.count("Traceback") == 1 and f"[rank {rank}] Traceback" in ended.err, f"tracebacks: {ended.err}")
+    bench.finish("row-8", 2)
+
+
+def row_9(bench: Bench, draw: Draw) -> None:
+    rank = draw.randrange(2)
+    fault = {"kind": "stop", "rank": rank, "step": draw.randrange(5, 60)}
+    run = bench.run(bench.fresh("row-9"), 2, ["--resilience.hang_timeout_s", "4"], fault)
+    ended = run.wait()
+    expect(ended.code == 1, f"ended with {ended.code}")
+    expect(f"rank {rank} gives no sign of life" in ended.err, f"not named: {ended.err}")
+    expect(re.search(r"waiting in gloo:\w+, number \d+ of process group", ended.err), f"no collective: {ended.err}")
+    expect("train_step" in ended.err, "no stack")
+    bench.finish("row-9", 2)
+
+
+def row_10(bench: Bench, draw: Draw) -> None:
+    fault = {"kind": "desync", "rank": draw.randrange(2), "step": draw.randrange(5, 60)}
+    run = bench.run(bench.fresh("row-10"), 2, ["--resilience.hang_timeout_s", "4"], fault)
+    ended = run.wait()
+    expect(ended.code == 1, f"ended with {ended.code}: {ended.out[-200:]}")
+    expect(ended.err.strip(), "nothing was said")
+    bench.finish("row-10", 2)
+
+
+def row_12(bench: Bench, draw: Draw) -> None:
+    run = bench.run(bench.fresh("row-12"), 2, fault={"kind": "memory", "rank": 1, "step": draw.randrange(1, STEPS)})
+    ended = run.wait()
+    expect(ended.code == 1 and ended.err.count("Traceback") == 1, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect("[rank 1]" in ended.err and "memory" in ended.err, f"does not say so: {ended.err[-300:]}")
+    bench.finish("row-12", 2)
+
+
+def row_13(bench: Bench, draw: Draw) -> None:
+    more = ["--training.steps", "5", *mode_flags(draw.choice(MODES))]
+    ended = bench.run(bench.fresh("row-13"), draw.choice((1, 2)), more).wait()
+    expect((ended.code, ended.err) == (0, ""), f"ended with {ended.code}: {ended.err[-300:]}")
+
+
+def row_14(bench: Bench, draw: Draw) -> None:
+    more = ["--distributed.init_timeout_s", "6"]
+    place = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(draw.randrange(20000, 30000)),
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+    }
+    ended = bench.run(bench.fresh("row-14"), 1, more, **place, LOCAL_RANK="0").wait(60)
+    expect(ended.code == 1, f"ended with {ended.code}")
+    expect("of 2 ranks, 1 did not come within 6 s" in ended.err, f"not named: {ended.err}")
+    few_lines(ended)

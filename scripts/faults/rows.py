@@ -1,0 +1,42 @@
+"""The table of faults, by the numbers that users see."""
+
+from collections.abc import Callable
+
+from scripts.faults import processes, saves, values
+from scripts.faults.bench import Bench
+from scripts.faults.processes import Draw
+
+ROWS: dict[int, tuple[str, Callable[[Bench, Draw], None]]] = {
+    1: ("SIGKILL to all, at a random moment, in every mode of saving: the same end, bit by bit", processes.row_1),
+    2: ("SIGKILL to one rank: the others end within 5 s and say so; the same end", processes.row_2),
+    3: ("SIGKILL to the launcher: nobody left after 10 s; the same end", processes.row_3),
+    4: ("SIGKILL to the process that writes: told, stopped; the same end", processes.row_4),
+    5: ("SIGTERM or SIGINT to the launcher: no step lost, exit 0; the same end", processes.row_5),
+    6: ("SIGTERM or SIGINT to one rank: all save the same step; the same end", processes.row_6),
+    7: ("a second signal while the first one's save goes on: the same end", processes.row_7),
+    8: ("an exception on one rank: one traceback, with the rank; the same end", processes.row_8),
+    9: ("a rank stands still: named, with the collective and stacks; the same end", processes.row_9),
+    10: ("a rank leaves out a reduction: the run ends; the same end", processes.row_10),
+    12: ("more memory than there is: told with the rank; the same end", processes.row_12),
+    13: ("clean runs exit 0", processes.row_13),
+    14: ("a rank that never joins is named", processes.row_14),
+    15: ("SIGKILL at 12 points of a save, 3 modes, 1, 2, 4 ranks: old or new, never mixed; the same end", saves.row_15),
+    16: ("a step is saved again and the save is killed: old or new", saves.row_16),
+    17: ("disk full: warned, goes on, and so ends the same; or stops, as set", saves.row_17),
+    19: ("errors of the disk that pass: tried again; the same end", saves.row_19),
+    20: ("a failure in the background reaches the run", saves.row_20),
+    21: ("flipped bits (25 a trial): told, and gone on from the one before", saves.row_21),
+    22: ("six kinds of damage to every file: told, and gone on from the one before", saves.row_22),
+    23: ("all checkpoints damaged: refused, nothing touched", saves.row_23),
+    25: ("killed between commit and the removal of old ones: one is whole", saves.row_25),
+    26: ("a second trainer in a run folder is refused", saves.row_26),
+    27: ("a folder that cannot be written is refused before the first step", saves.row_27),
+    29: ("no numbers on one rank: update left out on all; several times: rolled back", values.row_29),
+    30: ("a spike: left out or rolled back, as set", values.row_30),
+    32: ("the same run twice: bit by bit", values.row_32),
+    37: ("4, 2, 1, 2 ranks after each other: the same losses", values.row_37),
+    40: ("every setting with a typo is refused, with the right name", values.row_40),
+    41: ("settings of any value (250 configurations a trial): a plan or one line, within 2 s", values.row_41),
+    42: ("every mesh on up to 64 ranks: it fits or is refused", values.row_42),
+    46: ("secrets of the environment are in no output", values.row_46),
+}

@@ -1,0 +1,230 @@
+"""Faults of saves and of what was saved."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scripts.faults.bench import ROOT, Bench, Run, digest, digests, expect, few_lines
+from scripts.faults.processes import MODES, Draw, mode_flags
+from trainer import manifest
+from trainer.checkpoint import steps_in
+
+POINTS = (
+    "before the folder",
+    "folder made",
+    "before the plan",
+    "header written",
+    "half of a shard",
+    "shard written",
+    "written, not committed",
+    "before the manifest",
+    "half of the manifest",
+    "manifest written",
+    "renamed",
+    "committed",
+)
+
+
+def row_15(bench: Bench, draw: Draw) -> None:
+    for_point = draw.choice(POINTS)
+    crash(bench, for_point, draw.choice(MODES), draw.choice((1, 2, 4)), draw)
+
+
+def crash(bench: Bench, point: str, mode: str, ranks: int, draw: Draw) -> None:
+    """SIGKILL of one rank at a point of its second or third save."""
+    more = mode_flags(mode)
+    name = bench.fresh("row-15")
+    every_rank = point in ("header written", "half of a shard", "shard written", "before the plan", "before the folder")
+    rank = draw.randrange(ranks) if every_rank and point != "before the folder" else 0
+    fault = {"kind": "crash", "point": point, "rank": rank, "save": draw.choice((2, 3))}
+    reference = bench.undisturbed(ranks, more)
+    ended = bench.run(name, ranks, more, fault).wait()
+    expect(ended.code != 0, f"{point}, {mode}, {ranks} ranks: the fault did not come")
+    there = digests(bench.folder / "runs" / name)  # which verifies each
+    mixed = [step for step, found in there.items() if found != reference[step]]
+    expect(not mixed, f"{point}, {mode}, {ranks} ranks: mixed at steps {mixed}")
+    bench.finish(name, ranks, more)
+
+
+def row_16(bench: Bench, draw: Draw) -> None:
+    """A step is saved again, with other content, and the save is killed between the two renames."""
+    name = bench.fresh("row-16")
+    first = ["--training.steps", "30"]
+    expect(bench.run(name, 2, first).wait().code == 0, "the first run failed")
+    point = draw.choice(("old moved aside", "renamed", "manifest written", "half of a shard"))
+    newest = bench.folder / "runs" / name / "checkpoints" / "step-00000030"
+    old = digest(newest)
+    # What makes it be saved again: the newer ones are there, but the run goes on from 20.
+    (newest / "manifest.json").rename(newest / "manifest")
+    fault = {"kind": "crash", "point": point, "rank": 0, "save": 1}
+    ended = bench.run(name, 2, [*first, "--optimizer.lr", "1e-3"], fault).wait()
+    expect(ended.code != 0, f"{point}: the fault did not come")
+    for path in newest.parent.glob("step-00000030*"):
+        if (path / "manifest").exists():
+            (path / "manifest").rename(path / "manifest.json")
+    for path in steps_in(newest.parent):
+        expect(not manifest.problem(path), f"{point}: {path}: {manifest.problem(path)}")
+    found = {
+        digest(path) for path in newest.parent.glob("step-00000030*") if "." not in path.name or path.suffix == ".old"
+    }
+    expect(old in found or "renamed" in point, f"{point}: neither the old one nor the new one is there")
+
+
+def row_17(bench: Bench, draw: Draw) -> None:
+    mode, error = draw.choice(MODES), draw.choice(("ENOSPC", "EDQUOT", "EFBIG"))
+    more = mode_flags(mode)
+    name = bench.fresh("row-17")
+    fault = {"kind": "write_error", "rank": draw.randrange(2), "error": error, "times": 1, "save": draw.randrange(2, 8)}
+    ended = bench.run(name, 2, more, fault).wait()
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect(ended.err.count("could not be saved") == 1, f"not told once: {ended.err}")
+    left = [p.name for p in (bench.folder / "runs" / name / "checkpoints").glob("*.saving*")]
+    expect(not left, f"left behind: {left}")
+    bench.require_same_end(name, 2, more)
+    fault |= {"times": 1}
+    stop = [*more, "--checkpoint.on_failure", "stop"]
+    ended = bench.run(bench.fresh(name), 2, stop, fault).wait()
+    expect(ended.code == 1 and "could not be saved" in ended.err, f"to stop was set, ended with {ended.code}")
+    few_lines(ended)
+    bench.finish(name, 2, more)
+
+
+def row_19(bench: Bench, draw: Draw) -> None:
+    more = mode_flags(draw.choice(MODES))
+    fault = {"kind": "write_error", "rank": 0, "error": "EIO", "times": 2, "save": draw.randrange(1, 8)}
+    ended = bench.run(bench.fresh("row-19"), 2, more, fault).wait()
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect(ended.err.count("Input/output error; attempt") == 2 or "process" in more, f"not told: {ended.err}")
+    bench.require_same_end("row-19", 2, more)
+
+
+def row_20(bench: Bench, draw: Draw) -> None:
+    more = [*mode_flags(draw.choice(("thread", "process"))), "--checkpoint.on_failure", "stop"]
+    fault = {"kind": "write_error", "rank": draw.randrange(2), "error": "EROFS", "times": 99, "save": 3}
+    ended = bench.run(bench.fresh("row-20"), 2, more, fault).wait()
+    expect(ended.code == 1 and "Read-only file system" in ended.err, f"ended with {ended.code}: {ended.err[-300:]}")
+    few_lines(ended)
+    bench.finish("row-20", 2, more[:2])
+
+
+@contextmanager
+def damaged(bench: Bench, name: str) -> Iterator[Path]:
+    """A finished run's folder, a copy to be damaged."""
+    source = bench.folder / "runs" / "whole"
+    if not source.exists():
+        expect(bench.run("whole", 2, ["--training.steps", "20"]).wait().code == 0, "the run to damage failed")
+    copy = bench.folder / "runs" / bench.fresh(name)
+    shutil.copytree(source, copy)
+    yield copy / "checkpoints" / "step-00000020"
+
+
+def require_fall_back(bench: Bench, name: str) -> None:
+    """Started again, the run says what is damaged, goes on from the one before, and ends as if nothing had been."""
+    ended = bench.run(name, 2, ["--training.steps", "20"]).wait()
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect("warning: passed over" in ended.err, f"not told: {ended.err}")
+    expect("step-00000010 (step 10" in ended.out, f"did not go on from step 10: {ended.out[-300:]}")
+    expect(digests(bench.folder / "runs" / name) == digests(bench.folder / "runs" / "whole"), "other content")
+
+
+def row_21(bench: Bench, draw: Draw) -> None:
+    """25 flips are told; one of them is gone on from."""
+    with damaged(bench, "row-21") as newest:
+        files = sorted(newest.iterdir())
+        for number in range(25):
+            path = draw.choices(files, [p.stat().st_size for p in files])[0] if number % 2 else draw.choice(files)
+            data = path.read_bytes()
+            flipped = bytearray(data)
+            place = draw.randrange(len(data))
+            flipped[place] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            expect(path.name in manifest.problem(newest), f"byte {place} of {path.name}: not told")
+            if number < 24:
+                path.write_bytes(data)
+        require_fall_back(bench, "row-21")
+
+
+def row_22(bench: Bench, draw: Draw) -> None:
+    """Six kinds of damage to every file are told; one of them is gone on from."""
+    with damaged(bench, "row-22") as newest:
+        names = sorted(p.name for p in newest.iterdir())
+        kinds = {
+            "cut": lambda p: p.write_bytes(p.read_bytes()[: draw.randrange(p.stat().st_size)]),
+            "missing": lambda p: p.unlink(),
+            "extra": lambda p: p.with_name(f"{p.name}.1").write_bytes(b"x"),
+            "longer": lambda p: p.write_bytes(p.read_bytes() + b"\0"),
+            "swapped": lambda p: p.write_bytes((p.parent.parent / "step-00000010" / p.name).read_bytes() + b""),
+            "zeros": lambda p: p.write_bytes(bytes(min(4096, p.stat().st_size)) + p.read_bytes()[4096:]),
+        }
+        safe = newest.parent / "safe"
+        shutil.copytree(newest, safe)
+        for kind, hurt in kinds.items():
+            for name in names:
+                if (
+                    kind == "swapped"
+                    and (safe / name).read_bytes() == (newest.parent / "step-00000010" / name).read_bytes()
+                ):
+                    continue  # the same file
+                hurt(newest / name)
+                problem = manifest.problem(newest) or (kind == "swapped" and name == "manifest.json")
+                expect(problem, f"{kind} {name}: not told")
+                shutil.rmtree(newest)
+                shutil.copytree(safe, newest)
+        kinds[draw.choice(list(kinds))](newest / "rank-00001.safetensors")
+        shutil.rmtree(safe)
+        require_fall_back(bench, "row-22")
+
+
+def row_23(bench: Bench, draw: Draw) -> None:
+    with damaged(bench, "row-23") as newest:
+        for path in steps_in(newest.parent):
+            (path / draw.choice(("index.json", "rank-00000.safetensors", "train_state.json"))).unlink()
+        before = sorted(str(p) for p in newest.parent.rglob("*"))
+        ended = bench.run("row-23", 2, ["--training.steps", "20"]).wait()
+        expect(
+            ended.code == 2 and "all 2 checkpoints are damaged" in ended.err, f"ended with {ended.code}: {ended.err}"
+        )
+        expect(sorted(str(p) for p in newest.parent.rglob("*")) == before, "something was changed")
+
+
+def row_25(bench: Bench, draw: Draw) -> None:
+    """Killed while old ones are removed, or just before."""
+    more = [*mode_flags(draw.choice(MODES)), "--checkpoint.keep", "1"]
+    name = bench.fresh("row-25")
+    fault = {"kind": "crash", "point": "committed", "rank": 0, "save": draw.randrange(2, 10)}
+    expect(bench.run(name, 2, more, fault).wait().code != 0, "the fault did not come")
+    there = digests(bench.folder / "runs" / name)
+    expect(there, "no checkpoint is left")
+    bench.finish(name, 2, more)
+    expect(len(digests(bench.folder / "runs" / name)) == 1, "more than one is left")
+
+
+def row_26(bench: Bench, draw: Draw) -> None:
+    name = bench.fresh("row-26")
+    run = bench.run(name, 2, ["--training.steps", "1000000"])
+    run.await_step(1)
+    second = Run(bench, name, draw.choice((1, 2)), [], None).wait()
+    expect(second.code == 2 and "is in use by process" in second.err, f"ended with {second.code}: {second.err}")
+    few_lines(second, 1)
+    run.process.send_signal(signal.SIGTERM)
+    expect(run.wait(60).code == 0, "the first run was disturbed")
+    expect(digests(run.folder), "the first run has no checkpoint")
+
+
+def row_27(bench: Bench, draw: Draw) -> None:
+    place = bench.folder / "no-folder"
+    place.write_text("")
+    run = subprocess.run(
+        [ROOT / "run_llama_train.sh", "--config", bench.config, "--run.output_folder", place],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHON": sys.executable, "NGPU": str(draw.choice((1, 2)))},
+    )
+    expect(run.returncode == 2 and "cannot be written" in run.stderr, f"ended with {run.returncode}: {run.stderr}")
+    expect(len(run.stderr.splitlines()) == 1, run.stderr)

@@ -1,0 +1,183 @@
+"""Faults of numbers and settings."""
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+from scripts.faults.bench import STEPS, Bench, Failed, expect
+from scripts.faults.processes import MODES, Draw, mode_flags
+from trainer.checkpoint import steps_in
+from trainer.config import ConfigError, ParallelConfig
+from trainer.load_config import load_config
+from trainer.parallel.dims import ParallelDims
+from trainer.settings import is_table, settings
+from trainer.setup import set_up
+
+
+def row_29(bench: Bench, draw: Draw) -> None:
+    """Numbers that are none, on one rank: once (the update is left out), and several times in a row (rolled back)."""
+    step = draw.randrange(15, 100)
+    fault = {"kind": "gradient", "rank": draw.randrange(2), "scale": draw.choice(("nan", "inf")), "steps": [step]}
+    ended = bench.run(bench.fresh("row-29"), 2, fault=fault).wait()
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect(ended.err.count("update left out, 1 in a row, 1 in all") == 1, f"not told once: {ended.err}")
+    more = ["--resilience.max_left_out", "2", "--resilience.after_left_out", "rollback"]
+    fault |= {"steps": [step, step + 1]}
+    ended = bench.run(bench.fresh("row-29"), 2, more, fault).wait()
+    expect(ended.code == 0 and "going back to step" in ended.err, f"ended with {ended.code}: {ended.err[-300:]}")
+    state = json.loads((steps_in(bench.folder / "runs/row-29/checkpoints")[0] / "train_state.json").read_text())
+    expect(state["passed_over"] == [[(step - 1) * 8, (step + 1) * 8]], f"passed over {state['passed_over']}")
+
+
+def row_30(bench: Bench, draw: Draw) -> None:
+    policy = draw.choice(("skip", "rollback"))
+    step = draw.randrange(60, 110)
+    fault = {"kind": "gradient", "rank": draw.randrange(2), "scale": "1e4", "steps": [step]}
+    more = ["--resilience.loss_spike", policy]
+    ended = bench.run(bench.fresh("row-30"), 2, more, fault).wait()
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect(f"step {step}: loss" in ended.err, f"not told: {ended.err}")
+    expect(("going back to step" in ended.err) == (policy == "rollback"), f"not as set: {ended.err}")
+
+
+def row_32(bench: Bench, draw: Draw) -> None:
+    more = mode_flags(draw.choice(MODES))
+    name = bench.fresh("row-32")
+    expect(bench.run(name, 2, more).wait().code == 0, "the run failed")
+    bench.require_same_end(name, 2, more)
+
+
+def row_37(bench: Bench, draw: Draw) -> None:
+    """Stopped and gone on with another number of ranks, several times: the same losses, to rounding."""
+    name = bench.fresh("row-37")
+    for ranks, steps in ((4, 30), (2, 60), (1, 90), (2, STEPS)):
+        ended = bench.run(name, ranks, ["--training.steps", str(steps), "--lr_schedule.min_lr_ratio", "1.0"]).wait()
+        expect(ended.code == 0, f"on {ranks} ranks it ended with {ended.code}: {ended.err[-300:]}")
+    plain = bench.fresh("row-37-plain")
+    expect(bench.run(plain, 2, ["--lr_schedule.min_lr_ratio", "1.0"]).wait().code == 0, "the plain run failed")
+    mine, reference = (losses(bench.folder / "runs" / folder) for folder in (name, plain))
+    far = [step for step in reference if abs(mine[step] - reference[step]) > 1e-5 * reference[step]]
+    expect(set(mine) == set(reference) and not far, f"other losses at steps {far[:5]}")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+def edited(draw: Draw, word: str) -> str:
+    """One letter left out, doubled, exchanged with the next, or replaced."""
+    at = draw.randrange(len(word))
+    kinds = (
+        word[:at] + word[at + 1 :],
+        word[:at] + word[at] + word[at:],
+        word[:at] + word[at : at + 2][::-1] + word[at + 2 :],
+        word[:at] + draw.choice("abcdefghijklmnopqrstuvwxyz_") + word[at + 1 :],
+    )
+    return draw.choice(kinds)
+
+
+def row_40(bench: Bench, draw: Draw) -> None:
+    """Every setting with a typo, in the file and as a flag."""
+    for section, members in settings().items():
+        for name in members:
+            wrong = edited(draw, name)
+            if wrong in members or not wrong:
+                continue
+            for argv in (["--config", str(bench.folder / "typo.toml")], [f"--{section}.{wrong}", "1"]):
+                (bench.folder / "typo.toml").write_text(f"[{section}]\n{json.dumps(wrong)} = 1\n")
+                try:
+                    load_config(argv)
+                except ConfigError as error:
+                    expect(wrong in str(error), f"{section}.{wrong}: {error}")
+                    short = len(name) <= 3  # of so few letters, one is much
+                    expect("did you mean" in str(error) or short, f"no suggestion for {section}.{wrong}: {error}")
+                else:
+                    raise Failed(f"{section}.{wrong} was taken")
+
+
+VALUES = (
+    *(
+        "0",
+        "1",
+        "-1",
+        "2",
+        "3",
+        "7",
+        "64",
+        "1000000",
+        "99999999999999999999",
+        "1e400",
+        "nan",
+        "-inf",
+        "0.5",
+        "1e-9",
+        "",
+        " ",
+    ),
+    *(
+        "true",
+        "none",
+        "off",
+        "full",
+        "llama3.2",
+        "1b",
+        "text",
+        "/",
+        "..",
+        "\u202e",
+        "😀",
+        "a" * 5000,
+        "[1, 2",
+        "{",
+        "0x10",
+        "1_0",
+    ),
+)
+
+
+def row_41(bench: Bench, draw: Draw) -> None:
+    """250 configurations with up to three settings of any value: a plan, or one line."""
+    flags = [
+        setting.flag for members in settings().values() for setting in members.values() if not is_table(setting.kind)
+    ]
+    for _ in range(250):
+        chosen = draw.sample(flags, draw.randrange(1, 4))
+        argv = [word for flag in chosen for word in (flag, draw.choice(VALUES))]
+        start = time.monotonic()
+        try:
+            set_up(load_config(["--config", str(bench.config), *argv]), draw.choice((1, 2, 8, 64)))
+        except ConfigError as error:
+            expect("\n" not in str(error), f"{argv}: more than one line: {error}")
+        except Exception as error:
+            raise Failed(f"{argv}: {type(error).__name__}: {error}") from error
+        expect(time.monotonic() - start < 2, f"{argv}: took {time.monotonic() - start:.1f} s")
+
+
+def row_42(bench: Bench, draw: Draw) -> None:
+    """Every mesh of up to 64 ranks: one that makes up the world, or a line."""
+    degrees = (1, 2, 3, 4, 5, 8, 16, 64)
+    for world in draw.sample(range(1, 65), 8):
+        for replicate, shard, cp, tp, pp in itertools.product(degrees, (-1, *degrees), degrees, degrees, degrees):
+            config = ParallelConfig(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, pp=pp)
+            others = replicate * cp * tp * pp
+            fits = world % others == 0 if shard == -1 else others * shard == world
+            try:
+                dims = ParallelDims.of(config, world)
+            except ConfigError as error:
+                expect(not fits and "\n" not in str(error), f"{config} on {world} ranks was refused: {error}")
+            else:
+                product = dims.dp_replicate * dims.dp_shard * dims.cp * dims.tp * dims.pp
+                expect(fits and product == world, f"{config} on {world} ranks was taken")
+
+
+def row_46(bench: Bench, draw: Draw) -> None:
+    secret = f"s3cr3t{draw.randrange(10**9)}"
+    names = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
+    name = bench.fresh("row-46")
+    fault = {"kind": "raise", "rank": 1, "step": 12}
+    ended = bench.run(name, 2, (), fault, **dict.fromkeys(names, secret)).wait()
+    written = [p.read_bytes() for p in (bench.folder / "runs" / name).rglob("*") if p.is_file()]
+    hits = sum(secret.encode() in text for text in [*written, ended.out.encode(), ended.err.encode()])
+    expect(ended.code == 1 and hits == 0, f"the secret is in {hits} outputs")
