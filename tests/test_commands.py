@@ -146,12 +146,14 @@ def test_machines_with_different_settings_are_refused(tiny, tmp_path):
 def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tiny, tmp_path):
     done = call(SCRIPT, *tiny, "--optimizer.lr", "1e30", "--checkpoint.interval_steps", "1", cwd=tmp_path, NGPU="2")
     assert done.returncode == 1
-    *warnings, last = done.stderr.splitlines()
-    assert [re.sub(r"loss [^,]+", "loss X", line[9:]) for line in warnings] == [
+    lines = sorted(re.sub(r"loss [^,]+", "loss X", re.sub(r"^[\d:]+ ", "", line)) for line in done.stderr.splitlines())
+    # The rank that stops first may be ahead of the one that warns.
+    assert [line for line in lines if "warning" in line] == [
         f"warning: step {n}: loss X, gradient norm nan; update left out, {n - 1} in a row, {n - 1} in all"
         for n in (2, 3, 4)
     ]
-    assert re.fullmatch(r"step 4: loss \S+, gradient norm nan; stopped, and this state is not saved", last)
+    assert re.search(r"step 4: loss \S+, gradient norm nan; stopped, and this state is not saved", done.stderr)
+    assert len(lines) == 4
     assert [p.name for p in (tmp_path / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-00000001"]
 
 

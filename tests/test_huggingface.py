@@ -18,7 +18,8 @@ from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from scripts.gloo_pool import RankError
 from tests.conftest import ROOT
 from tests.runs import full, train
-from trainer.config import ConfigError
+from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.tokenizers import load_tokenizer
 from trainer.export import export_of
 from trainer.huggingface import Folder, import_folder
 from trainer.load_config import load_config
@@ -181,6 +182,18 @@ def test_what_does_not_fit_is_refused(ranks, tiny, tmp_path, theirs, more, probl
     argv = ["--config", str(config), "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(theirs)]
     with pytest.raises(RankError, match=problem):
         ranks(1).run(initial_weights, [*argv, *more])
+
+
+def test_a_run_leaves_its_model_for_others_at_the_end(ranks, tiny, tmp_path):
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--checkpoint.export_huggingface", "true"]
+    ranks(2).run(train, argv)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "huggingface")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "huggingface")
+    ours = load_tokenizer(TokenizerConfig())
+    text = "def f(x):\n\treturn 'é' + \"\U0001f600\"  # <|end_of_text|>"
+    assert tokenizer(text, split_special_tokens=True).input_ids == [ours.bos, *ours.encode(text)]
+    assert model.generation_config.eos_token_id == ours.eos
+    assert model.dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------ names, sizes, rows

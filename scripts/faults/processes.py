@@ -66,7 +66,7 @@ def row_3(bench: Bench, draw: Draw) -> None:
 
 def row_4(bench: Bench, draw: Draw) -> None:
     more = mode_flags("process")
-    run = bench.run(bench.fresh("row-4"), 2, more)
+    run = bench.run(bench.fresh("row-4"), 2, more, {"kind": "slow", "rank": "all", "seconds": 0.05})
     run.await_step(draw.randrange(2, 60))
     writers = run.writers()
     expect(len(writers) == 2, f"{len(writers)} writers")
