@@ -225,7 +225,7 @@ def test_print_config_prints_what_runs(tmp_path):
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """Processes below the launcher that run train.py."""
-    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
     return [int(pid) for pid, parent, args in rows if int(parent) == process.pid and "train.py" in args]
 
