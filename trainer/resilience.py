@@ -198,6 +198,7 @@ class Watchdog:
         self.since: float | None = None
         """When the step that is timed began; None: nothing is timed."""
         self.store = side_store() if timeout_s and dist.get_world_size() > 1 else None
+        self.closed = threading.Event()
         self._tell_life("0 0")
         if timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -216,6 +217,11 @@ class Watchdog:
         finally:
             self.since = before and time.monotonic()
 
+    def close(self) -> None:
+        """Nothing is timed any more."""
+        self.since = None
+        self.closed.set()
+
     def overdue_s(self) -> float:
         """How long the step that is timed has taken, if that is too long; else 0."""
         since = self.since
@@ -225,8 +231,7 @@ class Watchdog:
     def _watch(self) -> None:
         beat_s = min(5.0, self.timeout_s / 4)
         beats = 0
-        while True:
-            time.sleep(beat_s)
+        while not self.closed.wait(beat_s):
             beats += 1
             self._tell_life(f"{self.step} {beats}")
             waited_s = self.overdue_s()

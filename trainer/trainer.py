@@ -190,6 +190,7 @@ class Trainer:
             with self.watchdog.paused():
                 self._record_saves(self.saver.wait())
         finally:
+            self.watchdog.close()
             self.saver.close()
             self.metrics.close()
         if self.steps_done < steps:
@@ -198,8 +199,7 @@ class Trainer:
             )
         else:
             if config.checkpoint.export_huggingface:
-                with self.watchdog.paused():
-                    self._export()
+                self._export()
             logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
 
     def _after_step(self, result: StepResult, rate: float, verdicts: Sequence[Verdict], stopped: bool) -> None:

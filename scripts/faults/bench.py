@@ -98,7 +98,9 @@ class Run:
 
     def below(self) -> list[tuple[int, str]]:
         """Every process that the run has started, with its command."""
-        listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+        ).stdout
         rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
         family = {self.process.pid}
         while more := {int(pid) for pid, parent, _ in rows if int(parent) in family} - family:
