@@ -19,7 +19,7 @@ def bench(tmp_path_factory):
 
 @pytest.mark.parametrize("row", [1, 4, 9, 19, 25])
 def test_one_trial(bench, row):
-    assert trial(bench, row, number=1000, seed=0) == ""
+    assert trial(bench, row, number=1000, seed=0) == ("", "")
 
 
 @pytest.mark.parametrize(("point", "mode"), [(POINTS[4], "off"), (POINTS[8], "thread"), (POINTS[10], "process")])
@@ -37,7 +37,7 @@ def test_a_difference_of_one_bit_is_noticed(bench):
 
 def test_results_add_up_and_failures_show(tmp_path, capsys, monkeypatch):
     results = tmp_path / "r.jsonl"
-    problems = iter(["", "lost", ""])
+    problems = iter([("", ""), ("lost", ""), ("", "as told")])
     monkeypatch.setattr(fault_matrix, "trial", lambda *given: next(problems))
     fault_matrix.run_row(None, 5, 2, 0, results)
     fault_matrix.run_row(None, 5, 1, 0, results)
@@ -47,3 +47,4 @@ def test_results_add_up_and_failures_show(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert f"  5        2 of 3  {ROWS[5][0]}" in out
     assert "trial 1, seed 0: lost" in out
+    assert "trial 2, seed 0: as told" in out

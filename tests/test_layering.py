@@ -22,6 +22,7 @@ FLOORS = {
     "trainer.loss": 2,
     "trainer.optimizer": 2,
     "trainer.schedule": 2,
+    "trainer.pace": 2,
     "trainer.metrics": 2,
     "trainer.parallel": 2,
     "trainer.data": 2,

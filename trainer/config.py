@@ -273,6 +273,9 @@ class ResilienceConfig:
     newest checkpoint and pass over its samples."""
     spike_deviations: Annotated[float, Rule(above=0, high=10**6)] = 6.0
     """How far, in standard deviations; only with loss_spike = skip or rollback."""
+    slow_rank_ratio: Annotated[float | None, Rule(above=1)] = 1.5
+    """Warn of a rank whose blocks take so many times as long as the median rank's, or for whose data the others wait until a
+    step takes so many times as long; none: never."""
     hang_timeout_s: Annotated[float, Rule(low=0, high=10**7, unit="seconds")] = 300.0
     """End the job, with every rank's stack, when no step has ended for so long, nor for five times the longest step so far; the
     first step, evaluations and checkpoints are not timed; 0: never."""

@@ -3,8 +3,10 @@
 import os
 import resource
 import sys
-from collections.abc import Callable
-from typing import Literal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +93,34 @@ def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class Laps:
+    """Times of a stretch of the device's work; taking them waits for nothing."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.unread: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def lap(self) -> Iterator[None]:
+        start = self._mark()
+        yield
+        self.unread.append((start, self._mark()))
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def shortest_s(self) -> float:
+        """Of the laps since the last call, 0 if there were none. The device must have done them."""
+        laps, self.unread = self.unread, []
+        if self.device.type != "cuda":
+            return min((end - start for start, end in laps), default=0.0)
+        return min((start.elapsed_time(end) / 1000 for start, end in laps), default=0.0)
 
 
 def memory_now(device: torch.device) -> int:

@@ -29,6 +29,7 @@ from trainer.initial import load_initial
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
+from trainer.pace import Pace
 from trainer.parallel.context import cut_sequence
 from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import DTYPES
@@ -97,6 +98,10 @@ class Trainer:
         self.parameters = {name: p for part in self.parts.values() for name, p in part.named_parameters()}
         self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
         self.step = self._make_step(setup)
+        self.pace = Pace(config.resilience.slow_rank_ratio, device)
+        for part in self.parts.values():
+            for block in list(part.get_submodule(plan.blocks).children())[:1]:  # a stage may have none
+                self.pace.watch(block)
 
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
@@ -173,6 +178,7 @@ class Trainer:
         batches = self._batches()
         stopped = False
         self.metrics.start()
+        self.pace.start()
         try:
             while self.steps_done < steps and not stopped:
                 rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
@@ -216,6 +222,8 @@ class Trainer:
                 tokens=training.global_batch_size * training.seq_len,
                 left_out=verdicts[-1].total,
             )
+            if slow := self.pace.compare():
+                self.metrics.record_event({"kind": "slow_rank", "step": self.steps_done} | slow)
         if self._evaluation_due():
             with self.watchdog.paused():
                 self.evaluate(self.held_out)
@@ -265,13 +273,15 @@ class Trainer:
         self.metrics.close()
         self.metrics = self.open_metrics(first_step=self.steps_done)
         self.metrics.start()
+        self.pace.start()
         return self._batches()
 
     def train_step(self, batches: Iterator[Batch], rate: float, stop: bool = False) -> StepResult:
         """One optimizer step over grad_accum microbatches. rate: learning rate; stop: whether this rank was asked to."""
         self.optimizer.zero_grad()
-        with self.metrics.watch.on("data", synchronize=False):
+        with self.metrics.watch.on("data", synchronize=False) as data:
             microbatches = [next(batches) for _ in range(self.cut.grad_accum)]
+        self.pace.after_data(data.seconds)
         num_targets = count_targets(microbatches, self.batch_group)
         loss = self.step(microbatches, num_targets)
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)

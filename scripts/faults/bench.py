@@ -162,8 +162,9 @@ def gone(pids: Sequence[int], within_s: float) -> bool:
 class Bench:
     """A corpus, a configuration, and what undisturbed runs of it come to."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, soak_minutes: float = 60.0):
         self.folder = folder
+        self.soak_minutes = soak_minutes
         self.config = folder / "tiny.toml"
         self.started = 0
         self.known: dict[tuple, dict[int, str]] = {}

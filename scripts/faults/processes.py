@@ -1,5 +1,6 @@
 """Faults of processes: killed, stopped, asked to stop, standing still, never there."""
 
+import json
 import os
 import random
 import re
@@ -143,6 +144,21 @@ def row_10(bench: Bench, draw: Draw) -> None:
     expect(ended.code == 1, f"ended with {ended.code}: {ended.out[-200:]}")
     expect(ended.err.strip(), "nothing was said")
     bench.finish("row-10", 2)
+
+
+def row_11(bench: Bench, draw: Draw) -> None:
+    """Once its blocks take twice as long, once its data."""
+    name = bench.fresh("row-11")
+    rank, where = draw.randrange(3), draw.choice(("blocks", "data"))
+    fault = {"kind": "slow_rank", "rank": rank, "where": where}
+    more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.log_every", "10"]
+    ended = bench.run(name, 3, more, fault).wait()
+    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect(f"warning: rank {rank} is slow" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
+    records = map(json.loads, (bench.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    told = [(record["step"], record["rank"]) for record in records if record["kind"] == "slow_rank"]
+    expect(told and told[0][0] <= 20, f"{where}: told {told[:3]}, not within 20 steps")
+    expect({r for _, r in told} == {rank}, f"{where}: another rank than {rank} was named: {told}")
 
 
 def row_12(bench: Bench, draw: Draw) -> None:

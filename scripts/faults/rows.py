@@ -1,12 +1,12 @@
-"""The table of faults, by the numbers that users see."""
+"""The table of faults, by the numbers that users see; a row raises Failed, and may return what it has seen."""
 
 from collections.abc import Callable
 
-from scripts.faults import processes, saves, values
+from scripts.faults import processes, saves, soak, values
 from scripts.faults.bench import Bench
 from scripts.faults.processes import Draw
 
-ROWS: dict[int, tuple[str, Callable[[Bench, Draw], None]]] = {
+ROWS: dict[int, tuple[str, Callable[[Bench, Draw], str | None]]] = {
     1: ("SIGKILL to all, at a random moment, in every mode of saving: the same end, bit by bit", processes.row_1),
     2: ("SIGKILL to one rank: the others end within 5 s and say so; the same end", processes.row_2),
     3: ("SIGKILL to the launcher: nobody left after 10 s; the same end", processes.row_3),
@@ -17,6 +17,7 @@ ROWS: dict[int, tuple[str, Callable[[Bench, Draw], None]]] = {
     8: ("an exception on one rank: one traceback, with the rank; the same end", processes.row_8),
     9: ("a rank stands still: named, with the collective and stacks; the same end", processes.row_9),
     10: ("a rank leaves out a reduction: the run ends; the same end", processes.row_10),
+    11: ("one rank is slow, in its blocks or its data: named within 20 steps", processes.row_11),
     12: ("more memory than there is: told with the rank; the same end", processes.row_12),
     13: ("clean runs exit 0", processes.row_13),
     14: ("a rank that never joins is named", processes.row_14),
@@ -39,4 +40,5 @@ ROWS: dict[int, tuple[str, Callable[[Bench, Draw], None]]] = {
     41: ("settings of any value (250 configurations a trial): a plan or one line, within 2 s", values.row_41),
     42: ("every mesh on up to 64 ranks: it fits or is refused", values.row_42),
     46: ("secrets of the environment are in no output", values.row_46),
+    48: ("faults of all kinds, one a minute, nobody looks after it: the same end, hardly later", soak.row_48),
 }

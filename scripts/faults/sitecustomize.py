@@ -106,26 +106,90 @@ def kind_slow(trainer) -> None:
     before(trainer.Trainer, "train_step", wait)
 
 
+def kind_slow_rank(trainer) -> None:
+    """A rank is slow all the time: every block it computes takes twice as long, or its data longer than the rest of a step."""
+    if not here():
+        return
+    if FAULT["where"] == "blocks":
+        original = trainer.parallelize
+
+        def slowed(make_network, plan, *args):
+            parts = original(make_network, plan, *args)
+            for part in parts.values():
+                for block in part.get_submodule(plan.blocks).children():
+                    block.forward = twice(block.forward)
+            return parts
+
+        trainer.parallelize = slowed
+    else:
+        before(trainer.Trainer, "_to_device", lambda *given: time.sleep(0.1))
+
+
+def twice(compute):
+    def slow(*args, **kwargs):
+        start = time.perf_counter()
+        result = compute(*args, **kwargs)
+        time.sleep(time.perf_counter() - start)
+        return result
+
+    return slow
+
+
 def kind_gradient(trainer) -> None:
     """The gradients of a rank are scaled at some steps of the first attempt (nan: they become no numbers)."""
 
-    def injure(self):
-        clip = self.optimizer.clip
-
-        def injured(*args, **kwargs):
-            if here() and self.rollbacks == 0:
-                for p in self.parameters.values():
-                    p.grad.mul_(float(FAULT["scale"]))
-            self.optimizer.clip = clip
-            return clip(*args, **kwargs)
-
-        self.optimizer.clip = injured
-
     def act(self, *args, **kwargs):
-        if self.steps_done + 1 in FAULT["steps"]:
-            injure(self)
+        if self.steps_done + 1 in FAULT["steps"] and here() and self.rollbacks == 0:
+            injure(self, float(FAULT["scale"]))
 
     before(trainer.Trainer, "train_step", act)
+
+
+def injure(trainer, scale) -> None:
+    """Scale this step's gradients on this rank."""
+    clip = trainer.optimizer.clip
+
+    def injured(*args, **kwargs):
+        for p in trainer.parameters.values():
+            p.grad.mul_(scale)
+        trainer.optimizer.clip = clip
+        return clip(*args, **kwargs)
+
+    trainer.optimizer.clip = injured
+
+
+# ---------------------------------------------------------------- while a long run goes on
+
+
+def ordered(order) -> bool:
+    """Whether the bench has asked this rank for a fault, since the last call."""
+    try:
+        (Path(FAULT["folder"]) / f"{order} {os.environ.get('RANK', '0')}").unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def kind_on_order(module) -> None:
+    """Faults when the bench asks for them; and now and then gradients that are no numbers, always at the same steps."""
+    if module.__name__ == "trainer.shards":
+        write = module.write_safetensors
+
+        def full(path, entries, about):
+            if ordered("disk full"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return write(path, entries, about)
+
+        module.write_safetensors = full
+        return
+
+    def act(self, *args, **kwargs):
+        if ordered("raise"):
+            raise RuntimeError("injected")
+        if (self.steps_done + 1) % FAULT["nan_every"] == 0:
+            injure(self, float("nan"))
+
+    before(module.Trainer, "train_step", act)
 
 
 # ---------------------------------------------------------------- in a save
@@ -231,7 +295,9 @@ KINDS = {
     "memory": {"trainer.trainer": kind_memory},
     "desync": {"trainer.trainer": kind_desync},
     "slow": {"trainer.trainer": kind_slow},
+    "slow_rank": {"trainer.trainer": kind_slow_rank},
     "gradient": {"trainer.trainer": kind_gradient},
+    "on_order": dict.fromkeys(("trainer.trainer", "trainer.shards"), kind_on_order),
     "crash": dict.fromkeys(("trainer.checkpoint", "trainer.shards", "trainer.manifest"), kind_crash),
     "write_error": {"trainer.shards": kind_write_error},
 }

@@ -1,0 +1,176 @@
+"""A long run under one fault after another, which nobody looks after: row 48."""
+
+import json
+import math
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+from random import Random
+
+from scripts.faults.bench import Bench, Failed, Run, digests, expect
+
+MEAN_S = 60.0
+"""Between faults."""
+KINDS = (
+    *("kill all", "kill a rank", "kill the launcher", "kill a writer", "stop", "stop a rank", "stop twice"),
+    *("raise", "stand still", "disk full"),
+)
+FLAGS = (
+    *("--checkpoint.interval_steps", "50", "--checkpoint.keep", "3", "--checkpoint.async_mode", "process"),
+    *("--metrics.log_every", "50", "--resilience.hang_timeout_s", "4"),
+)
+NAN_EVERY = 997
+"""Steps whose gradients are no numbers, in the undisturbed run too."""
+
+
+class Watched:
+    """A run whose command is given again whenever it has ended before its last step, as a cluster's scheduler does."""
+
+    def __init__(self, bench: Bench, name: str, steps: int):
+        self.bench = bench
+        self.name = bench.fresh(name)
+        self.flags = [*FLAGS, "--training.steps", str(steps)]
+        self.orders = bench.folder / f"{name}-orders"
+        self.orders.mkdir(exist_ok=True)
+        self.ended: list[Run] = []
+        self.run = self._start()
+
+    def _start(self) -> Run:
+        fault = {"kind": "on_order", "rank": "all", "folder": str(self.orders), "nan_every": NAN_EVERY}
+        return self.bench.run(self.name, 2, self.flags, fault, MAX_RESTARTS="1000")
+
+    def done(self) -> bool:
+        """Whether it has come to its last step; if it has only ended, it is started again."""
+        code = self.run.process.poll()
+        if code is None:
+            return False
+        out, err = (log.read_text() for log in self.run.logs)
+        if "done: step" in out:
+            expect(code == 0, f"done, but ended with {code}: {err[-300:]}")
+            return True
+        expect(code != 2, f"refused: {err[-300:]}")
+        self.ended.append(self.run)
+        self.run = self._start()
+        return False
+
+    def resumed(self) -> int:
+        return sum(run.logs[0].read_text().count("resuming from") for run in [*self.ended, self.run])
+
+    def await_end(self, longest_s: float) -> None:
+        end = time.monotonic() + longest_s
+        while not self.done():
+            expect(time.monotonic() < end, f"did not end within {longest_s:.0f} s")
+            time.sleep(0.05)
+
+    def hurt(self, kind: str, draw: Random) -> bool:
+        """Returns whether the run has to start again for it."""
+        ranks = self.run.ranks()
+        if len(ranks) < 2 or len(writers := self.run.writers()) < 2:
+            return False  # it is starting
+        signals = {
+            "kill all": ([pid for pid, _ in self.run.below()], [signal.SIGKILL]),
+            "kill a rank": ([draw.choice(ranks)], [signal.SIGKILL]),
+            "kill the launcher": ([self.run.process.pid], [signal.SIGKILL]),
+            "kill a writer": ([draw.choice(writers)], [signal.SIGKILL]),
+            "stop": ([self.run.process.pid], [signal.SIGTERM]),
+            "stop a rank": ([draw.choice(ranks)], [signal.SIGTERM]),
+            "stop twice": ([self.run.process.pid], [signal.SIGTERM, signal.SIGINT]),
+            "stand still": ([draw.choice(ranks)], [signal.SIGSTOP]),
+        }
+        if kind in ("raise", "disk full"):
+            (self.orders / f"{kind} {draw.randrange(2)}").touch()
+            return kind == "raise"
+        pids, numbers = signals[kind]
+        for number in numbers:
+            for pid in pids:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+        return True
+
+    def time_to_resume(self, kind: str, draw: Random) -> float:
+        """From a fault until training goes on, in seconds."""
+        before, start = self.resumed(), time.monotonic()
+        if not self.hurt(kind, draw):
+            return 0.0
+        while self.resumed() == before:
+            expect(not self.done(), "it ended too early")
+            expect(time.monotonic() < start + 120, f"{kind}: training does not go on")
+            time.sleep(0.05)
+        return time.monotonic() - start
+
+
+def best_share(cost_s: float, restart_s: float, between_s: float) -> float:
+    """The largest share of time that is useful, over all intervals between checkpoints: Daly, A higher order estimate of the
+    optimum checkpoint interval for restart dumps, 2006, equation 20."""
+
+    def share(interval_s: float) -> float:
+        lost = math.exp(restart_s / between_s) * math.expm1((interval_s + cost_s) / between_s)
+        return interval_s / (between_s * lost)
+
+    return max(share(0.01 * 1.05**n) for n in range(250))
+
+
+def lasted(run: Watched, longest_s: float) -> float:
+    start = time.monotonic()
+    run.await_end(longest_s)
+    return time.monotonic() - start
+
+
+def blocked_s(folder: Path) -> float:
+    """That training waited for a checkpoint, on average."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return statistics.mean(record["blocked_s"] for record in records if record["kind"] == "checkpoint")
+
+
+def row_48(bench: Bench, draw: Random) -> str:
+    """What was seen. Raises Failed unless the run ends like an undisturbed one, and with at most 5 % less of its time useful
+    than the best interval between checkpoints would allow for the costs of saving and restarting that are measured first."""
+    minutes = bench.soak_minutes
+    calm = Watched(bench, "soak-calm", 10**9)
+    try:
+        calm.run.await_step(500)
+        began, first = time.monotonic(), calm.run.step()
+        calm.run.await_step(first + 1000)
+        pace_s = (time.monotonic() - began) / (calm.run.step() - first)
+        restart_s = {}
+        for kind in KINDS:
+            calm.run.await_step(calm.run.step() + 100)
+            restart_s[kind] = calm.time_to_resume(kind, draw)
+    finally:
+        calm.run.kill()
+
+    steps = max(1000, round(0.85 * minutes * 60 / pace_s))
+    undisturbed = Watched(bench, "soak-undisturbed", steps)
+    undisturbed_s = lasted(undisturbed, 4 * minutes * 60)
+    hurt = Watched(bench, "soak-hurt", steps)
+    start, stopping = time.monotonic(), []
+    told = 0
+    next_fault = start + draw.expovariate(1 / MEAN_S)
+    while not hurt.done():
+        time.sleep(0.05)
+        expect(time.monotonic() < start + 4 * minutes * 60, "it does not come to its end")
+        if time.monotonic() > next_fault:
+            kind = draw.choice(KINDS)
+            told += 1
+            if hurt.hurt(kind, draw):
+                stopping.append(kind)
+            next_fault = time.monotonic() + draw.expovariate(1 / MEAN_S)
+    hurt_s = time.monotonic() - start
+
+    ends = [digests(run.run.folder) for run in (undisturbed, hurt)]
+    expect(ends[0][steps] == ends[1][steps], "another end than undisturbed")
+    share = undisturbed_s / hurt_s
+    text = (
+        f"{told} faults in {hurt_s / 60:.1f} min, {len(hurt.ended)} starts by the scheduler, {100 * share:.1f} % useful"
+    )
+    if stopping:
+        mean_restart_s = sum(restart_s[kind] for kind in stopping) / len(stopping)
+        best = best_share(blocked_s(hurt.run.folder), mean_restart_s, hurt_s / len(stopping))
+        text += f", best {100 * best:.1f} % (restart {mean_restart_s:.1f} s)"
+        if share < best - 0.05:
+            raise Failed(text)
+    return text
