@@ -15,8 +15,9 @@ def run(config: Config) -> int:
 
     from trainer import device, distributed, logging
     from trainer.checkpoint import SaveFailed
+    from trainer.export import export_run
     from trainer.resilience import StopRequest, Stuck
-    from trainer.run_folder import claim, resume_point
+    from trainer.run_folder import claim, resume_point, run_folder
     from trainer.setup import set_up
     from trainer.trainer import Trainer
 
@@ -32,6 +33,8 @@ def run(config: Config) -> int:
             logging.info(
                 f"{config.run.name} is finished: step {saved.state['step']}; a higher --training.steps trains on"
             )
+            if config.checkpoint.export_huggingface:
+                export_run(run_folder(config), only_missing=True)
         else:
             Trainer(config, setup, here, saved).train(StopRequest())
     except ConfigError as error:

@@ -18,14 +18,15 @@ from tqdm import tqdm
 
 from scripts.arguments import Arguments
 from trainer import manifest
-from trainer.checkpoint import state_problem, steps_in
+from trainer.checkpoint import of_step, steps_in
+from trainer.lineage import state_problem
 from trainer.load_config import exit_with
 from trainer.manifest import Damaged
 from trainer.shards import read_index
 
 
 def found_at(path: Path) -> list[Path]:
-    if (path / manifest.NAME).exists() or path.name.startswith("step-"):
+    if (path / manifest.NAME).exists() or of_step(path.name) is not None:
         return [path]
     return steps_in(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
@@ -53,7 +54,7 @@ def listed(checkpoints: list[Path]) -> Iterator[bool]:
 def verified(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None):
         problem = manifest.problem(checkpoint)
-        if not problem and checkpoint.name.startswith("step-") and (checkpoint / "train_state.json").exists():
+        if not problem and of_step(checkpoint.name) is not None and (checkpoint / "train_state.json").exists():
             problem = state_problem(checkpoint)
         tqdm.write(f"{checkpoint}: {problem or 'every file is as it was written'}")
         yield not problem

@@ -65,6 +65,8 @@ class Place:
         if self.nodes == 1 and "MASTER_PORT" not in os.environ:
             return [*size, "--standalone"]  # at any free port
         if self.fewest < self.nodes:
+            # Otherwise the ranks meet in the first launchers' store, whose attempts a machine that comes back does not know.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", "run"]
             return [*size, *meeting, "--rdzv-conf", f"join_timeout={round(timeout_s)},last_call_timeout=5"]
         meeting = ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]

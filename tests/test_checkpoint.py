@@ -10,18 +10,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from scripts.gloo_pool import RankError
-from trainer import checkpoint, manifest, shards
+from trainer import checkpoint, lineage, manifest, shards
 from trainer.checkpoint import Request, SaveFailed
-from trainer.config import ConfigError
 
-IDENTITY = {"seed": 0}
+STATE = {"step": 0, "cursor": 0, "tokens_seen": 0, "world_size": 1, "identity": {"seed": 0}}
+STATE |= {"passed_over": [[3, 5]], "rollbacks": 0, "random": []}
 TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
 def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None):
     """On the ranks of a pool, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
-    state = {"step": step, "cursor": 0, "identity": IDENTITY}
+    state = STATE | {"step": step}
     aside = checkpoint.prepare(folder, step)
     files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
     request = Request(folder, step, files, {"step": step}, keep, keep_every, aside)
@@ -41,9 +41,15 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
+def damage(path, file="rank-00000.safetensors"):
+    content = bytearray((path / file).read_bytes())
+    content[-1] ^= 1
+    (path / file).write_bytes(content)
+
+
 def saved_and_loaded(folder):
     path = save(folder, 3, 7)
-    return path.name, names(folder), load(path), checkpoint.find(folder)
+    return path.name, names(folder), load(path), lineage.find(folder)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -125,71 +131,9 @@ def test_an_error_that_passes_is_tried_again(ranks, tmp_path):
 def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_cleared(ranks, tmp_path):
     for left in ("step-00000006.saving-0a1b2c3d", "step-00000003.deleting-0a1b2c3d"):
         (tmp_path / left).mkdir()
-    assert ranks(1).run(checkpoint.find, tmp_path) == [None]
+    assert ranks(1).run(lineage.find, tmp_path) == [None]
     ranks(1).run(save, tmp_path, 9)
     assert names(tmp_path) == ["step-00000009"]
-
-
-# ------------------------------------------------------------ finding
-
-
-def damage(path, file="rank-00000.safetensors"):
-    content = bytearray((path / file).read_bytes())
-    content[-1] ^= 1
-    (path / file).write_bytes(content)
-
-
-def found_and_told(folder, *args):
-    told = []
-    original, checkpoint.logging.warning = checkpoint.logging.warning, told.append
-    try:
-        return checkpoint.find(folder, *args), told
-    finally:
-        checkpoint.logging.warning = original
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_damaged_checkpoints_are_passed_over_and_told_on_every_rank(ranks, tmp_path, size):
-    for step in (1, 2, 3, 4, 5):
-        ranks(size).run(save, tmp_path, step)
-    damage(tmp_path / "step-00000002", f"rank-{size - 1:05d}.safetensors")
-    (tmp_path / "step-00000003" / "index.json").unlink()
-    (tmp_path / "step-00000004" / "manifest.json").write_text("[]")
-    (tmp_path / "step-00000005" / "notes.txt").touch()
-    for found, told in ranks(size).run(found_and_told, tmp_path):
-        assert found.path.name == "step-00000001"
-        assert told == [
-            f"passed over {tmp_path}/step-00000005: notes.txt does not belong to it",
-            f"passed over {tmp_path}/step-00000004: manifest.json is not what was written",
-            f"passed over {tmp_path}/step-00000003: index.json is missing",
-            f"passed over {tmp_path}/step-00000002: rank-{size - 1:05d}.safetensors has another content than was written",
-        ]
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(ranks, tmp_path):
-    ranks(1).run(save, tmp_path, 1)
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
-    found, told = ranks(1).run(found_and_told, tmp_path)[0]
-    assert found.path.name == "step-00000001"
-    assert told == [f"passed over {tmp_path}/step-00000009: train_state.json is of step 1"]
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tmp_path):
-    for step in (1, 2):
-        damage(ranks(1).run(save, tmp_path, step)[0])
-    with pytest.raises(RankError) as error:
-        ranks(2).run(checkpoint.find, tmp_path)
-    assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
-
-
-def test_other_folders_are_ignored(ranks, tmp_path):
-    assert ranks(1).run(checkpoint.find, tmp_path / "none") == [None]
-    path = ranks(1).run(save, tmp_path, 8)[0]
-    for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "abandoned-1"):
-        shutil.copytree(path, tmp_path / name)
-    (tmp_path / "step-00000010").touch()
-    (tmp_path / "notes.txt").touch()
-    assert [found.path.name for found in ranks(2).run(checkpoint.find, tmp_path)] == ["step-00000008"] * 2
 
 
 # ------------------------------------------------------------ saving a step again
@@ -206,7 +150,7 @@ def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
     ranks(1).run(save, tmp_path, 3)
     path = ranks(1).run(save, tmp_path, 6, 1)[0]
     path.rename(tmp_path / "step-00000006.old")
-    assert ranks(1).run(checkpoint.find, tmp_path)[0].path.name == "step-00000006.old"
+    assert ranks(1).run(lineage.find, tmp_path)[0].path.name == "step-00000006.old"
     ranks(1).run(save, tmp_path, 6, 2)
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
 
@@ -214,7 +158,7 @@ def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
 def test_after_them_the_new_one_counts(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path, 6, 1)[0]
     shutil.copytree(path, tmp_path / "step-00000006.old")
-    assert ranks(1).run(checkpoint.find, tmp_path)[0].path == path
+    assert ranks(1).run(lineage.find, tmp_path)[0].path == path
     ranks(1).run(save, tmp_path, 6, 2)
     assert names(tmp_path) == ["step-00000006"]
 
@@ -229,60 +173,33 @@ def test_the_newest_and_every_nth_are_kept(ranks, tmp_path):
     assert names(tmp_path) == ["notes", "step-00000004", "step-00000008", "step-00000009"]
 
 
-def test_a_damaged_one_does_not_count_among_those_to_keep(ranks, tmp_path):
+def test_one_that_lacks_a_file_does_not_count_among_those_to_keep(ranks, tmp_path):
     for step in (1, 2, 3):
         ranks(1).run(save, tmp_path, step)
     for step in (2, 3):
         (tmp_path / f"step-{step:08d}" / "index.json").unlink()
-    checkpoint.retain(tmp_path, keep=1, keep_every=0)
-    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     ranks(1).run(save, tmp_path, 4, 1, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003", "step-00000004"]
     ranks(1).run(save, tmp_path, 5, 1, 2)
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
+def test_what_was_just_saved_is_kept_and_found_beside_newer_ones_that_are_damaged(ranks, tmp_path):
+    """The run was found damaged at 30, went on from 20, and saved 25."""
+    for step in (10, 20, 30):
+        ranks(1).run(save, tmp_path, step)
+    damage(tmp_path / "step-00000030")
+    ranks(1).run(save, tmp_path, 25, 1, 1)
+    assert names(tmp_path) == ["step-00000025", "step-00000030"]
+    assert ranks(1).run(lineage.find, tmp_path)[0].path.name == "step-00000025"
+
+
 def test_what_cannot_be_removed_is_a_warning(monkeypatch, tmp_path):
     told = []
     monkeypatch.setattr(checkpoint.logging, "warning", told.append)
     monkeypatch.setattr(checkpoint, "steps_in", fails)
-    checkpoint.retain(tmp_path, keep=1, keep_every=0)
+    checkpoint.retain(Request(tmp_path, 9, {}, {}, 1, 0, tmp_path / "aside"))
     assert told == ["old checkpoints were not removed: shard: No space left on device"]
-
-
-# ------------------------------------------------------------ rolling back
-
-
-def rolled_back(folder, step):
-    saved = checkpoint.find(folder, step)
-    if saved.rollback:
-        checkpoint.from_rank_0(lambda: checkpoint.abandon_newer(saved))
-    return saved.path.name, saved.rollback
-
-
-def test_a_rollback_begins_a_new_lineage_once(ranks, tmp_path):
-    for step in (2, 4, 6, 8):
-        ranks(2).run(save, tmp_path, step)
-    assert ranks(2).run(rolled_back, tmp_path, 4) == [("step-00000004", True)] * 2
-    assert names(tmp_path) == ["abandoned-1", "lineage.json", "step-00000002", "step-00000004"]
-    assert names(tmp_path / "abandoned-1") == ["step-00000006", "step-00000008"]
-    ranks(1).run(save, tmp_path, 5)
-    # The same command again, as after a crash, goes on.
-    assert ranks(1).run(rolled_back, tmp_path, 4) == [("step-00000005", False)]
-    assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
-    assert names(tmp_path / "abandoned-2") == ["step-00000004", "step-00000005"]
-
-
-def test_a_rollback_to_what_is_not_there_or_damaged_is_refused(ranks, tmp_path):
-    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: none"):
-        ranks(1).run(checkpoint.find, tmp_path, 4)
-    for step in (2, 4):
-        ranks(1).run(save, tmp_path, step)
-    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: 2, 4"):
-        ranks(1).run(checkpoint.find, tmp_path, 3)
-    damage(tmp_path / "step-00000002")
-    with pytest.raises(RankError, match=r"checkpoint.load_step: .*step-00000002: rank-00000.safetensors has another"):
-        ranks(1).run(checkpoint.find, tmp_path, 2)
 
 
 # ------------------------------------------------------------ loading
@@ -306,13 +223,3 @@ def test_a_tensor_that_nobody_expects_is_refused(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path, 1, 1, 0, 0, {"model/w": torch.zeros(4), "model/x/moment": torch.zeros(2)})[0]
     with pytest.raises(RankError, match="model/x/moment belongs to no part of this run"):
         ranks(1).run(load, path, {"model/w": torch.zeros(4)})
-
-
-def test_differences_are_told_all_at_once(tmp_path):
-    saved = checkpoint.Saved(tmp_path, {"identity": {"a": 1, "b": "x", "c": [1, 2]}})
-    with pytest.raises(ConfigError) as error:
-        checkpoint.require_same(saved, {"a": 2, "b": "x", "d": True})
-    assert error.value.rule == (
-        f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; another --run.name starts a new run"
-    )
-    checkpoint.require_same(saved, {"b": "x", "c": (1, 2)})

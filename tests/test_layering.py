@@ -29,6 +29,7 @@ FLOORS = {
     "trainer.manifest": 2,
     "trainer.shards": 2,
     "trainer.checkpoint": 3,
+    "trainer.lineage": 3,
     "trainer.saver": 3,
     "trainer.resilience": 3,
     "trainer.huggingface": 3,

@@ -1,6 +1,8 @@
 """Updates that are left out, and what follows."""
 
 import json
+import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -11,12 +13,15 @@ import torch.distributed as dist
 
 from scripts.gloo_pool import RankError
 from tests.runs import RecordingTrainer, hash_of, leaves_of_step, records
-from trainer import resilience
+from trainer import checkpoint, logging, resilience
+from trainer import trainer as trainer_module
+from trainer.checkpoint import SaveFailed, step_of, steps_in
 from trainer.config import ResilienceConfig
 from trainer.load_config import load_config
 from trainer.resilience import (
     WINDOW,
     Guard,
+    StopRequest,
     Stuck,
     Verdict,
     Verdicts,
@@ -227,6 +232,98 @@ def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_pa
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "train_state.json").read_text())
     assert (state["passed_over"], state["cursor"]) == ([[48, 80]], 96)
+
+
+def failing_saves(argv, failing):
+    """How a run ends whose saves of some steps find no space, what it has saved and of what it warned."""
+    write, told, warning = checkpoint.write, [], logging.warning
+
+    def full(request, *given):
+        if request.step in failing:
+            raise SaveFailed(f"step {request.step} could not be saved: no space")
+        write(request, *given)
+
+    checkpoint.write, logging.warning = full, told.append
+    try:
+        train(argv)
+        end = ""
+    except SaveFailed as failure:
+        end = str(failure)
+    finally:
+        checkpoint.write, logging.warning = write, warning
+    return end, told
+
+
+@pytest.mark.parametrize("mode", ["off", "thread"])
+@pytest.mark.parametrize(
+    ("failing", "policy", "end", "saved"),
+    [
+        ((2,), "continue", "", [4, 6]),
+        ((4,), "continue", "", [2, 6]),
+        ((2,), "stop", "step 2 could not be saved: no space", []),
+        ((6,), "continue", "step 6 could not be saved: no space", [2, 4]),
+    ],
+)
+def test_a_failed_save_is_told_and_ends_the_run_as_set_or_at_its_end(
+    ranks, tiny, tmp_path, mode, failing, policy, end, saved
+):
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "6"]
+    argv += ["--checkpoint.interval_steps", "2", "--checkpoint.on_failure", policy, "--checkpoint.async_mode", mode]
+    for ended, told in ranks(2).run(failing_saves, argv, failing):
+        assert ended == end
+        warned = (
+            [f"step {failing[0]} could not be saved: no space; the checkpoints before are whole"] if not end else []
+        )
+        assert [line.partition(", and the next")[0] for line in told] == warned
+    steps = [step_of(path) for path in steps_in(tmp_path / "run" / "checkpoints")]
+    assert sorted(steps) == saved
+
+
+def test_one_bad_step_at_the_end_does_not_fail_the_run_and_two_do(ranks, tiny, tmp_path):
+    run(ranks, 1, tiny, tmp_path / "one", "--training.steps", "4", injured=(4,))
+    assert (tmp_path / "one" / "checkpoints" / "step-00000004").exists()
+    with pytest.raises(RankError, match=r"step 4: .* stopped, and this state is not saved"):
+        run(ranks, 1, tiny, tmp_path / "two", "--training.steps", "4", injured=(3, 4))
+
+
+def test_what_was_bad_a_step_ago_is_gone_back_behind_too(ranks, tiny, tmp_path):
+    """Verdicts that are read two at a time, as on a GPU: the first of them counts too."""
+    more = [*ROLLBACK, "--checkpoint.interval_steps", "3", "--metrics.log_every", "3"]
+    results = ranks(1).run(late, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", *more], (4, 5))
+    assert len(results[0][1]) == 6 + 3 and results[0][2] == ((48, 80),)
+
+
+def late(argv, injured):
+    original = trainer_module.Verdicts
+    trainer_module.Verdicts = lambda late: original(late=True)
+    try:
+        return train(argv, injured)
+    finally:
+        trainer_module.Verdicts = original
+
+
+def test_a_policy_that_is_switched_on_later_knows_what_was_before(ranks, tiny, tmp_path):
+    more = ["--checkpoint.interval_steps", "40", "--metrics.log_every", "100", "--training.steps"]
+    run(ranks, 1, tiny, tmp_path / "run", *more, "40")
+    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--resilience.loss_spike", "skip")
+    assert records(tmp_path / "run")[-1]["updates_left_out"] == 0
+
+
+def test_only_orders_to_stop_stop(tmp_path):
+    """Other signals arrive at the same place: of a child that ended, where its end is handled."""
+
+    def asked(*numbers):
+        request = StopRequest.__new__(StopRequest)
+        request.requested = False
+        read, write = os.pipe()
+        os.write(write, bytes(numbers))
+        os.close(write)
+        with pytest.raises(ValueError, match="unpack"):  # the end of the pipe
+            request._read(read)
+        return request.requested
+
+    assert not asked(signal.SIGCHLD, signal.SIGCHLD)
+    assert asked(signal.SIGCHLD, signal.SIGTERM)
 
 
 def test_a_run_without_a_checkpoint_to_go_back_to_stops(ranks, tiny, tmp_path):

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scripts.gloo_pool import RankError
 from tests.test_checkpoint import load, names
@@ -18,24 +19,25 @@ MODES = ["off", "thread", "process"]
 FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "identity": {}}'}
 
 
-def saver_of(mode, folder):
-    return Saver(CheckpointConfig(async_mode=mode), folder, torch.device("cpu"))
+def saver_of(mode, folder, tensors):
+    return Saver(CheckpointConfig(async_mode=mode), folder, torch.device("cpu"), tensors)
 
 
 def two_saves(mode, folder):
     """The tensors change as soon as a save lets them; returns what the saves hold and what was reported."""
-    saver = saver_of(mode, folder)
     tensors = {"model/w": torch.full((4,), 1.0), "model/b": torch.arange(3)}
+    saver = saver_of(mode, folder, tensors)
     reported = []
     for step in (1, 2):
-        reported += saver.save(step, tensors, FILES, {})
+        saver.save(step, tensors, FILES, {})
+        reported += saver.ended()
         saver.before_update()
         tensors["model/w"] += 1
         tensors["model/b"] += 1
     reported += saver.wait()
     saver.close()
     stored = [load(folder / f"step-0000000{step}") for step in (1, 2)]
-    return stored, [finished.path.name for finished in reported]
+    return stored, [(ended.step, ended.failure) for ended in reported]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -46,7 +48,7 @@ def test_a_save_holds_the_state_of_its_moment(ranks, tmp_path, mode, size):
             {"model/w": [1.0] * 4, "model/b": [0, 1, 2]},
             {"model/w": [2.0] * 4, "model/b": [1, 2, 3]},
         ]
-        assert reported == ["step-00000001", "step-00000002"]
+        assert reported == [(1, None), (2, None)]
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
@@ -58,7 +60,7 @@ def odd_tensors(mode, folder):
         "half": torch.ones(3, 5, dtype=torch.bfloat16),
         "turned": torch.arange(12.0).view(3, 4).t(),
     }
-    saver = saver_of(mode, folder)
+    saver = saver_of(mode, folder, tensors)
     saver.save(1, tensors, FILES, {})
     saver.wait()
     saver.close()
@@ -77,52 +79,67 @@ def no_space(*args):
     raise OSError(errno.ENOSPC, "No space left on device", "shard")
 
 
-def failing(folder):
-    """A save in a thread fails; the next call tells it, and the one after that works."""
-    saver = saver_of("thread", folder)
+def failing(mode, folder, known_before):
+    """A save fails, known to this rank or not when the next begins, which works."""
     tensors = {"model/w": torch.ones(4), "model/b": torch.arange(3)}
+    saver = saver_of(mode, folder, tensors)
     original, shards.write_safetensors = shards.write_safetensors, no_space
+    told = []
     try:
         saver.save(1, tensors, FILES, {})
-        told = ""
-        saver.running[3].exception()
+        saver.running.end.exception()
     finally:
         shards.write_safetensors = original
-    try:
-        saver.finished()
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+    if known_before == dist.get_rank():
+        told = saver.ended()
     saver.save(1, tensors, FILES, {})
-    after = [finished.path.name for finished in saver.wait()]
+    told += saver.wait()
     saver.close()
-    return told, after
+    return [(ended.step, str(ended.failure)) for ended in told]
 
 
+@pytest.mark.parametrize("mode", ["off", "thread"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_failure_in_the_background_is_told_and_the_next_save_is_made(ranks, tmp_path, size):
-    told = "SaveFailed: step 1 could not be saved: rank 0: shard: No space left on device"
-    assert ranks(size).run(failing, tmp_path) == [(told, ["step-00000001"])] * size
+def test_a_failure_is_told_and_the_next_save_is_made(ranks, tmp_path, size, mode):
+    told = [(1, "step 1 could not be saved: rank 0: shard: No space left on device"), (1, "None")]
+    assert ranks(size).run(failing, mode, tmp_path, 0) == [told] * size
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def killed(folder):
-    saver = saver_of("process", folder)
     tensors = {"model/w": torch.ones(4)}
-    os.kill(saver.writer.process.pid, signal.SIGKILL)
+    saver = saver_of("process", folder, tensors)
+    saver.save(1, tensors, FILES, {})
+    assert saver.wait()[0].failure is None
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(saver.writer.process.pid, signal.SIGKILL)
+        saver.writer.process.join()
     try:
-        saver.save(1, tensors, FILES, {})
-        saver.wait()
+        saver.before_update()
+        before = ""
     except LostWriter as error:
-        return str(error)
+        before = str(error)
+    saver.save(2, tensors, FILES, {})
+    (ended,) = saver.wait()
+    saver.close()
+    return before, type(ended.failure).__name__, str(ended.failure)
 
 
-def test_a_killed_writer_is_told(ranks, tmp_path):
-    told = "step 1 could not be saved: the process that writes checkpoints was ended by SIGKILL"
-    assert ranks(1).run(killed, tmp_path) == [told]
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_writer_is_told_by_all_ranks(ranks, tmp_path, size):
+    *others, last = ranks(size).run(killed, tmp_path)
+    how = "the process that writes checkpoints was ended by SIGKILL"
+    assert last == (f"no step can be saved any more: {how}", "LostWriter", f"step 2 could not be saved: {how}")
+    for before, kind, failure in others:
+        assert (before, kind) == ("", "LostWriter")
+        assert failure.startswith("step 2 could not be saved: ")
 
 
 def bug(folder):
-    saver = saver_of("off", folder)
-    saver.save(1, {"model/w": torch.ones(4, dtype=torch.complex64)}, FILES, {})
+    tensors = {"model/w": torch.ones(4, dtype=torch.complex64)}
+    saver = saver_of("off", folder, tensors)
+    saver.save(1, tensors, FILES, {})
 
 
 def test_a_bug_is_no_failed_save(ranks, tmp_path):

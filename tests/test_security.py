@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from scripts.gloo_pool import RankError
+from tests.runs import train
 from tests.test_checkpoint import TENSORS, load, save
 from tests.test_layering import SOURCES, name_of
-from trainer import checkpoint, manifest
+from trainer import lineage, manifest
+from trainer.config import ConfigError
+from trainer.export import export_run
 from trainer.manifest import File, Manifest
 
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
@@ -61,31 +64,77 @@ def behind_a_header(path, bomb):
 
 def agree(folder):
     """A manifest that says that everything is as it was written."""
-    files = {p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.iterdir() if p.name != manifest.NAME}
+    files = {p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.glob("[!.]*") if p.name != manifest.NAME}
     manifest.write(folder, Manifest(files, {}))
 
 
 def found_and_loaded(folder):
-    found = checkpoint.find(folder)
+    found = lineage.find(folder)
     return load(found.path)
 
 
+@pytest.fixture(scope="module")
+def trained(ranks, tiny, tmp_path_factory):
+    """The folder of a run with one checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    ranks(1).run(train, [*tiny, *named(folder / "run"), "--training.steps", "1"])
+    return folder / "run"
+
+
+def named(run):
+    return ["--run.output_folder", str(run.parent), "--run.name", run.name]
+
+
+def used(argv, run):
+    """Everything that reads a checkpoint: to resume, to start from, to convert, to look at."""
+    told = []
+    initial = ["--checkpoint.initial", str(run / "checkpoints" / "step-00000001")]
+    for use in (
+        lambda: export_run(run),
+        lambda: train([*argv, *named(run), "--training.steps", "2"]),
+        lambda: train([*argv, *named(run.with_name("fresh")), *initial]),
+    ):
+        try:
+            use()
+        except ConfigError as error:
+            told.append(str(error))
+    return told
+
+
 @pytest.mark.parametrize("payload", [plain, by_torch, by_old_torch, behind_a_header])
-@pytest.mark.parametrize(
-    "file", ["rank-00000.safetensors", "index.json", "train_state.json", "manifest.json", ".metadata", "config.toml"]
-)
-def test_no_payload_is_run_from_any_file(ranks, tmp_path, payload, file):
-    path = ranks(1).run(save, tmp_path / "c", 3)[0]
-    payload(path / file, Bomb(tmp_path / "mark"))
-    if file != manifest.NAME:
-        agree(path)
-    try:
-        loaded = ranks(1).run(found_and_loaded, tmp_path / "c")[0]
-    except RankError as error:
-        assert "ConfigError" in str(error)
-    else:  # what is not read does no harm
-        assert file in (".metadata", "config.toml") and loaded["model/w"] == [1.0] * 4
+def test_no_payload_is_run_from_any_file(ranks, tiny, trained, tmp_path, payload):
+    names = sorted(p.name for p in (trained / "checkpoints" / "step-00000001").iterdir())
+    assert {"rank-00000.safetensors", "index.json", "config.toml", "model.json", "tokenizer.tiktoken"} < set(names)
+    for name in [*names, ".metadata"]:
+        run = tmp_path / name.strip(".") / "run"
+        shutil.copytree(trained, run)
+        path = run / "checkpoints" / "step-00000001"
+        payload(path / name, Bomb(tmp_path / "mark"))
+        if name != manifest.NAME:
+            agree(path)
+        told = ranks(1).run(used, tiny, run)[0]
+        expected = {".metadata": 0, "config.toml": 0, "tokenizer.tiktoken": 1, "model.json": 2, "train_state.json": 1}
+        assert len(told) == expected.get(name, 3), (name, told)
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_file_that_a_checkpoint_does_not_hold_is_not_exported(ranks, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    path = run / "checkpoints" / "step-00000001"
+    (tmp_path / "secret").write_text("secret")
+    (path / ".x").symlink_to(tmp_path / "secret")
+    for name, problem in (
+        (".x", "names '.x', which is no name of a file in it"),
+        ("y", "names y, which is none of its"),
+    ):
+        model = json.loads((path / "model.json").read_text()) | {"tokenizer": "", "tokenizer_files": [name]}
+        (path / "model.json").write_text(json.dumps(model))
+        (path / ".x").unlink(missing_ok=True)
+        agree(path)
+        (path / ".x").symlink_to(tmp_path / "secret")
+        with pytest.raises(RankError, match=problem):
+            ranks(1).run(export_run, run)
 
 
 def with_index(ranks, folder, change):
@@ -96,14 +145,14 @@ def with_index(ranks, folder, change):
     agree(path)
 
 
-@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "..", "", ".", "a/../../b"])
+@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "..", "", ".", "a/../../b", 3, None])
 def test_an_index_that_leads_out_of_its_folder_is_refused(ranks, tmp_path, file):
     def change(index, path):
         shutil.copy(path / "rank-00000.safetensors", path.parent / "elsewhere.safetensors")
         index["model/w"]["parts"][0]["file"] = file
 
     with_index(ranks, tmp_path / "c", change)
-    with pytest.raises(RankError, match=r"index\.json is not an index of tensors"):
+    with pytest.raises(RankError, match=r"ConfigError: .*index\.json names .*, which is no name of a file in it"):
         ranks(1).run(found_and_loaded, tmp_path / "c")
 
 
@@ -120,7 +169,6 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(ranks, tmp_path, file)
         ("dtype", ["float32"]),
         ("parts", []),
         ("parts", [None]),
-        ("parts", [{"file": 3, "offsets": [0], "shape": [4]}]),
         ("parts", [{"file": "x", "offsets": [0, 0], "shape": [4, 1]}]),
     ],
 )
@@ -148,15 +196,15 @@ def test_a_shape_that_is_not_that_of_the_run_takes_no_memory(ranks, tmp_path):
         ranks(1).run(found_and_loaded, tmp_path / "c")
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "train_state.json"])
+@pytest.mark.parametrize("file", ["manifest.json", "train_state.json", "index.json"])
 def test_a_huge_file_is_not_read(ranks, tmp_path, file):
     path = ranks(1).run(save, tmp_path / "c", 3)[0]
     with (path / file).open("r+b") as opened:
         opened.truncate(2**31)  # a hole: it takes no disk
     if file != manifest.NAME:
         agree(path)
-    with pytest.raises(RankError, match="all 1 checkpoints are damaged"):
-        ranks(1).run(checkpoint.find, tmp_path / "c")
+    with pytest.raises(RankError, match=r"all 1 checkpoints are damaged|has more than 1073741824 bytes"):
+        ranks(1).run(found_and_loaded, tmp_path / "c")
 
 
 def test_links_in_a_checkpoint_are_refused(ranks, tmp_path):

@@ -125,8 +125,10 @@ def stop_after(folder, step):
             shutil.rmtree(checkpoint)
 
 
-def test_a_stopped_and_resumed_run_ends_bit_identical(ranks, tiny, tmp_path):
-    more = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
+@pytest.mark.parametrize("mode", ["off", "thread", "process"])
+def test_a_stopped_and_resumed_run_ends_bit_identical(ranks, tiny, tmp_path, mode):
+    """Parameters, moments, and what is known of the steps before; random state; losses."""
+    more = ["--training.steps", "6", "--checkpoint.interval_steps", "3", "--checkpoint.async_mode", mode]
     whole = run(ranks, 2, tiny, tmp_path / "run", *more)
     before = records(tmp_path / "run")
     stop_after(tmp_path / "run", 3)

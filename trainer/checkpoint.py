@@ -14,7 +14,6 @@ checkpoints/
     lineage.json                     what it was rolled back to
 """
 
-import json
 import re
 import shutil
 import uuid
@@ -36,155 +35,43 @@ from trainer.config import ConfigError
 from trainer.distributed import from_rank_0
 from trainer.manifest import Damaged, File, Manifest
 from trainer.shards import Planner, ShardReader, ShardWriter, Stored, read_index, with_patience
-from trainer.system import sync, write_durably
+from trainer.system import sync
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
 _LEFT_BEHIND = re.compile(r"step-\d+\.(saving|deleting)-\w+")
-_LARGEST_STATE = 16 * 2**20
 
 Tensors = Mapping[str, Tensor]
 
 
-# ---------------------------------------------------------------- finding what to go on from
+# ---------------------------------------------------------------- names
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A verified checkpoint that a run can go on from."""
-
-    path: Path
-    state: dict[str, Any]
-    """The content of train_state.json."""
-    rollback: bool = False
-    """Whether newer ones are to be left."""
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
-def find(folder: Path, load_step: int = 0) -> Saved | None:
-    """The checkpoint to go on from, or None, on all ranks together: the newest whose content is what was written, or that of
-    load_step. Rank 0 looks, since ranks that see different states of a file system must not go on from different steps.
-
-    Other folders are ignored; a damaged checkpoint is passed over with a warning. Raises ConfigError where all are damaged:
-    starting afresh would write over what may still be of use; and where load_step is missing or damaged.
-    """
-    candidates = from_rank_0(lambda: steps_in(folder))
-    rollback = load_step > 0 and from_rank_0(lambda: _rolled_back_to(folder)) != load_step
-    if rollback:
-        return _find_step(folder, candidates, load_step)
-    for path in candidates:
-        problem = verify(path, of_run=True)
-        if not problem:
-            return Saved(path, _read_state(path))
-        logging.warning(f"passed over {path}: {problem}")
-    if candidates:
-        rule = f"{folder}: all {len(candidates)} checkpoints are damaged; another --run.name starts a new run"
-        raise ConfigError("", rule)
-    if load_step:
-        raise ConfigError("checkpoint.load_step", f"there is no checkpoint in {folder}")
-    return None
-
-
-def _find_step(folder: Path, candidates: list[Path], step: int) -> Saved:
-    path = next((path for path in candidates if step_of(path) == step), None)
-    if path is None:
-        there = ", ".join(str(step_of(path)) for path in reversed(candidates)) or "none"
-        raise ConfigError("checkpoint.load_step", f"no such step in {folder}; there are: {there}")
-    problem = verify(path, of_run=True)
-    if problem:
-        raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
-    return Saved(path, _read_state(path), rollback=True)
+def of_step(name: str) -> int | None:
+    """The step that a name is of; None for other names."""
+    found = _NAME.fullmatch(name)
+    return found and int(found[1])
 
 
 def step_of(checkpoint: Path) -> int:
-    return int(_NAME.fullmatch(checkpoint.name)[1])
+    step = of_step(checkpoint.name)
+    assert step is not None, checkpoint
+    return step
+
+
+def committed(folder: Path) -> list[Path]:
+    """The folders of committed checkpoints, newest first, of a step that was saved again the newer one first; whether they are
+    whole is not looked at."""
+    found = [path for path in folder.glob("step-*") if of_step(path.name) is not None and path.is_dir()]
+    return sorted(found, key=lambda path: (-step_of(path), path.name))
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The folders of committed checkpoints, newest first; whether they are whole is not looked at."""
-    found = {}
-    for path in sorted(folder.glob("step-*"), reverse=True):  # the one that replaced it comes after an .old
-        if _NAME.fullmatch(path.name) and path.is_dir():
-            found[step_of(path)] = path
-    return [path for _, path in sorted(found.items(), reverse=True)]
-
-
-def verify(checkpoint: Path, of_run: bool = False) -> str:
-    """What is wrong with it, or "", on all ranks together: each reads a share of the files, whole. of_run: whether a run shall
-    go on from it."""
-    mine = manifest.problem(checkpoint, (dist.get_rank(), dist.get_world_size()))
-    if of_run and not mine and dist.get_rank() == 0:
-        mine = state_problem(checkpoint)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, mine)
-    return next(filter(None, problems), "")
-
-
-def state_problem(checkpoint: Path) -> str:
-    try:
-        state = _read_state(checkpoint)
-    except Damaged as damage:
-        return str(damage)
-    return "" if state["step"] == step_of(checkpoint) else f"train_state.json is of step {state['step']}"
-
-
-def _read_state(checkpoint: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(manifest.read_text(checkpoint / "train_state.json", _LARGEST_STATE))
-        if {"step", "cursor", "identity"} <= set(state):
-            return state
-    except (ValueError, TypeError, RecursionError):
-        pass
-    raise Damaged("train_state.json is not the state of a run")
-
-
-def require_same(saved: Saved, now: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds.
-
-    now: as in the state's "identity", or a part of it.
-    """
-    before = saved.state["identity"]
-    now = json.loads(json.dumps(now))  # as it would have been saved
-    differences = [
-        f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
-        for key, value in sorted(now.items())
-        if before.get(key) != value
-    ]
-    if differences:
-        raise ConfigError(
-            "", f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
-        )
-
-
-# ---------------------------------------------------------------- rolling back
-
-
-def _rolled_back_to(folder: Path) -> int | None:
-    """The step that the run was last rolled back to."""
-    try:
-        return json.loads((folder / "lineage.json").read_text())["rolled_back_to"][-1]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, IndexError):
-        raise ConfigError("", f"{folder / 'lineage.json'} cannot be read; remove it to roll back anew") from None
-
-
-def abandon_newer(saved: Saved) -> None:
-    """Begin a new lineage: what is newer is moved out of the way, newest first, so that a stop in between leaves nothing
-    that a later start could take for this lineage's."""
-    folder = saved.path.parent
-    try:
-        steps = json.loads((folder / "lineage.json").read_text())["rolled_back_to"]
-    except FileNotFoundError:
-        steps = []
-    away = folder / f"abandoned-{len(steps) + 1}"
-    newer = [path for path in steps_in(folder) if step_of(path) > step_of(saved.path)]
-    if newer:
-        away.mkdir(exist_ok=True)
-        for path in newer:
-            path.rename(away / path.name)
-            sync(folder)
-        logging.info(f"{len(newer)} newer checkpoints are left in {away}")
-    write_durably(folder / "lineage.json", json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))
-    sync(folder)
+    """Of each step the checkpoint that counts, newest first."""
+    return list({step_of(path): path for path in reversed(committed(folder))}.values())[::-1]
 
 
 # ---------------------------------------------------------------- saving
@@ -209,7 +96,7 @@ class Request:
 
     @property
     def final(self) -> Path:
-        return self.folder / f"step-{self.step:08d}"
+        return path_of(self.folder, self.step)
 
 
 class SaveFailed(Exception):
@@ -260,7 +147,7 @@ def write(request: Request, plan: SavePlan, contents: Tensors, group: dist.Proce
             raise
         raise SaveFailed(f"step {request.step} could not be saved: {cause}") from error
     if group is None or dist.get_rank(group) == 0:
-        retain(request.folder, request.keep, request.keep_every)
+        retain(request)
 
 
 def _cause(error: Exception) -> str:
@@ -304,26 +191,31 @@ def _commit(request: Request, files: dict[str, File]) -> None:
         _remove(replaced)
 
 
-def retain(folder: Path, keep: int, keep_every: int) -> None:
-    """Remove old checkpoints. Never fatal, and never the newest that is whole, nor what stands between it and those to
-    be kept: a damaged one does not count."""
-    if not keep:
+def retain(request: Request) -> None:
+    """Remove checkpoints older than the one just saved, which counts as the first of those to keep. Never fatal. What lacks a
+    file does not count; what is newer, as after damage that a run went back behind, is none of this lineage's."""
+    if not request.keep:
         return
     try:
-        whole, surplus = 0, []
-        for path in steps_in(folder):
-            if whole >= keep and not (keep_every and step_of(path) % keep_every == 0):
-                surplus.append(path)
-            try:
-                manifest.read(path)
-                whole += 1
-            except Damaged:
+        whole = 1
+        for path in steps_in(request.folder):
+            if step_of(path) >= request.step:
                 continue
-        for path in surplus:
-            if not path.is_symlink():
-                _remove(path)
+            if whole >= request.keep and not (request.keep_every and step_of(path) % request.keep_every == 0):
+                if not path.is_symlink():
+                    _remove(path)
+            elif _has_all_files(path):
+                whole += 1
     except OSError as error:
         logging.warning(f"old checkpoints were not removed: {error.filename}: {error.strerror}")
+
+
+def _has_all_files(checkpoint: Path) -> bool:
+    try:
+        manifest.read(checkpoint)
+    except Damaged:
+        return False
+    return True
 
 
 def _remove(checkpoint: Path) -> None:

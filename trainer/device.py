@@ -150,16 +150,13 @@ def reset_memory_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes of host memory that the device can copy into by itself."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """The same for memory that is there already."""
+    """Let the device copy into host memory by itself. Not torch's own pinned memory: its sizes are powers of two, up to twice
+    what is needed. Raises MemoryError."""
     if device.type == "cuda":
-        error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-        assert int(error) == 0, f"cudaHostRegister: {error}"
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+        if code != 0:
+            raise MemoryError(f"{buffer.numel() / GIB:.1f} GiB of host memory cannot be pinned (CUDA error {code})")
 
 
 def read_later(tensor: Tensor) -> Callable[[], list]:

@@ -21,6 +21,8 @@ from trainer.system import local_rank
 
 T = TypeVar("T")
 
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
 # Preparing a large corpus may take this long; if the rank that works dies, the launcher ends those that wait.
 _WAIT_FOR_WORK = timedelta(days=7)
 
@@ -58,7 +60,9 @@ def _store(timeout: timedelta) -> dist.Store:
         timeout=timeout,
         wait_for_workers=False,
     )
-    # The agents' store outlives a restart of the ranks: without a prefix a rank may find the dead attempt's addresses.
+    if not by_agent:
+        return store
+    # It outlives a restart of the ranks: without a prefix a rank may find the dead attempt's addresses.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -98,7 +102,9 @@ def finish() -> None:
 def tell_once(line: str) -> None:
     """Print a line on stderr, on the first rank of each machine that has one to tell: several may find the same error."""
     try:
-        told = dist.distributed_c10d._get_default_store().add(f"told/{_machine()}", 1)
+        store = dist.distributed_c10d._get_default_store()
+        store.set("failed", "")  # ranks that lose contact for it need not tell
+        told = store.add(f"told/{_machine()}", 1)
     except (dist.DistNetworkError, dist.DistStoreError):
         return  # whoever held the store has told it, and ended
     if told == 1:
@@ -200,9 +206,10 @@ def side_store() -> dist.Store:
     return dist.PrefixStore("side", dist.distributed_c10d._get_default_store().clone())
 
 
-def last_collectives() -> str:
-    """What torch's flight recorder knows of the collectives of this rank, as JSON."""
-    return torch._C._distributed_c10d._dump_fr_trace_json()
+def last_collectives() -> list[str]:
+    """What torch's flight recorders, one for each backend, know of the collectives of this rank, as JSON."""
+    recorders = (getattr(torch._C._distributed_c10d, name, None) for name in _RECORDERS)
+    return [recorder() for recorder in recorders if recorder is not None]
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -3,19 +3,29 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from models import MODELS
 from models.spec import SizeError
+from trainer import checkpoint as checkpoints
+from trainer import logging, manifest
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizers import load_tokenizer
-from trainer.huggingface import Export, Model
+from trainer.device import GIB
+from trainer.huggingface import MODEL_FILE, Export, Model
 from trainer.manifest import Damaged
+
+_SHARD_BYTES = 5 * GIB
 
 
 def export_of(checkpoint: Path, dtype: torch.dtype) -> Export:
-    """Raises ConfigError for what is no checkpoint of a model."""
+    """Raises ConfigError for what is damaged, or no checkpoint of a model."""
     try:
+        if problem := manifest.problem(checkpoint):
+            raise Damaged(problem)
         model = Model.read(checkpoint)
+        if others := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
+            raise Damaged(f"{MODEL_FILE} names {min(others)}, which is none of its files")
         if model.family not in MODELS:
             raise Damaged(f"is a {model.family}, which is none of {', '.join(MODELS)}")
         spec = MODELS[model.family]
@@ -27,3 +37,19 @@ def export_of(checkpoint: Path, dtype: torch.dtype) -> Export:
         path = checkpoint / model.tokenizer_files[0]
         files = load_tokenizer(TokenizerConfig(kind=model.tokenizer, path=str(path))).huggingface_files()
     return Export(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special)
+
+
+def export_run(run_folder: Path, only_missing: bool = False) -> None:
+    """Write the newest checkpoint of a finished run to its folder huggingface/, in bf16, by the first rank; the others wait at
+    the end of the run. Raises ConfigError where it cannot be written. only_missing: not over one that is there."""
+    out = run_folder / "huggingface"
+    if dist.get_rank() != 0 or (only_missing and out.exists()):
+        return
+    try:
+        newest = checkpoints.steps_in(run_folder / "checkpoints")[0]
+        export_of(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda written: None, replace=True)
+    except (OSError, Damaged) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        rule = f"{out} could not be written ({why}); the same command tries it again"
+        raise ConfigError("checkpoint.export_huggingface", rule) from None
+    logging.info(f"exported {out}")

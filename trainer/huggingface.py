@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ class Model:
         try:
             values = json.loads(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
             files = tuple(values["tokenizer_files"])
-            if any(Path(name).name != name for name in files):
-                raise ValueError
+            for name in files:
+                manifest.require_name(name, MODEL_FILE)
             return cls(**values | {"tokenizer_files": files})
         except (ValueError, TypeError, KeyError, RecursionError):
             raise Damaged(f"{MODEL_FILE} does not describe a model") from None
@@ -110,14 +111,19 @@ class Folder:
     def _inside(self, name: Any) -> Path:
         """A file of the folder. Its cache keeps files as links into a folder of blobs beside that of snapshots; links to
         anywhere else, and names that lead elsewhere, are refused."""
-        if not isinstance(name, str) or not name or Path(name).name != name or not name.isprintable():
-            raise Damaged(f"names {name!r}, which is no name of a file in it")
-        path = self.folder / name
+        path = self.folder / manifest.require_name(name, "it")
         target, home = path.resolve(), self.folder.resolve()
         blobs = home.parent.parent / "blobs"
         if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
             raise Damaged(f"{name} is a link that leads elsewhere")
         return path
+
+    def content(self, name: str) -> bytes:
+        """Of a small file. Raises ConfigError."""
+        try:
+            return manifest.read_bytes(self._inside(name), _LARGEST_JSON)
+        except Damaged as damage:
+            raise ConfigError("", f"{self.folder}: {damage}") from None
 
     def _files(self) -> dict[str, Path]:
         """Name there -> file."""
@@ -224,14 +230,16 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 class _NewFolder:
     """A folder that gets its name when all is in it."""
 
-    def __init__(self, folder: Path):
-        """Raises ConfigError where there is something already."""
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    def __init__(self, folder: Path, replace: bool = False):
+        """Raises ConfigError where there is something already, which it shall not replace."""
+        if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("", f"{folder}: exists already")
         self.final = folder
         self.aside = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
 
     def __enter__(self) -> Path:
+        for left_behind in self.final.parent.glob(f"{escape(self.final.name)}.partial-*"):
+            shutil.rmtree(left_behind, ignore_errors=True)
         self.aside.mkdir(parents=True)
         return self.aside
 
@@ -241,6 +249,7 @@ class _NewFolder:
             return
         for path in self.aside.iterdir():
             sync(path)
+        shutil.rmtree(self.final, ignore_errors=True)
         os.replace(self.aside, self.final)
         sync(self.final.parent)
 
@@ -265,12 +274,9 @@ class Export:
             sum(torch.Size(s.shape).numel() for n, s in stored.items() if n.startswith("model/")) * self.dtype.itemsize
         )
 
-    def write(self, out: Path, shard_bytes: int, progress: Progress) -> None:
-        """Raises ConfigError where the checkpoint is damaged, or out exists."""
-        problem = manifest.problem(self.checkpoint)
-        if problem:
-            raise ConfigError("", f"{self.checkpoint}: {problem}")
-        with _NewFolder(out) as folder:
+    def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
+        """Raises ConfigError where out exists and is not to be replaced."""
+        with _NewFolder(out, replace) as folder:
             self._write_weights(folder, shard_bytes, progress)
             config = self.spec.huggingface.config(self.sizes, self.seq_len)
             config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special}
@@ -329,7 +335,7 @@ def import_folder(
         special = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
         model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special)
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
-        contents |= {name: (folder.folder / name).read_bytes() for name in there}
+        contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():
             (aside / name).write_bytes(content)
             files[name] = File(len(content), manifest.digest_of(aside / name))

@@ -1,6 +1,7 @@
 """Where a new run takes its weights from: a checkpoint of ours, or a model in Hugging Face's format. The optimizer is fresh."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import ModelSpec
-from trainer import checkpoint, logging, manifest
+from trainer import checkpoint, lineage, logging, manifest
 from trainer.checkpoint import Tensors
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.huggingface import Folder, FolderReader
+from trainer.huggingface import Folder, FolderReader, Model
+from trainer.manifest import Damaged
 from trainer.settings import nearest_name
 from trainer.shards import ShardReader, read_index
 
@@ -28,15 +30,17 @@ def load_initial(
     excluded = _excluded(config.exclude, names)
     wanted: dict[str, Tensor] = {f"model/{name}": p for name, p in parameters.items() if name not in excluded}
     if (folder / manifest.NAME).exists():
-        problem = checkpoint.verify(folder)
-        if problem:
+        if problem := lineage.verify(folder):
             raise ConfigError(_KEY, problem)
-        index = read_index(folder)
+        try:
+            _require_same(Model.read(folder).sizes, sizes)
+            index = read_index(folder)
+        except Damaged as damage:
+            raise ConfigError(_KEY, str(damage)) from None
         reader = ShardReader(folder, index)
     elif (folder / "config.json").exists():
         source = Folder(folder, spec)
-        if source.sizes != sizes:
-            raise ConfigError(_KEY, f"is another network: {_differences(source.sizes, sizes)}")
+        _require_same(asdict(source.sizes), sizes)
         there = [name.removeprefix("model/") for name in wanted]
         index = {f"model/{name}": stored for name, stored in source.index(there).items()}
         reader = FolderReader(source, index, prefix="model/")
@@ -58,6 +62,9 @@ def _excluded(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
     return excluded
 
 
-def _differences(there: Any, here: Any) -> str:
-    names = [name for name in vars(here) if getattr(there, name) != getattr(here, name)]
-    return ", ".join(f"{name} is {getattr(there, name)} there, {getattr(here, name)} here" for name in names)
+def _require_same(there: Mapping[str, Any], sizes: Any) -> None:
+    here = asdict(sizes)
+    names = [name for name in here if there.get(name) != here[name]]
+    if names:
+        differences = ", ".join(f"{name} is {there.get(name)} there, {here[name]} here" for name in names)
+        raise ConfigError(_KEY, f"is another network: {differences}")

@@ -35,12 +35,16 @@ class Manifest:
     """For people: step, tokens, versions."""
 
 
+def digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
 def digest_of(path: Path) -> str:
-    digest = xxhash.xxh3_128()
+    running = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+            running.update(block)
+    return running.hexdigest()
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -50,9 +54,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 def _text(content: Any) -> str:
     """The one way to write a content: any other text, even another space, is damage."""
     body = json.dumps(content, indent=1, sort_keys=True)
-    return json.dumps(
-        {"digest": xxhash.xxh3_128_hexdigest(body.encode()), "content": content}, indent=1, sort_keys=True
-    )
+    return json.dumps({"digest": digest(body.encode()), "content": content}, indent=1, sort_keys=True)
 
 
 def read(folder: Path) -> Manifest:
@@ -68,16 +70,22 @@ def read(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{NAME} is not what was written") from None
     for name, file in files.items():
-        _require_file(folder, name, file.size)
+        _require_file(folder, require_name(name, NAME), file.size)
     others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, NAME}
     if others:
         raise Damaged(f"{min(others)} does not belong to it")
     return manifest
 
 
+def require_name(name: Any, by: str) -> str:
+    """The name, which a file in the folder can have, and which leads nowhere else. Raises Damaged. by: what names it."""
+    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
+    if not plain or not name or Path(name).name != name:
+        raise Damaged(f"{by} names {name!r}, which is no name of a file in it")
+    return name
+
+
 def _require_file(folder: Path, name: str, size: int) -> None:
-    if not name or not name.isprintable() or name.startswith(".") or Path(name).name != name or "\\" in name:
-        raise Damaged(f"{NAME} names {name!r}, which is no name of a file in it")
     path = folder / name
     if path.is_symlink():
         raise Damaged(f"{name} is a link, which may lead anywhere")
@@ -90,13 +98,22 @@ def _require_file(folder: Path, name: str, size: int) -> None:
 def read_text(path: Path, largest: int) -> str:
     """largest: bytes. Raises Damaged for what cannot be read as text, or is larger."""
     try:
-        if path.stat().st_size > largest:
-            raise Damaged(f"{path.name} has {path.stat().st_size} bytes, more than any of its kind")
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
+        return read_bytes(path, largest).decode()
     except UnicodeDecodeError:
         raise Damaged(f"{path.name} is no text") from None
+
+
+def read_bytes(path: Path, largest: int) -> bytes:
+    """Raises Damaged for what cannot be read, or is larger than that."""
+    try:
+        with path.open("rb") as file:
+            # Looked at first: memory for all of it would be taken before it is read.
+            content = file.read(largest + 1) if path.stat().st_size <= largest else None
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
+    if content is None or len(content) > largest:
+        raise Damaged(f"{path.name} has more than {largest} bytes, more than any of its kind")
+    return content
 
 
 def problem(folder: Path, share: tuple[int, int] = (0, 1)) -> str:

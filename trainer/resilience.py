@@ -54,6 +54,8 @@ class StopRequest:
         first = math.inf
         while True:
             (number,) = os.read(pipe, 1)
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                continue  # others have handlers too: torch's data loader for SIGCHLD
             now = time.monotonic()
             if now > first + _SAME_REQUEST_S:
                 print(f"ended at once by a second {signal.Signals(number).name}", file=sys.stderr, flush=True)
@@ -146,7 +148,8 @@ class Guard:
 
     def judge(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
         """All scalars. Returns whether to leave the update out, and the verdict for Verdicts."""
-        now = torch.stack([loss.detach().float(), grad_norm.float()])
+        # With offloaded parameters the loss is on another device than the gradients.
+        now = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
         finite = now.isfinite().all()
         spiked = torch.zeros_like(finite)
         accepted, in_a_row, total = self.counts.unbind()
@@ -157,9 +160,9 @@ class Guard:
             high = now > mean + self.config.spike_deviations * variance.sqrt()
             spiked = high.any() & finite & (accepted >= _FIRST_JUDGED)
         accept = finite & ~spiked
-        if self.config.loss_spike != "off":
-            slot = torch.arange(WINDOW, device=now.device) == accepted % WINDOW
-            self.history.copy_(torch.where(slot & accept, now[:, None], self.history))
+        # Always: the policy may be switched on when the run goes on.
+        slot = torch.arange(WINDOW, device=now.device) == accepted % WINDOW
+        self.history.copy_(torch.where(slot & accept, now[:, None], self.history))
         left_out = ~accept
         self.counts.copy_(torch.stack([accepted + accept, (in_a_row + 1) * left_out, total + left_out]))
         verdict = torch.cat([torch.stack([votes > 0, left_out, spiked]).double(), self.counts[1:], now.double()])
@@ -215,7 +218,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self.since = before and time.monotonic()
+            self.since = None if before is None else time.monotonic()
 
     def close(self) -> None:
         """Nothing is timed any more."""
@@ -248,10 +251,11 @@ class Watchdog:
     def _end(self, waited_s: float, beat_s: float) -> None:
         rank = dist.get_rank()
         lines = [f"[rank {rank}] no step has ended for {waited_s:.0f} s, since step {self.step}"]
-        lines += parse_collectives(last_collectives())
-        lines += self._missing(beat_s)
+        lines += [line for dump in last_collectives() for line in parse_collectives(dump)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        # Last: the store may be on the machine that hangs.
+        print("".join(f"{line}\n" for line in self._missing(beat_s)), end="", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _missing(self, beat_s: float) -> list[str]:
@@ -272,10 +276,10 @@ class Watchdog:
         if self.store is None:
             return {}
         try:
-            keys = {rank: f"life/{rank}" for rank in range(dist.get_world_size())}
-            return {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+            lives = self.store.multi_get([f"life/{rank}" for rank in range(dist.get_world_size())])
         except RuntimeError:
             return {}
+        return {rank: life.decode() for rank, life in enumerate(lives)}
 
 
 def parse_collectives(dump: str) -> list[str]:

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,15 +13,19 @@ import tomli
 import torch
 import torch.distributed as dist
 
-from trainer import checkpoint
 from trainer import device as devices
-from trainer.checkpoint import Saved
+from trainer import lineage, manifest
 from trainer.config import Config, ConfigError, toml_value
 from trainer.distributed import from_rank_0
 from trainer.huggingface import MODEL_FILE, Model
+from trainer.lineage import Saved
+from trainer.manifest import Damaged
 from trainer.setup import Setup
 from trainer.show_config import to_toml
 from trainer.system import try_lock
+
+_LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
+_LARGEST_CONFIG = 2**20
 
 
 def run_folder(config: Config) -> Path:
@@ -57,15 +62,18 @@ def _writing() -> Iterator[None]:
 
 def resume_point(config: Config, setup: Setup) -> Saved | None:
     """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
-    saved = checkpoint.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
+    saved = lineage.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
-        checkpoint.require_same(saved, setup.identity)
+        lineage.require_same(saved, setup.identity)
     return saved
 
 
 def changed_settings(saved: Saved, config: Config) -> list[str]:
     """What the run was set to when the checkpoint was written, and is set to now."""
-    before = _flat(tomli.loads((saved.path / "config.toml").read_text()))
+    try:
+        before = _flat(tomli.loads(manifest.read_text(saved.path / "config.toml", _LARGEST_CONFIG)))
+    except (Damaged, tomli.TOMLDecodeError, AttributeError, RecursionError):
+        return [f"{saved.path / 'config.toml'} cannot be read"]
     now = _flat(tomli.loads(to_toml(config)))
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
 
@@ -97,7 +105,7 @@ def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": torch.__version__}
+    return {"python": platform.python_version()} | {library: metadata.version(library) for library in _LIBRARIES}
 
 
 def write_down(config: Config, device: torch.device) -> None:

@@ -4,7 +4,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -38,83 +37,108 @@ class LostWriter(SaveFailed):
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A save that has come to its end."""
+class Ended:
+    """A save that has come to its end, good or bad."""
 
     path: Path
     blocked_s: float
     """Training stood still."""
     background_s: float
     """Writing went on beside training."""
+    failure: SaveFailed | None
+
+    @property
+    def step(self) -> int:
+        return checkpoint.step_of(self.path)
+
+
+@dataclass(frozen=True)
+class Running:
+    path: Path
+    blocked_s: float
+    since: float
+    end: "Future[float]"
+    """When it was committed (perf_counter); or the SaveFailed that ended it."""
 
 
 class Writer(Protocol):
     """How a checkpoint gets from memory to disk; each call is made on all ranks, one at a time."""
 
-    def start(self, request: Request, tensors: Tensors) -> "Future[None]":
-        """Begins to save; the result is there when it is committed, or raises SaveFailed."""
+    def start(self, request: Request, tensors: Tensors) -> "Future[float]":
+        """Begins to save; the result is the time (perf_counter) when it was committed, or SaveFailed."""
 
     def before_update(self) -> None:
-        """Returns when the tensors may change."""
+        """Returns when the tensors may change. Raises LostWriter."""
 
     def close(self) -> None: ...
 
 
 class Saver:
-    """At most one save at a time; a failed one is reported, never swallowed."""
+    """At most one save at a time. What becomes of each is told once, by `ended` or `wait`, and never swallowed."""
 
-    def __init__(self, config: CheckpointConfig, folder: Path, device: torch.device):
+    def __init__(self, config: CheckpointConfig, folder: Path, device: torch.device, tensors: Tensors):
+        """tensors: everything that will be saved; their layout counts, and the memory of their copy is taken now."""
         self.config = config
         self.folder = folder
-        self.writer = WRITERS[config.async_mode](device)
-        self.running: tuple[Path, float, float, Future[None]] | None = None
+        self.writer = WRITERS[config.async_mode](device, tensors)
+        self.running: Running | None = None
+        self.untold: list[Ended] = []
 
-    def save(self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any]) -> list[Finished]:
-        """Begin to save the state of a step, on all ranks together. Returns the saves that ended meanwhile. Raises
-        SaveFailed, for the save before too."""
+    def save(self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any]) -> None:
+        """Begin to save the state of a step, on all ranks together, when the save before has ended."""
         start = time.perf_counter()
-        finished = self.wait()
-        request = Request(
-            folder=self.folder,
-            step=step,
-            files=files,
-            about=about,
-            keep=self.config.keep,
-            keep_every=self.config.keep_every,
-            aside=checkpoint.prepare(self.folder, step),
-        )
-        future = self.writer.start(request, tensors)
+        self._await_running()
+        try:
+            request = Request(
+                folder=self.folder,
+                step=step,
+                files=files,
+                about=about,
+                keep=self.config.keep,
+                keep_every=self.config.keep_every,
+                aside=checkpoint.prepare(self.folder, step),
+            )
+            end = self.writer.start(request, tensors)
+        except SaveFailed as failure:
+            end = Future()
+            end.set_exception(failure)
         now = time.perf_counter()
-        self.running = (request.final, now - start, now, future)
-        return finished + self.finished()
+        self.running = Running(checkpoint.path_of(self.folder, step), now - start, now, end)
 
     def before_update(self) -> None:
         self.writer.before_update()
 
-    def finished(self) -> list[Finished]:
-        """The save that has ended since the last call. Raises SaveFailed if it failed."""
-        if self.running is None or not self.running[3].done():
-            return []
-        path, blocked, start, future = self.running
-        self.running = None
-        future.result()
-        return [Finished(path, blocked, getattr(future, "ended", start) - start)]
+    def ended(self) -> list[Ended]:
+        """The saves that have ended since the last call."""
+        if self.running is not None and self.running.end.done():
+            self._await_running()
+        told, self.untold = self.untold, []
+        return told
 
-    def wait(self) -> list[Finished]:
-        """Until nothing is being written."""
-        if self.running is not None:
-            self.running[3].exception()
-        return self.finished()
+    def wait(self) -> list[Ended]:
+        """The same, when nothing is being written any more."""
+        self._await_running()
+        return self.ended()
+
+    def _await_running(self) -> None:
+        if self.running is None:
+            return
+        run, self.running = self.running, None
+        try:
+            background_s, failure = max(0.0, run.end.result() - run.since), None
+        except SaveFailed as error:
+            background_s, failure = 0.0, error
+        self.untold.append(Ended(run.path, run.blocked_s, background_s, failure))
 
     def close(self) -> None:
         self.writer.close()
 
 
-def _note_end(future: Future) -> None:
-    future.ended = time.perf_counter()
-
-
 # ---------------------------------------------------------------- the copy
+
+
+Layout = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+"""Name -> offset in bytes, dtype, shape."""
 
 
 class Staging:
@@ -126,8 +150,11 @@ class Staging:
         for name, tensor in tensors.items():
             places[name] = end
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        self.layout = {name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in places.items()}
+        self.layout: Layout = {
+            name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in places.items()
+        }
         self.buffer = allocate(max(end, 1))
+        devices.pin(self.buffer, device)
         self.contents = views(self.buffer, self.layout)
         self.copying = devices.HostCopy(device)
 
@@ -135,7 +162,7 @@ class Staging:
         self.copying.start([self.contents[name] for name in tensors], list(tensors.values()))
 
 
-def views(buffer: Tensor, layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
     """The tensors that lie in a buffer of bytes."""
     result = {}
     for name, (start, dtype, shape) in layout.items():
@@ -150,14 +177,14 @@ def views(buffer: Tensor, layout: dict[str, tuple[int, torch.dtype, tuple[int, .
 class Here:
     """Training waits."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, tensors: Tensors):
         self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
 
-    def start(self, request: Request, tensors: Tensors) -> "Future[None]":
-        future: Future[None] = Future()
+    def start(self, request: Request, tensors: Tensors) -> "Future[float]":
         plan = plan_of(tensors, dist.get_rank() == 0)
         checkpoint.write(request, plan, local_tensors(tensors), self.group)
-        future.set_result(None)
+        future: Future[float] = Future()
+        future.set_result(time.perf_counter())
         return future
 
     def before_update(self) -> None:
@@ -170,35 +197,29 @@ class Here:
 class Copying:
     """What a thread and a process have in common: the copy, and a thread that waits for the end."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.staging: Staging | None = None
-        self.plan: SavePlan | None = None
+    def __init__(self, device: torch.device, tensors: Tensors, allocate: Callable[[int], Tensor]):
+        """allocate: bytes -> a buffer of that many."""
+        self.plan = plan_of(tensors, dist.get_rank() == 0)
+        try:
+            self.staging = Staging(local_tensors(tensors), device, allocate)
+        except MemoryError as error:
+            raise ConfigError("checkpoint.async_mode", f"{error}; off needs no copy") from None
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return devices.host_buffer(num_bytes, self.device)
 
     def write(self, request: Request) -> None:
         raise NotImplementedError
 
-    def start(self, request: Request, tensors: Tensors) -> "Future[None]":
-        local = local_tensors(tensors)
-        if self.staging is None:
-            self.plan = plan_of(tensors, dist.get_rank() == 0)
-            self.staging = Staging(local, self.device, self.allocate)
-        self.staging.take(local)
-        future = self.waiting.submit(self._write_copy, request)
-        future.add_done_callback(_note_end)
-        return future
+    def start(self, request: Request, tensors: Tensors) -> "Future[float]":
+        self.staging.take(local_tensors(tensors))
+        return self.waiting.submit(self._write_copy, request)
 
-    def _write_copy(self, request: Request) -> None:
+    def _write_copy(self, request: Request) -> float:
         self.staging.copying.wait()
         self.write(request)
+        return time.perf_counter()
 
     def before_update(self) -> None:
-        if self.staging is not None:
-            self.staging.copying.before_update()
+        self.staging.copying.before_update()
 
     def close(self) -> None:
         self.waiting.shutdown(wait=False)
@@ -207,8 +228,8 @@ class Copying:
 class InThread(Copying):
     """Written by a thread, with a process group of its own: its collectives must not mix with training's."""
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
+    def __init__(self, device: torch.device, tensors: Tensors):
+        super().__init__(device, tensors, lambda size: torch.empty(size, dtype=torch.uint8))
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
     def write(self, request: Request) -> None:
@@ -222,85 +243,103 @@ class InProcess(Copying):
     what it writes, and is never replaced.
     """
 
-    def __init__(self, device: torch.device):
-        super().__init__(device)
+    def __init__(self, device: torch.device, tensors: Tensors):
         if not hasattr(os, "memfd_create"):
             raise ConfigError("checkpoint.async_mode", f"{sys.platform} has no memory files; thread works everywhere")
         self.descriptor = os.memfd_create("checkpoint")
-        # Another store than that of training: it is there however the ranks found each other.
-        alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == dist.get_world_size()
-        here = "localhost" if alone else socket.gethostname()
-        self.store = None
-        address = None
-        if dist.get_world_size() > 1:
-            if dist.get_rank() == 0:
-                self.store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
-                address = (here, self.store.port)
-            address = broadcast(address, source=0)
+        super().__init__(device, tensors, self._allocate)
+        self.store, address = _meeting_place()
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
         place = (dist.get_rank(), dist.get_world_size(), address)
-        memory = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        self.process = context.Process(target=_serve, args=(there, memory, os.getpid(), place), daemon=True)
+        memory = (f"/proc/{os.getpid()}/fd/{self.descriptor}", self.staging.buffer.numel(), self.staging.layout)
+        self.process = context.Process(target=_serve, args=(there, os.getpid(), place, memory, self.plan), daemon=True)
         self.process.start()
         there.close()
-        self.told = False
 
-    def allocate(self, num_bytes: int) -> Tensor:
+    def _allocate(self, num_bytes: int) -> Tensor:
         os.ftruncate(self.descriptor, num_bytes)
-        buffer = _mapped(self.descriptor, num_bytes)
-        devices.pin(buffer, self.device)
-        return buffer
+        return _mapped(self.descriptor, num_bytes)
 
     def write(self, request: Request) -> None:
         try:
-            if not self.told:
-                self.connection.send((self.staging.layout, self.staging.buffer.numel(), self.plan))
-                self.told = True
             self.connection.send(request)
             failure = self.connection.recv()
         except (EOFError, OSError):
             self.process.join(1)
-            end = self.process.exitcode
-            how = f"ended by {signal.Signals(-end).name}" if end is not None and end < 0 else f"ended with {end}"
-            line = f"step {request.step} could not be saved: the process that writes checkpoints was {how}"
-            raise LostWriter(line) from None
+            raise self._lost(f"step {request.step} could not be saved") from None
         if failure is not None:
             raise failure
+
+    def _lost(self, what: str) -> LostWriter:
+        end = self.process.exitcode
+        how = f"ended by {signal.Signals(-end).name}" if end is not None and end < 0 else f"ended with {end}"
+        return LostWriter(f"{what}: the process that writes checkpoints was {how}")
+
+    def before_update(self) -> None:
+        super().before_update()
+        if self.process.exitcode is not None:
+            raise self._lost("no step can be saved any more")
 
     def close(self) -> None:
         super().close()
         self.process.kill()
 
 
+def _meeting_place() -> tuple[dist.Store | None, tuple[str, int] | None]:
+    """Another store than that of training, for the writers: it is there however the ranks found each other. Only rank 0 has
+    it; all have its address."""
+    if dist.get_world_size() == 1:
+        return None, None
+    store, port = None, None
+    alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == dist.get_world_size()
+    host = "localhost" if alone else os.environ["MASTER_ADDR"]  # where rank 0 has been reached before
+    if dist.get_rank() == 0:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = store.port
+    return store, (host, broadcast(port, source=0))
+
+
 def _mapped(descriptor: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
 
-def _serve(connection: Connection, memory: str, parent: int, place: tuple[int, int, tuple[str, int] | None]) -> None:
-    """The writing process. place: rank, ranks, and where the ranks' writers meet."""
+def _serve(
+    connection: Connection,
+    parent: int,
+    place: tuple[int, int, tuple[str, int] | None],
+    memory: tuple[str, int, Layout],
+    plan: SavePlan,
+) -> None:
+    """The writing process. place: rank, ranks, and where the ranks' writers meet; memory: file of the copy, bytes, layout."""
     leave_signals_to_parent()
     die_with_parent()
     rank, ranks, address = place
-    descriptor = os.open(memory, os.O_RDWR)
-    group = None
-    if ranks > 1:
-        store = dist.TCPStore(*address, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_GROUP_TIMEOUT)
-        group = dist.group.WORLD
+    path, num_bytes, layout = memory
     try:
-        layout, num_bytes, plan = connection.recv()
-        contents = views(_mapped(descriptor, num_bytes), layout)
+        contents = views(_mapped(os.open(path, os.O_RDWR), num_bytes), layout)
+        group = None
+        if ranks > 1:
+            store = dist.TCPStore(*address, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_GROUP_TIMEOUT)
+            group = dist.group.WORLD
         while in_child_of(parent):
-            request = connection.recv()
-            try:
-                checkpoint.write(request, plan, contents, group)
-                connection.send(None)
-            except SaveFailed as failure:
-                connection.send(SaveFailed(str(failure)))
-    except (EOFError, OSError):
-        pass  # the trainer has ended
+            connection.send(_attempt(connection.recv(), plan, contents, group))
+    except (EOFError, OSError, RuntimeError):
+        pass  # the trainer has ended, or another one of the run
     os._exit(0)
 
 
-WRITERS: dict[str, Callable[[torch.device], Writer]] = {"off": Here, "thread": InThread, "process": InProcess}
+def _attempt(
+    request: Request, plan: SavePlan, contents: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> SaveFailed | None:
+    try:
+        checkpoint.write(request, plan, contents, group)
+    except SaveFailed as failure:
+        return SaveFailed(str(failure))  # without its cause, which other processes may not be able to read
+    except RuntimeError as error:  # of gloo, where another rank's writer has ended
+        return LostWriter(f"step {request.step} could not be saved: {str(error).splitlines()[0]}")
+    return None
+
+
+WRITERS: dict[str, Callable[[torch.device, Tensors], Writer]] = {"off": Here, "thread": InThread, "process": InProcess}

@@ -42,10 +42,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trainer import logging
-from trainer.manifest import Damaged, File, digest_of, read_text
+from trainer.manifest import Damaged, File, digest_of, read_text, require_name
 
 INDEX = "index.json"
-_LARGEST_INDEX = 4 * 2**30
+_LARGEST_INDEX = 2**30
 
 # torch's names -> those of safetensors (https://github.com/huggingface/safetensors, "Format").
 SAFETENSORS_NAMES = {
@@ -288,8 +288,7 @@ def _stored(raw: Mapping[str, Any]) -> Stored:
     shape = _numbers(raw["shape"])
     parts = tuple(Part(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
     for part in parts:
-        if not part.file or Path(part.file).name != part.file or part.file.startswith("."):
-            raise ValueError
+        require_name(part.file, INDEX)
         if not len(part.offsets) == len(part.shape) == len(shape):
             raise ValueError
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):

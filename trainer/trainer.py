@@ -1,9 +1,7 @@
 """The training loop, and the one place where every part of a run meets."""
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import checkpoint, logging
 from trainer import device as devices
+from trainer import lineage, logging, manifest
 from trainer.batch import Batch
-from trainer.checkpoint import Saved, SaveFailed
+from trainer.checkpoint import load
 from trainer.config import Config, ConfigError
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
@@ -24,8 +22,9 @@ from trainer.data.prepare import prepare
 from trainer.data.store import open_store
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
 from trainer.evaluate import HeldOut
-from trainer.export import export_of
+from trainer.export import export_run
 from trainer.initial import load_initial
+from trainer.lineage import Saved
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
 from trainer.optimizer import Optimizer
@@ -39,7 +38,7 @@ from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
 from trainer.run_folder import changed_settings, model_files, open_folder, run_folder, versions, write_down
-from trainer.saver import Finished, LostWriter, Saver
+from trainer.saver import Ended, LostWriter, Saver
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
 from trainer.show_config import to_toml
@@ -115,7 +114,7 @@ class Trainer:
             self._resume(saved)
         elif config.checkpoint.initial:
             load_initial(config.checkpoint, setup.spec, setup.sizes, self.parameters, setup.parameter_names)
-        self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device)
+        self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
         self._describe(setup, repeats)
@@ -189,12 +188,13 @@ class Trainer:
                 if any(verdict.stop for verdict in verdicts):
                     verdicts += self.verdicts.read(now=True)
                     stopped = not verdicts[-1].left_out  # else the next step decides whether the state is good
-                if verdicts and must_go_back(config.resilience, verdicts[-1], self.rollbacks):
-                    batches = self._roll_back(verdicts[-1])
+                bad = [v for v in verdicts if must_go_back(config.resilience, v, self.rollbacks)]
+                if bad:
+                    batches, stopped = self._roll_back(bad[0]), False
                 else:
                     self._after_step(result, rate, verdicts, stopped)
             with self.watchdog.paused():
-                self._record_saves(self.saver.wait())
+                self._record_saves(self.saver.wait(), last=True)
         finally:
             self.watchdog.close()
             self.saver.close()
@@ -205,7 +205,7 @@ class Trainer:
             )
         else:
             if config.checkpoint.export_huggingface:
-                self._export()
+                export_run(self.folder)
             logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
 
     def _after_step(self, result: StepResult, rate: float, verdicts: Sequence[Verdict], stopped: bool) -> None:
@@ -227,11 +227,11 @@ class Trainer:
         if self._evaluation_due():
             with self.watchdog.paused():
                 self.evaluate(self.held_out)
-        if stopped or self._save_due():
-            self._save_if_good(verdicts[-1], last=stopped or self.steps_done == self.config.training.steps)
+        last = stopped or self.steps_done == self.config.training.steps
+        if last or self._save_due():
+            self._save_if_good(verdicts[-1], last)
         else:
-            with self._failures():
-                self._record_saves(self.saver.finished())
+            self._record_saves(self.saver.ended())
 
     def _anything_due(self) -> bool:
         return self.metrics.due(self.steps_done) or self._evaluation_due() or self._save_due()
@@ -244,32 +244,37 @@ class Trainer:
 
     def _save_if_good(self, verdict: Verdict, last: bool) -> None:
         """What gave no number may be what the update before has left behind: such a state is not saved, but the next good
-        one."""
-        self.save_late = verdict.left_out and not verdict.spiked
+        one. At the end there is none; several in a row are no good end."""
+        doubtful = verdict.left_out and not verdict.spiked
+        if doubtful and last and verdict.in_a_row > 1:
+            raise Stuck(f"{verdict}; stopped, and this state is not saved")
+        self.save_late = doubtful and not last
         if not self.save_late:
             with self.watchdog.paused():
-                self.save()
-        elif last:
-            raise Stuck(f"{verdict}; stopped, and this state is not saved")
+                self.save(last)
 
     def _roll_back(self, verdict: Verdict) -> Iterator[Batch]:
         """Go back to the newest checkpoint. Returns the batches from there on, without the samples of the updates that were
         left out."""
-        self._record_saves(self.saver.wait())
-        saved = checkpoint.find(self.saver.folder)
-        if saved is None:
-            raise Stuck(f"{verdict}; there is no checkpoint to go back to")
-        size = verdict.in_a_row * self.config.training.global_batch_size
-        first, last = self.order.place(np.array([verdict.cursor - size, verdict.cursor - 1])).tolist()
-        passed_over = add_range(self.order.passed_over, (first, last + 1))
-        logging.warning(
-            f"{verdict}; going back to step {saved.state['step']}, and passing over samples {first} to {last}"
-        )
-        self.rollbacks += 1
-        self.verdicts.read(now=True)
         with self.watchdog.paused():
+            self._record_saves(self.saver.wait())
+            saved = lineage.find(self.saver.folder)
+            if saved is None:
+                raise Stuck(f"{verdict}; there is no checkpoint to go back to")
+            # What lies before the checkpoint has had its effect, or has none any more.
+            size = min(
+                verdict.in_a_row * self.config.training.global_batch_size, verdict.cursor - saved.state["cursor"]
+            )
+            first, last = self.order.place(np.array([verdict.cursor - size, verdict.cursor - 1])).tolist()
+            passed_over = add_range(self.order.passed_over, (first, last + 1))
+            logging.warning(
+                f"{verdict}; going back to step {saved.state['step']}, and passing over samples {first} to {last}"
+            )
+            rollbacks, self.save_late = self.rollbacks + 1, False
+            self.verdicts.read(now=True)
             self._resume(saved)
-        self.order = replace(self.order, passed_over=tuple(passed_over))
+            self.rollbacks = rollbacks
+            self.order = replace(self.order, passed_over=tuple(passed_over))
         self.metrics.close()
         self.metrics = self.open_metrics(first_step=self.steps_done)
         self.metrics.start()
@@ -285,8 +290,8 @@ class Trainer:
         num_targets = count_targets(microbatches, self.batch_group)
         loss = self.step(microbatches, num_targets)
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
+        self.saver.before_update()  # of the guard too
         left_out, verdict = self.guard.judge(loss, grad_norm, votes)
-        self.saver.before_update()
         self.optimizer.step(rate, skip=left_out)
         return StepResult(loss, grad_norm, num_targets, verdict)
 
@@ -338,8 +343,14 @@ class Trainer:
         tensors |= {f"optimizer/{name}": t for name, t in self.optimizer.state().items()}
         return tensors | {f"guard/{name}": t for name, t in self.guard.state().items()}
 
-    def save(self) -> None:
-        random = devices.random_state(self.device)
+    def _all_tensors(self) -> dict[str, Tensor]:
+        """The same, and this rank's random state."""
+        prefix = f"random/{dist.get_rank()}/"
+        return self._tensors() | {prefix + name: t for name, t in devices.random_state(self.device).items()}
+
+    def save(self, last: bool) -> None:
+        """Begin to save. last: the run ends with it."""
+        tensors = self._all_tensors()
         state = {
             "step": self.steps_done,
             "cursor": self.cursor,
@@ -347,58 +358,51 @@ class Trainer:
             "world_size": dist.get_world_size(),
             "identity": self.identity,
             "passed_over": self.order.passed_over,
-            "random": sorted(random),
+            "rollbacks": self.rollbacks,
+            "random": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("random/")),
         }
-        about = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | versions()
         files = {
             "train_state.json": json.dumps(state, indent=1).encode(),
             "config.toml": to_toml(self.config).encode(),
             **self.model_files,
         }
-        tensors = self._tensors() | {f"random/{dist.get_rank()}/{name}": t for name, t in random.items()}
+        about = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | versions()
+        about["config"] = manifest.digest(files["config.toml"])
         self.metrics.flush()
-        with self._failures():
-            with self.metrics.watch.on("checkpoint"):
-                finished = self.saver.save(self.steps_done, tensors, files, about)
-            self._record_saves(finished)
+        devices.synchronize(self.device)
+        with self.metrics.watch.on("checkpoint", synchronize=False):  # the copy may go on beside the next step
+            self.saver.save(self.steps_done, tensors, files, about)
+        self._record_saves(self.saver.ended(), last)
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """A save that fails does not end the run, unless it is the last one, or so set."""
-        try:
-            yield
-        except LostWriter:
-            raise
-        except SaveFailed as failure:
-            if self.config.checkpoint.on_failure == "stop" or self.steps_done == self.config.training.steps:
-                raise
-            logging.warning(f"{failure}; the checkpoints before are whole, and the next is written when it is due")
-
-    def _record_saves(self, finished: Sequence[Finished]) -> None:
-        for save in finished:
-            beside = f" + {save.background_s:.1f} s beside training" if save.background_s else ""
+    def _record_saves(self, ended: Sequence[Ended], last: bool = False) -> None:
+        """A save that fails does not end the run, unless it is so set, or the run ends with it (last), or no other would
+        succeed either."""
+        for save in ended:
+            if save.failure is not None:
+                if (
+                    (last and save.step == self.steps_done)
+                    or self.config.checkpoint.on_failure == "stop"
+                    or isinstance(save.failure, LostWriter)
+                ):
+                    raise save.failure
+                logging.warning(
+                    f"{save.failure}; the checkpoints before are whole, and the next is written when it is due"
+                )
+                continue
+            beside = f" + {save.background_s:.1f} s beside training" if save.background_s >= 0.05 else ""
             logging.info(f"saved {save.path} in {save.blocked_s:.1f} s{beside}")
             self.metrics.record_event(
                 {
                     "kind": "checkpoint",
-                    "step": checkpoint.step_of(save.path),
+                    "step": save.step,
                     "blocked_s": save.blocked_s,
                     "background_s": save.background_s,
                 }
             )
 
-    def _export(self) -> None:
-        """The last checkpoint as a model for others, written by the first rank; the others wait at the end of the run."""
-        if dist.get_rank() == 0:
-            out = self.folder / "huggingface"
-            shutil.rmtree(out, ignore_errors=True)
-            last = checkpoint.steps_in(self.saver.folder)[0]
-            export_of(last, DTYPES["bf16"]).write(out, 5 * devices.GIB, lambda written: None)
-            logging.info(f"exported {out}")
-
     def _resume(self, saved: Saved) -> None:
         """Take over everything that a checkpoint holds."""
-        checkpoint.require_same(saved, self.identity)
+        lineage.require_same(saved, self.identity)
         state = saved.state
         # A rank that the saving run did not have keeps its fresh generators.
         names = state["random"] if dist.get_rank() < state["world_size"] else []
@@ -406,16 +410,17 @@ class Trainer:
         random = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
         prefix = f"random/{dist.get_rank()}/"
         tensors = self._tensors() | {prefix + name: t for name, t in random.items()}
-        checkpoint.load(saved.path, tensors, self.stored_names | {"guard", "random"})
+        load(saved.path, tensors, self.stored_names | {"guard", "random"})
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
+        self.rollbacks = state["rollbacks"]
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         ranks = state["world_size"]
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
         for line in changed_settings(saved, self.config):
             logging.info(f"changed since: {line}")
         if saved.rollback:
-            from_rank_0(lambda: checkpoint.abandon_newer(saved))
+            from_rank_0(lambda: lineage.abandon_newer(saved))
 
     def _describe(self, setup: Setup, repeats: bool) -> None:
         """Say what runs on what."""

@@ -1,0 +1,150 @@
+"""The newest that is whole is gone on from; a rollback leaves the others behind."""
+
+import json
+import shutil
+
+import pytest
+
+from scripts.gloo_pool import RankError
+from tests.test_checkpoint import STATE, damage, names, save
+from trainer import lineage
+from trainer.config import ConfigError
+from trainer.distributed import from_rank_0
+
+# ------------------------------------------------------------ finding
+
+
+def found_and_told(folder, *args):
+    told = []
+    original, lineage.logging.warning = lineage.logging.warning, told.append
+    try:
+        return lineage.find(folder, *args), told
+    finally:
+        lineage.logging.warning = original
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_damaged_checkpoints_are_passed_over_and_told_on_every_rank(ranks, tmp_path, size):
+    for step in (1, 2, 3, 4, 5):
+        ranks(size).run(save, tmp_path, step)
+    damage(tmp_path / "step-00000002", f"rank-{size - 1:05d}.safetensors")
+    (tmp_path / "step-00000003" / "index.json").unlink()
+    (tmp_path / "step-00000004" / "manifest.json").write_text("[]")
+    (tmp_path / "step-00000005" / "notes.txt").touch()
+    for found, told in ranks(size).run(found_and_told, tmp_path):
+        assert found.path.name == "step-00000001"
+        assert told == [
+            f"passed over {tmp_path}/step-00000005: notes.txt does not belong to it",
+            f"passed over {tmp_path}/step-00000004: manifest.json is not what was written",
+            f"passed over {tmp_path}/step-00000003: index.json is missing",
+            f"passed over {tmp_path}/step-00000002: rank-{size - 1:05d}.safetensors has another content than was written",
+        ]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(ranks, tmp_path):
+    ranks(1).run(save, tmp_path, 1)
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
+    found, told = ranks(1).run(found_and_told, tmp_path)[0]
+    assert found.path.name == "step-00000001"
+    assert told == [f"passed over {tmp_path}/step-00000009: train_state.json is of step 1"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tmp_path):
+    for step in (1, 2):
+        damage(ranks(1).run(save, tmp_path, step)[0])
+    with pytest.raises(RankError) as error:
+        ranks(2).run(lineage.find, tmp_path)
+    assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
+
+
+def test_other_folders_are_ignored(ranks, tmp_path):
+    assert ranks(1).run(lineage.find, tmp_path / "none") == [None]
+    path = ranks(1).run(save, tmp_path, 8)[0]
+    for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "abandoned-1"):
+        shutil.copytree(path, tmp_path / name)
+    (tmp_path / "step-00000010").touch()
+    (tmp_path / "notes.txt").touch()
+    assert [found.path.name for found in ranks(2).run(lineage.find, tmp_path)] == ["step-00000008"] * 2
+
+
+# ------------------------------------------------------------ rolling back
+
+
+def rolled_back(folder, step):
+    saved = lineage.find(folder, step)
+    if saved.rollback:
+        from_rank_0(lambda: lineage.abandon_newer(saved))
+    return saved.path.name, saved.rollback
+
+
+def test_a_rollback_begins_a_new_lineage_once(ranks, tmp_path):
+    for step in (2, 4, 6, 8):
+        ranks(2).run(save, tmp_path, step)
+    assert ranks(2).run(rolled_back, tmp_path, 4) == [("step-00000004", True)] * 2
+    assert names(tmp_path) == ["abandoned-1", "lineage.json", "step-00000002", "step-00000004"]
+    assert names(tmp_path / "abandoned-1") == ["step-00000006", "step-00000008"]
+    ranks(1).run(save, tmp_path, 5)
+    # The same command again, as after a crash, goes on.
+    assert ranks(1).run(rolled_back, tmp_path, 4) == [("step-00000005", False)]
+    assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
+    assert names(tmp_path / "abandoned-2") == ["step-00000004", "step-00000005"]
+
+
+def test_a_rollback_to_what_is_not_there_or_damaged_is_refused(ranks, tmp_path):
+    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: none"):
+        ranks(1).run(lineage.find, tmp_path, 4)
+    for step in (2, 4):
+        ranks(1).run(save, tmp_path, step)
+    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: 2, 4"):
+        ranks(1).run(lineage.find, tmp_path, 3)
+    damage(tmp_path / "step-00000002")
+    with pytest.raises(RankError, match=r"checkpoint.load_step: .*step-00000002: rank-00000.safetensors has another"):
+        ranks(1).run(lineage.find, tmp_path, 2)
+
+
+def test_a_rollback_leaves_what_was_being_replaced_too(ranks, tmp_path):
+    for step in (2, 4):
+        ranks(1).run(save, tmp_path, step)
+    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000004.old")
+    assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
+    assert names(tmp_path) == ["abandoned-1", "lineage.json", "step-00000002"]
+    assert names(tmp_path / "abandoned-1") == ["step-00000004", "step-00000004.old"]
+
+
+def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
+    for step in (2, 4):
+        ranks(1).run(save, tmp_path, step)
+    ranks(1).run(rolled_back, tmp_path, 2)
+    ranks(1).run(save, tmp_path, 3)
+    (tmp_path / "lineage.json").write_text("{")
+    with pytest.raises(RankError, match=r"lineage\.json cannot be read; remove it to roll back anew"):
+        ranks(1).run(lineage.find, tmp_path, 2)
+    (tmp_path / "lineage.json").unlink()
+    assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
+    assert names(tmp_path / "abandoned-2") == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"cursor": "0"}, {"step": True}, {"identity": []}, {"passed_over": [3]}, {"passed_over": [[1, 2, 3]]}),
+        *({"passed_over": [["a", "b"]]}, {"random": None}, {"rollbacks": 0.5}),
+    ],
+)
+def test_a_state_of_other_types_is_damage(tmp_path, wrong):
+    path = tmp_path / "step-00000000"
+    path.mkdir()
+    (path / "train_state.json").write_text(json.dumps(STATE))
+    assert lineage.state_problem(path) == ""
+    (path / "train_state.json").write_text(json.dumps(STATE | wrong))
+    assert lineage.state_problem(path) == "train_state.json is not the state of a run"
+
+
+def test_differences_are_told_all_at_once(tmp_path):
+    saved = lineage.Saved(tmp_path, {"identity": {"a": 1, "b": "x", "c": [1, 2]}})
+    with pytest.raises(ConfigError) as error:
+        lineage.require_same(saved, {"a": 2, "b": "x", "d": True})
+    assert error.value.rule == (
+        f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; another --run.name starts a new run"
+    )
+    lineage.require_same(saved, {"b": "x", "c": (1, 2)})

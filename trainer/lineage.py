@@ -1,0 +1,168 @@
+"""Which checkpoint a run goes on from, and what becomes of those that it leaves behind."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer import logging, manifest
+from trainer.checkpoint import committed, step_of, steps_in
+from trainer.config import ConfigError
+from trainer.distributed import from_rank_0
+from trainer.manifest import Damaged
+from trainer.system import sync, write_durably
+
+_LINEAGE = "lineage.json"
+_LARGEST_STATE = 16 * 2**20
+_STATE = {
+    "step": int,
+    "cursor": int,
+    "tokens_seen": int,
+    "world_size": int,
+    "identity": dict,
+    "passed_over": list,
+    "rollbacks": int,
+    "random": list,
+}
+"""The keys of train_state.json, and what they hold."""
+
+
+# ---------------------------------------------------------------- finding what to go on from
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A verified checkpoint that a run can go on from."""
+
+    path: Path
+    state: dict[str, Any]
+    """The content of train_state.json."""
+    rollback: bool = False
+    """Whether newer ones are to be left."""
+
+
+def find(folder: Path, load_step: int = 0) -> Saved | None:
+    """The checkpoint to go on from, or None, on all ranks together: the newest whose content is what was written, or that of
+    load_step. Rank 0 looks, since ranks that see different states of a file system must not go on from different steps.
+
+    Other folders are ignored; a damaged checkpoint is passed over with a warning. Raises ConfigError where all are damaged:
+    starting afresh would write over what may still be of use; and where load_step is missing or damaged.
+    """
+    candidates = from_rank_0(lambda: steps_in(folder))
+    if load_step > 0:
+        before = from_rank_0(lambda: _rollbacks(folder))
+        if load_step not in before[-1:]:
+            return _find_step(folder, candidates, load_step)
+        if candidates:
+            logging.info(
+                f"went back to step {load_step} before; going on from there. To do it again, remove {folder / _LINEAGE}"
+            )
+    for path in candidates:
+        problem = verify(path, of_run=True)
+        if not problem:
+            return Saved(path, _read_state(path))
+        logging.warning(f"passed over {path}: {problem}")
+    if candidates:
+        rule = f"{folder}: all {len(candidates)} checkpoints are damaged; another --run.name starts a new run"
+        raise ConfigError("", rule)
+    if load_step:
+        raise ConfigError("checkpoint.load_step", f"there is no checkpoint in {folder}")
+    return None
+
+
+def _find_step(folder: Path, candidates: list[Path], step: int) -> Saved:
+    path = next((path for path in candidates if step_of(path) == step), None)
+    if path is None:
+        there = ", ".join(str(step_of(path)) for path in reversed(candidates)) or "none"
+        raise ConfigError("checkpoint.load_step", f"no such step in {folder}; there are: {there}")
+    problem = verify(path, of_run=True)
+    if problem:
+        raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
+    return Saved(path, _read_state(path), rollback=True)
+
+
+def verify(checkpoint: Path, of_run: bool = False) -> str:
+    """What is wrong with it, or "", on all ranks together: each reads a share of the files, whole. of_run: whether a run shall
+    go on from it."""
+    mine = manifest.problem(checkpoint, (dist.get_rank(), dist.get_world_size()))
+    if of_run and not mine and dist.get_rank() == 0:
+        mine = state_problem(checkpoint)
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, mine)
+    return next(filter(None, problems), "")
+
+
+def state_problem(checkpoint: Path) -> str:
+    try:
+        state = _read_state(checkpoint)
+    except Damaged as damage:
+        return str(damage)
+    return "" if state["step"] == step_of(checkpoint) else f"train_state.json is of step {state['step']}"
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(manifest.read_text(checkpoint / "train_state.json", _LARGEST_STATE))
+        fits = all(type(state[key]) is kind for key, kind in _STATE.items())
+        if fits and all(type(n) is int for start, stop in state["passed_over"] for n in (start, stop)):
+            return state
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise Damaged("train_state.json is not the state of a run")
+
+
+def require_same(saved: Saved, now: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds.
+
+    now: as in the state's "identity", or a part of it.
+    """
+    before = saved.state["identity"]
+    now = json.loads(json.dumps(now))  # as it would have been saved
+    differences = [
+        f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
+        for key, value in sorted(now.items())
+        if before.get(key) != value
+    ]
+    if differences:
+        raise ConfigError(
+            "", f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
+        )
+
+
+# ---------------------------------------------------------------- rolling back
+
+
+def _rollbacks(folder: Path) -> list[int]:
+    """The steps that the run was rolled back to, the last one last."""
+    try:
+        steps = json.loads((folder / _LINEAGE).read_text())["rolled_back_to"]
+        if all(type(step) is int for step in steps):
+            return steps
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ConfigError("", f"{folder / _LINEAGE} cannot be read; remove it to roll back anew") from None
+
+
+def abandon_newer(saved: Saved) -> None:
+    """Begin a new lineage: what is newer is moved out of the way, newest first, so that a stop in between leaves nothing
+    that a later start could take for this lineage's."""
+    folder = saved.path.parent
+    steps = _rollbacks(folder)
+    newer = [path for path in committed(folder) if step_of(path) > step_of(saved.path)]
+    if newer:
+        away = next(path for n in count(1) if not (path := folder / f"abandoned-{n}").exists())
+        away.mkdir()
+        for path in newer:
+            path.rename(away / path.name)
+            sync(folder)
+        logging.info(f"{len(newer)} newer checkpoints are left in {away}")
+    aside = folder / f"{_LINEAGE}.aside"
+    write_durably(aside, json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))
+    aside.replace(folder / _LINEAGE)
+    sync(folder)
