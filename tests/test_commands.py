@@ -109,29 +109,44 @@ def await_listener(port):
     raise AssertionError(f"nobody listens at {port}")
 
 
-def test_a_run_goes_on_with_the_machines_that_are_left(tiny, tmp_path):
+def test_a_run_goes_on_with_the_machines_that_are_left_and_takes_in_those_that_come_back(tiny, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     variables = {"NNODES": "1:2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MAX_RESTARTS": "2"}
-    command = [SCRIPT, *tiny, "--run.output_folder", str(tmp_path), "--training.steps", "60"]
-    command += ["--checkpoint.interval_steps", "5"]
-    both = []
-    for _ in range(2):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**variables)
-        )
-        both.append(process)
+    command = [SCRIPT, *tiny, "--run.output_folder", str(tmp_path), "--training.steps", "1000000"]
+    command += ["--checkpoint.interval_steps", "5", "--checkpoint.keep", "2"]
+
+    def start():
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=environment(**variables), **pipes)
         await_listener(port)  # the first machine is where the others meet
-    while not any((tmp_path / "tiny" / "checkpoints").glob("step-0000001*")):
-        assert all(process.poll() is None for process in both), [p.communicate() for p in both if p.poll() is not None]
+        return process
+
+    def await_size(size, *running):
+        place = tmp_path / "tiny" / "environment.json"
+        while not (place.exists() and place.read_text() and json.loads(place.read_text())["world_size"] == size):
+            assert all(process.poll() is None for process in running), [p.communicate() for p in running if p.poll()]
+            time.sleep(0.05)
+
+    first = start()
+    second = start()
+    await_size(2, first, second)
+    second.kill()
+    second.communicate()
+    await_size(1, first)
+    again = start()
+    await_size(2, first, again)
+    step = max((r["step"] for r in records(tmp_path / "tiny")), default=0)
+    while max((r["step"] for r in records(tmp_path / "tiny")), default=0) < step + 10:
+        assert first.poll() is None and again.poll() is None
         time.sleep(0.05)
-    both[1].kill()
-    _, errors = both[0].communicate(timeout=200)
-    both[1].communicate()
-    assert both[0].returncode == 0, errors
-    assert [r["step"] for r in records(tmp_path / "tiny")] == list(range(1, 61))
-    assert json.loads((tmp_path / "tiny" / "environment.json").read_text())["world_size"] == 1
+    first.terminate()
+    for process in (first, again):
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    steps = [r["step"] for r in records(tmp_path / "tiny")]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_machines_with_different_settings_are_refused(tiny, tmp_path):

@@ -64,7 +64,9 @@ def behind_a_header(path, bomb):
 
 def agree(folder):
     """A manifest that says that everything is as it was written."""
-    files = {p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.glob("[!.]*") if p.name != manifest.NAME}
+    files = {
+        p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.glob("[!.]*") if p.name != manifest.NAME
+    }
     manifest.write(folder, Manifest(files, {}))
 
 

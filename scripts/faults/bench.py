@@ -47,6 +47,14 @@ tensorboard = false
 STEPS, INTERVAL = 120, 10
 
 
+class Draw(random.Random):
+    """Where and when the fault of a trial comes; the same for the same trial."""
+
+    def __init__(self, seed: int, row: int, trial: int):
+        super().__init__(f"{seed}/{row}/{trial}")
+        self.trial = trial
+
+
 class Failed(Exception):
     """What was expected and did not come."""
 

@@ -2,16 +2,14 @@
 
 import json
 import os
-import random
 import re
 import signal
 import time
 from collections.abc import Callable
 
-from scripts.faults.bench import STEPS, Bench, Ended, Run, expect, few_lines, gone
+from scripts.faults.bench import STEPS, Bench, Draw, Ended, Run, expect, few_lines, gone
 from trainer.checkpoint import step_of, steps_in
 
-Draw = random.Random
 MODES = ("off", "thread", "process")
 
 
@@ -106,8 +104,8 @@ def row_6(bench: Bench, draw: Draw) -> None:
 def row_7(bench: Bench, draw: Draw) -> None:
     """The second signal comes while the save that the first one asked for goes on (it is made slow)."""
     more = mode_flags(draw.choice(MODES))
-    run = bench.run(bench.fresh("row-7"), 2, more)
-    run.await_step(draw.randrange(1, 60))
+    run = bench.run(bench.fresh("row-7"), 2, more, {"kind": "slow_save", "seconds": 1.5})
+    run.await_step(draw.randrange(1, 9))  # before the first save
     run.process.send_signal(signal.SIGTERM)
     time.sleep(draw.choice((0.0, 1.1)))
     run.process.send_signal(signal.SIGINT)

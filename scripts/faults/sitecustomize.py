@@ -273,6 +273,11 @@ def kind_crash(module) -> None:
             after(module, "write", Count(die))
 
 
+def kind_slow_save(checkpoint) -> None:
+    """The commit takes its time."""
+    before(checkpoint, "_commit", lambda *given: time.sleep(FAULT["seconds"]))
+
+
 def kind_write_error(shards) -> None:
     """Writing a shard fails `times` times from a save on."""
     write = shards.write_safetensors
@@ -299,6 +304,7 @@ KINDS = {
     "gradient": {"trainer.trainer": kind_gradient},
     "on_order": dict.fromkeys(("trainer.trainer", "trainer.shards"), kind_on_order),
     "crash": dict.fromkeys(("trainer.checkpoint", "trainer.shards", "trainer.manifest"), kind_crash),
+    "slow_save": {"trainer.checkpoint": kind_slow_save},
     "write_error": {"trainer.shards": kind_write_error},
 }
 

@@ -7,9 +7,8 @@ import signal
 import statistics
 import time
 from pathlib import Path
-from random import Random
 
-from scripts.faults.bench import Bench, Failed, Run, digests, expect
+from scripts.faults.bench import Bench, Draw, Failed, Run, digests, expect
 
 MEAN_S = 60.0
 """Between faults."""
@@ -64,7 +63,7 @@ class Watched:
             expect(time.monotonic() < end, f"did not end within {longest_s:.0f} s")
             time.sleep(0.05)
 
-    def hurt(self, kind: str, draw: Random) -> bool:
+    def hurt(self, kind: str, draw: Draw) -> bool:
         """Returns whether the run has to start again for it."""
         ranks = self.run.ranks()
         if len(ranks) < 2 or len(writers := self.run.writers()) < 2:
@@ -91,7 +90,7 @@ class Watched:
                     continue
         return True
 
-    def time_to_resume(self, kind: str, draw: Random) -> float:
+    def time_to_resume(self, kind: str, draw: Draw) -> float:
         """From a fault until training goes on, in seconds."""
         before, start = self.resumed(), time.monotonic()
         if not self.hurt(kind, draw):
@@ -126,7 +125,7 @@ def blocked_s(folder: Path) -> float:
     return statistics.mean(record["blocked_s"] for record in records if record["kind"] == "checkpoint")
 
 
-def row_48(bench: Bench, draw: Random) -> str:
+def row_48(bench: Bench, draw: Draw) -> str:
     """What was seen. Raises Failed unless the run ends like an undisturbed one, and with at most 5 % less of its time useful
     than the best interval between checkpoints would allow for the costs of saving and restarting that are measured first."""
     minutes = bench.soak_minutes

@@ -5,8 +5,8 @@ import json
 import time
 from pathlib import Path
 
-from scripts.faults.bench import STEPS, Bench, Failed, expect
-from scripts.faults.processes import MODES, Draw, mode_flags
+from scripts.faults.bench import STEPS, Bench, Draw, Failed, expect
+from scripts.faults.processes import MODES, mode_flags
 from trainer.checkpoint import steps_in
 from trainer.config import ConfigError, ParallelConfig
 from trainer.load_config import load_config
