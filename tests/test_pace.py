@@ -60,7 +60,7 @@ def compared(ratio):
         mine = quick if dist.get_rank() != 1 else slow
         block = Ticking(clock, itertools.chain(quick, mine, mine, quick))
         watched = Pace(ratio, torch.device("cpu"))
-        watched.watch(block)
+        watched.watch(nn.ModuleList([block]))
         found = []
         for _ in range(4):
             for _ in range(5):

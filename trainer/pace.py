@@ -37,9 +37,10 @@ class Pace:
         self.steps, self.data_s, self.since = 0, 0.0, time.perf_counter()
         self.block.shortest_s()
 
-    def watch(self, block: nn.Module) -> None:
-        """Time this block. It must be whole: compiled and cut, its parameters under FSDP."""
-        block.forward = self._timed(block.forward)
+    def watch(self, blocks: nn.Module) -> None:
+        """Time the first of them, if there is one. It must be whole: compiled and cut, its parameters under FSDP."""
+        for block in list(blocks.children())[:1]:
+            block.forward = self._timed(block.forward)
 
     def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import device as devices
-from trainer import lineage, manifest
+from trainer import lineage, logging, manifest
 from trainer.config import Config, ConfigError, toml_value
 from trainer.distributed import from_rank_0
 from trainer.huggingface import MODEL_FILE, Model
@@ -119,3 +119,23 @@ def write_down(config: Config, device: torch.device) -> None:
             "world_size": dist.get_world_size(),
         }
         (folder / "environment.json").write_text(json.dumps(environment, indent=1))
+
+
+def describe(config: Config, setup: Setup, device: torch.device, repeats: bool, data: str, grad_accum: int) -> None:
+    """Say what runs on what. data: its name and number of samples."""
+    dims, training = setup.dims, config.training
+    logging.info(
+        f"{config.run.name}: {config.model.name}/{config.model.size}, {setup.num_parameters:,} parameters, computing in "
+        f"{training.compute_dtype} on {dims.world_size} x {devices.name(device)} "
+        f"({dims}), repeats {'bit by bit' if repeats else 'to rounding'}"
+    )
+    logging.info(
+        f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} a step in {grad_accum} microbatches "
+        "on each rank"
+    )
+    schedule, steps = config.lr_schedule, training.steps
+    if schedule.warmup_steps + schedule.decay_steps > steps:
+        logging.warning(
+            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} are more than the {steps} steps "
+            "of this run: the learning rate will not go all its way"
+        )

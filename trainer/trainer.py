@@ -37,7 +37,7 @@ from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
-from trainer.run_folder import changed_settings, model_files, open_folder, run_folder, versions, write_down
+from trainer.run_folder import changed_settings, describe, model_files, open_folder, run_folder, versions, write_down
 from trainer.saver import Ended, LostWriter, Saver
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
@@ -80,27 +80,7 @@ class Trainer:
         self.batch_group = batch_axis.get_group()
         self._open_data(setup)
 
-        plan, parallel = setup.spec.plan(setup.sizes), config.parallel
-        stages = stages_of_rank(setup.stages, self.meshes.model["pp"].get_local_rank(), parallel)
-        self.parts = parallelize(
-            lambda: setup.spec.network(setup.sizes),
-            plan,
-            stages,
-            self.meshes,
-            parallel,
-            config.activation_checkpoint,
-            config.compile,
-            training.compute_dtype,
-        )
-        for part in self.parts.values():
-            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
-        self.parameters = {name: p for part in self.parts.values() for name, p in part.named_parameters()}
-        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
-        self.step = self._make_step(setup)
-        self.pace = Pace(config.resilience.slow_rank_ratio, device)
-        for part in self.parts.values():
-            for block in list(part.get_submodule(plan.blocks).children())[:1]:  # a stage may have none
-                self.pace.watch(block)
+        self._build(setup)
 
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
@@ -117,7 +97,7 @@ class Trainer:
         self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
-        self._describe(setup, repeats)
+        describe(config, setup, device, repeats, f"{self.data_name}: {len(self.samples)}", self.cut.grad_accum)
         self.open_metrics = partial(
             Metrics,
             config.metrics,
@@ -129,6 +109,30 @@ class Trainer:
             peak_flops=devices.peak_flops(device, training.compute_dtype),
         )
         self.metrics = self.open_metrics(first_step=self.steps_done)
+
+    def _build(self, setup: Setup) -> None:
+        """The network, cut for this rank, and what trains it."""
+        config, device = self.config, self.device
+        plan, parallel = setup.spec.plan(setup.sizes), config.parallel
+        stages = stages_of_rank(setup.stages, self.meshes.model["pp"].get_local_rank(), parallel)
+        self.parts = parallelize(
+            lambda: setup.spec.network(setup.sizes),
+            plan,
+            stages,
+            self.meshes,
+            parallel,
+            config.activation_checkpoint,
+            config.compile,
+            config.training.compute_dtype,
+        )
+        for part in self.parts.values():
+            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
+        self.parameters = {name: p for part in self.parts.values() for name, p in part.named_parameters()}
+        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
+        self.step = self._make_step(setup)
+        self.pace = Pace(config.resilience.slow_rank_ratio, device)
+        for part in self.parts.values():
+            self.pace.watch(part.get_submodule(plan.blocks))
 
     def _make_step(self, setup: Setup) -> Step:
         training = self.config.training
@@ -421,22 +425,3 @@ class Trainer:
             logging.info(f"changed since: {line}")
         if saved.rollback:
             from_rank_0(lambda: lineage.abandon_newer(saved))
-
-    def _describe(self, setup: Setup, repeats: bool) -> None:
-        """Say what runs on what."""
-        config, dims = self.config, setup.dims
-        logging.info(
-            f"{config.run.name}: {config.model.name}/{config.model.size}, {setup.num_parameters:,} parameters, computing in "
-            f"{config.training.compute_dtype} on {dims.world_size} x {devices.name(self.device)} "
-            f"({dims}), repeats {'bit by bit' if repeats else 'to rounding'}"
-        )
-        logging.info(
-            f"data {self.data_name}: {len(self.samples)} samples of {config.training.seq_len} tokens, "
-            f"{config.training.global_batch_size} a step in {self.cut.grad_accum} microbatches on each rank"
-        )
-        schedule, steps = config.lr_schedule, config.training.steps
-        if schedule.warmup_steps + schedule.decay_steps > steps:
-            logging.warning(
-                f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} are more than the {steps} steps "
-                "of this run: the learning rate will not go all its way"
-            )
