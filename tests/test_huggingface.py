@@ -294,7 +294,7 @@ def test_the_script_converts_and_refuses_in_one_line(theirs, tmp_path):
     assert script("to-hf", tmp_path / "c", tmp_path / "out") == (2, f"{tmp_path}/out: exists already")
     assert script("to-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: model.json cannot be read (No such file or directory)",
+        f"{tmp_path}: manifest.json cannot be read (No such file or directory)",
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,
