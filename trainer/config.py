@@ -101,6 +101,8 @@ class DataConfig:
     """Field of a JSON line that holds the document; only with dataset = jsonl."""
     held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
     """Share of the documents kept out of training for evaluation; chosen by their content."""
+    document_mask: Annotated[bool, FIXED] = False
+    """Attention ends at the borders of the documents in a sample, and their positions start at 0."""
     shuffle: Annotated[bool, FIXED] = True
     """Visit the samples of each epoch in an order keyed by (seed, epoch); off: in the order of the store."""
     num_workers: CountOrZero = 0

@@ -124,6 +124,8 @@ class Trainer:
             config.activation_checkpoint,
             config.compile,
             config.training.compute_dtype,
+            config.data.document_mask,
+            device.type != "cpu",
         )
         for part in self.parts.values():
             initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
