@@ -29,6 +29,8 @@ class TokenStore:
     """(tokens,)"""
     documents: np.ndarray
     """(documents + 1,): offsets into tokens."""
+    targets: np.ndarray | None = None
+    """(tokens,), 0 or 1: whether each is a target; None: all are."""
 
 
 def read_description(folder: Path) -> dict:
