@@ -119,7 +119,8 @@ class DataConfig:
     max_document_bytes: Annotated[int, Rule(low=1, high=2**31, unit="bytes")] = 2**25
     """A longer document is a problem: each process that prepares holds a few times as much."""
     held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
-    """Share of the documents kept out of training for evaluation; chosen by their content; not with dataset = stores."""
+    """Share of the documents kept out of training for evaluation; chosen by their content. Stores that were
+    prepared before keep theirs."""
     shuffle: Annotated[bool, FIXED] = True
     """Visit the samples of each epoch in an order keyed by (seed, epoch); off: in the order of the store."""
     num_workers: CountOrZero = 0

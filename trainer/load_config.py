@@ -259,8 +259,6 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
         ("data.subset", dataset == "huggingface", "[data] dataset = huggingface"),
         ("data.split", dataset == "huggingface", "[data] dataset = huggingface"),
         ("data.token_dtype", dataset == "tokens", "[data] dataset = tokens"),
-        ("data.max_problems", config.data.on_problem == "skip", "[data] on_problem = skip"),
-        ("data.held_out_fraction", dataset != "stores", "a [data] dataset other than stores, which are cut already"),
         (
             "lr_schedule.decay_steps",
             config.lr_schedule.name == "warmup_stable_decay",

@@ -58,8 +58,7 @@ def prepare(
     with _writing(stores):
         if data.dataset == "stores":
             return join(data, tokenizer)
-        source = open_source(data, tokenizer)
-        source = replace(source, files=source.files[share[0] :: share[1]])
+        source = _share(open_source(data, tokenizer), *share)
         stores.mkdir(parents=True, exist_ok=True)
         folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
         if not folder.exists():
@@ -68,6 +67,13 @@ def prepare(
                     return _build(source, data, tokenizer_config, tokenizer, folder)
         require_few(data, read_description(folder)["skipped"], _listed(folder))
         return folder
+
+
+def _share(source: Source, number: int, shares: int) -> Source:
+    files = source.files[number::shares]
+    if not files:
+        raise ConfigError("data.path", f"names {len(source.files)} files, too few for {shares} shares")
+    return replace(source, files=files)
 
 
 @contextlib.contextmanager
