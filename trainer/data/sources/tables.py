@@ -28,9 +28,11 @@ class _Column:
         if index < 0:
             names = ", ".join(schema.names) or "none"
             raise ConfigError("data.text_field", f"{path} has no column {self.name!r}; its columns: {names}")
+        arrow = library("pyarrow", "data.dataset")
         kind = schema.field(index).type
         # A dictionary keeps each text once and the rows as numbers of it.
-        if getattr(kind, "value_type", kind) not in _text_types():
+        values = kind.value_type if arrow.types.is_dictionary(kind) else kind
+        if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
             raise ConfigError("data.text_field", f"column {self.name!r} of {path} holds {kind}, not text")
 
     def read(self, path: str, batch: Any, rows_before: int, take: Callable[[str], T]) -> Iterator[T | Problem]:
@@ -52,11 +54,6 @@ class _Column:
             return str(content, "utf-8")
         except UnicodeDecodeError as error:
             raise Unfit(f"not UTF-8 text (byte {error.start} of the value)") from None
-
-
-def _text_types() -> tuple[Any, ...]:
-    arrow = library("pyarrow", "data.dataset")
-    return arrow.string(), arrow.large_string(), arrow.string_view()
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def _rest_of_line(file: Any) -> int:
 def _record(line: bytes) -> Any:
     try:
         # Not json.loads(line): it takes bytes with zeros among them for UTF-16.
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise Unfit(f"not UTF-8 text (byte {error.start} of the line)") from None
     except json.JSONDecodeError as error:

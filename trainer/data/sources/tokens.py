@@ -212,6 +212,8 @@ class TokenFiles:
     def _by_end_of_text(self, opened: _Opened, span: Span) -> Iterator[tuple[int, int, int]]:
         """(0, begin, end) of the documents that begin in the span."""
         first, stop = opened.place(span.start), opened.place(span.stop)
+        if first == stop:
+            return
         begin = None if first else 0
         for end in _ends(opened.tokens, self.eos, first - 1 if first else 0):
             if begin is not None:
