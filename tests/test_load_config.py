@@ -106,8 +106,13 @@ COMMAND_LINES = {
     "--data.dataset text --data.path no/such": (
         "--data.path no/such: no such file or folder, and no match as a pattern"
     ),
-    "--data.path x": "--data.path x: has no effect here: only with [data] dataset = text or jsonl",
-    "--data.text_field body": "--data.text_field body: has no effect here: only with [data] dataset = jsonl",
+    "--data.path x": "--data.path x: has no effect here: only with a [data] dataset other than python_stdlib",
+    "--data.text_field body": (
+        "--data.text_field body: has no effect here: only with [data] dataset = jsonl, parquet or huggingface"
+    ),
+    "--data.subset en": "--data.subset en: has no effect here: only with [data] dataset = huggingface",
+    "--data.split test": "--data.split test: has no effect here: only with [data] dataset = huggingface",
+    "--data.token_dtype uint32": "--data.token_dtype uint32: has no effect here: only with [data] dataset = tokens",
     "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is no name",
     "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
     "--data.held_out_fraction 0": (

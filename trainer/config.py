@@ -22,6 +22,9 @@ class ConfigError(Exception):
         self.rule = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in rule)  # one line, whatever was typed
         super().__init__(f"{key}: {self.rule}" if key else self.rule)
 
+    def __reduce__(self) -> tuple:
+        return ConfigError, (self.key, self.rule)  # worker processes raise it too
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -45,6 +48,7 @@ CountOrZero = Annotated[int, Rule(low=0, high=4096, local=True)]
 CountOrDefault = Annotated[int, Rule(low=0, high=4096)]
 Steps = Annotated[int, Rule(low=1, high=10**12, unit="steps")]
 StepsOrZero = Annotated[int, Rule(low=0, high=10**12, unit="steps")]
+Documents = Annotated[int, Rule(low=0, high=10**15, unit="documents")]
 Samples = Annotated[int, Rule(low=1, high=10**7, unit="samples")]
 Seconds = Annotated[float, Rule(low=1, high=10**7, unit="seconds")]
 Degree = Annotated[int, Rule(low=1, high=10**6, unit="ranks")]
@@ -77,10 +81,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    kind: Literal["default", "tiktoken", "sentencepiece"] = "default"
-    """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file."""
+    kind: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
+    """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file; huggingface: a
+    tokenizer.json, by the package tokenizers."""
     path: Annotated[str, LOCAL] = ""
-    """The tokenizer's file; not with kind = default."""
+    """The tokenizer's file, with kind = huggingface also its folder; not with kind = default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +98,29 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    dataset: Literal["python_stdlib", "text", "jsonl"] = "python_stdlib"
-    """Reader of documents: the Python standard library's own source, text files, or JSON lines."""
+    dataset: Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "stores"] = "python_stdlib"
+    """Reader of documents: the Python standard library's own source, text files, JSON lines, parquet tables, datasets of
+    Hugging Face, files of tokens, or stores that were prepared before."""
     path: Annotated[str, LOCAL] = ""
-    """File, folder or glob with the documents; not with dataset = python_stdlib."""
+    """File, folder, glob or list (NAME.manifest) with the documents, or a Hugging Face dataset's name; not with dataset =
+    python_stdlib."""
     text_field: str = "text"
-    """Field of a JSON line that holds the document; only with dataset = jsonl."""
+    """Field of a JSON line, or column of a table, that holds the document; only with dataset = jsonl, parquet or huggingface."""
+    subset: str = ""
+    """Configuration of a Hugging Face dataset that has several; only with dataset = huggingface."""
+    split: str = "train"
+    """Split of a Hugging Face dataset that has several; only with dataset = huggingface."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """What a .bin without .idx holds; only with dataset = tokens."""
+    on_problem: Literal["skip", "stop"] = "skip"
+    """What a document that cannot be read does. skip: it is left out, counted and listed in the store; stop: none may be."""
+    max_problems: Documents = 1000
+    """Documents left out beyond which preparing stops; only with on_problem = skip."""
+    max_document_bytes: Annotated[int, Rule(low=1, high=2**31, unit="bytes")] = 2**25
+    """A longer document is a problem: each process that prepares holds a few times as much."""
     held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
-    """Share of the documents kept out of training for evaluation; chosen by their content."""
+    """Share of the documents kept out of training for evaluation; chosen by their content. Stores that were
+    prepared before keep theirs."""
     document_mask: Annotated[bool, FIXED] = False
     """Attention ends at the borders of the documents in a sample, and their positions start at 0."""
     shuffle: Annotated[bool, FIXED] = True

@@ -219,9 +219,11 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
     if config.checkpoint.initial and not os.path.isdir(config.checkpoint.initial):
         raise ConfigError("checkpoint.initial", "no such folder")
-    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path):
+    folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
+    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
         raise ConfigError("tokenizer.path", "no such file")
-    if config.data.path and not os.path.exists(config.data.path) and not glob.glob(config.data.path, recursive=True):
+    by_name = config.data.dataset == "huggingface"  # no path, where the package datasets finds it
+    if config.data.path and not by_name and not _exists(config.data.path):
         raise ConfigError("data.path", "no such file or folder, and no match as a pattern")
     if config.parallel.dp_shard == 0:
         raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
@@ -234,13 +236,29 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
 
 
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
+
+
 def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
     one flag shall be enough to do without it."""
+    dataset = config.data.dataset
     return (
-        ("tokenizer.path", config.tokenizer.kind != "default", "[tokenizer] kind = tiktoken or sentencepiece"),
-        ("data.path", config.data.dataset != "python_stdlib", "[data] dataset = text or jsonl"),
-        ("data.text_field", config.data.dataset == "jsonl", "[data] dataset = jsonl"),
+        (
+            "tokenizer.path",
+            config.tokenizer.kind != "default",
+            "[tokenizer] kind = tiktoken, sentencepiece or huggingface",
+        ),
+        ("data.path", dataset != "python_stdlib", "a [data] dataset other than python_stdlib"),
+        (
+            "data.text_field",
+            dataset in ("jsonl", "parquet", "huggingface"),
+            "[data] dataset = jsonl, parquet or huggingface",
+        ),
+        ("data.subset", dataset == "huggingface", "[data] dataset = huggingface"),
+        ("data.split", dataset == "huggingface", "[data] dataset = huggingface"),
+        ("data.token_dtype", dataset == "tokens", "[data] dataset = tokens"),
         (
             "lr_schedule.decay_steps",
             config.lr_schedule.name == "warmup_stable_decay",

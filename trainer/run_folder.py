@@ -98,10 +98,10 @@ def open_folder(folder: Path) -> None:
 def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
     """What makes a checkpoint a model by itself: the network's sizes, and the tokenizer."""
     kind = config.tokenizer.kind
-    file = f"tokenizer.{'model' if kind == 'sentencepiece' else 'tiktoken'}"
+    files = setup.tokenizer.files
     special = {"bos_token_id": setup.tokenizer.bos, "eos_token_id": setup.tokenizer.eos}
-    model = Model(config.model.name, asdict(setup.sizes), config.training.seq_len, kind, (file,), special)
-    return {MODEL_FILE: model.text().encode(), file: setup.tokenizer.content}
+    model = Model(config.model.name, asdict(setup.sizes), config.training.seq_len, kind, tuple(files), special)
+    return {MODEL_FILE: model.text().encode(), **files}
 
 
 def versions() -> dict[str, str]:
