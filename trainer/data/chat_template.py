@@ -159,6 +159,7 @@ class ChatTemplate:
         self.marks_answers = BEGIN_MARK in loaded
         """Whether it says itself, by {% generation %}, what the assistant's are."""
         self.asks_for_date = "strftime_now" in loaded
+        self.takes_tools = "tools" in loaded
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Raises TemplateFailure."""

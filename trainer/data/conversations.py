@@ -101,8 +101,10 @@ def _from_sharegpt(turn: Any, where: str) -> Any:
     if not isinstance(turn, Mapping):
         raise _Malformed(f"{where} is not an object")
     speaker = turn.get("from")
-    if speaker not in _SPEAKERS:
-        raise _Malformed(f"{where} is from {_shown(speaker)}" if speaker is not None else f"{where} has no from")
+    if speaker is None:
+        raise _Malformed(f"{where} has no from")
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+        raise _Malformed(f"{where} is from {_shown(speaker)}; known are {', '.join(_SPEAKERS)}")
     if turn.get("value") is None:
         raise _Malformed(f"{where} has no value")
     return {"role": _SPEAKERS[speaker], "content": turn["value"]}

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +48,8 @@ class Tokenizer(Protocol):
     """Changes when any text could be encoded differently."""
     content: bytes
     """Of the file it was made from."""
+    special_tokens: Mapping[str, int]
+    """Name -> id of the tokens that encode never gives."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of plain text: what looks like a special token in it is text."""
@@ -111,6 +113,7 @@ class TiktokenTokenizer:
         special = _special_tokens(first=len(ranks))
         self.content = content
         self._ranks, self._special = ranks, special
+        self.special_tokens = special
         self._encoding = tiktoken.Encoding(
             path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -152,6 +155,8 @@ class SentencePieceTokenizer:
         self.eos = self._processor.eos_id()
         if self.bos < 0 or self.eos < 0:
             raise ConfigError("tokenizer.path", f"the model has no begin- or end-of-text token: {path}")
+        controls = [i for i in range(self.vocab_size) if self._processor.is_control(i)]
+        self.special_tokens = {self._processor.id_to_piece(i): i for i in controls}
         self.fingerprint = _fingerprint("sentencepiece", content)
 
     def encode(self, text: str) -> list[int]:
