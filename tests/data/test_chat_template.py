@@ -64,6 +64,7 @@ ESCAPES = [
     "{{ raise_exception.__globals__['json'] }}",
     "{{ strftime_now.__self__.__class__.__base__ }}",
     "{{ (''|attr('__class__')).__mro__ }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
     "{{ self.__init__.__globals__.x }}",
     "{{ self._TemplateReference__context.environment.x }}",
     "{{ messages.append(1) }}",
@@ -86,15 +87,13 @@ def test_the_sandbox_has_no_way_out(source):
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ '{0.__class__.__mro__}'.format('') }}",
         "{{ '{x.__class__}'.format_map({'x': 1}) }}",
         "{% set f = '{0.__class__}'.format %}{{ f(1) }}",
         "{{ ('{0.__class__}' | attr('format'))(1) }}",
-        "{{ ['{0.__class__}'] | map('format', 1) | join }}",
     ],
 )
 def test_formatted_text_shows_nothing_of_the_inside(source):
-    assert rendered(source) in ("", "{0.__class__}")
+    assert rendered(source) == ""
 
 
 @pytest.mark.parametrize(

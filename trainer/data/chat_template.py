@@ -14,7 +14,8 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000
-"""Turns of loops and calls in one rendering."""
+"""Turns of loops in one rendering; a call counts as many as it takes time."""
+_STEPS_OF_A_CALL = 10
 MAX_CHARACTERS = 10_000_000
 """Of what one rendering writes, and of a text that it joins or repeats."""
 
@@ -104,7 +105,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return result
 
     def call(*args: Any, **kwargs: Any) -> Any:  # a template may name an argument "self"
-        args[0].spend(1)
+        args[0].spend(_STEPS_OF_A_CALL)
         for value in args[3:]:
             if isinstance(value, int) and value > MAX_CHARACTERS:  # as in "x".center(10 ** 10)
                 raise TemplateError(f"calls with a number over {MAX_CHARACTERS}")
