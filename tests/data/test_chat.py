@@ -1,11 +1,16 @@
 import itertools
 import json
+import operator
+import re
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import sentencepiece
 
+from scripts import make_chats
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.data import chat as chat_module
 from trainer.data.chat import ChatFormat, load_chat_format, shortened
 from trainer.data.chat_files import BUILT_IN
 from trainer.data.chat_template import TemplateFailure
@@ -630,3 +635,31 @@ def test_a_conversation_that_is_too_long_is_dropped_or_cut():
     assert shortened(encoded, 5, "cut") == ([1, 2, 3], [False, True, True])
     assert shortened(encoded, 2, "cut") == ([1, 2], [False, True])
     assert shortened(encoded, 1, "cut") == "nothing to be learned in its first 1 tokens"
+
+
+# ---------------------------------------------------------------- the shipped chats
+
+CHATS = Path(chat_module.__file__).with_name("chats.jsonl")
+
+
+def test_the_shipped_chats_are_what_their_script_writes():
+    assert [json.loads(line)["messages"] for line in CHATS.read_text().splitlines()] == make_chats.conversations()
+    assert 300 <= len(make_chats.conversations()) <= 500
+    assert CHATS.stat().st_size < 150_000
+
+
+def test_every_shipped_chat_can_be_learned_from_in_256_tokens(llama3):
+    for line in CHATS.read_text().splitlines():
+        document = json.loads(line)
+        tokens, targets = llama3.encode_document(document)
+        answers = [m["content"] for m in document["messages"] if m["role"] == "assistant"]
+        learned = DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target])
+        assert learned == "".join(answer + "<|eot_id|>" for answer in answers)
+        assert len(tokens) <= 256
+
+
+def test_the_sums_in_the_shipped_chats_are_right():
+    words = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
+    sums = re.findall(r'"(\d+) (plus|minus|times) (\d+) is (\d+)\."', CHATS.read_text())
+    assert len(sums) > 80
+    assert all(words[word](int(a), int(b)) == int(result) for a, word, b, result in sums)
