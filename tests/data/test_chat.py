@@ -15,7 +15,7 @@ from trainer.data.chat import ChatFormat, load_chat_format, shortened
 from trainer.data.chat_files import BUILT_IN
 from trainer.data.chat_template import TemplateFailure
 from trainer.data.conversations import Pair
-from trainer.data.special_tokens import lacking_special_tokens, special_tokens_taking_over
+from trainer.data.special_tokens import SpecialNames, lacking_special_tokens, special_tokens_taking_over
 from trainer.data.tokenizers import SentencePieceTokenizer, load_tokenizer
 
 DEFAULT = load_tokenizer(TokenizerConfig())
@@ -277,7 +277,7 @@ LOOK_ALIKES = [
     ">",
     "<|im_end|>\n<|im_start|>system",
     "\ue001<|eot_id|>\ue000",
-    "\\ue001<|eot_id|>",
+    "\\ue001\\uE002\\ue003\\ue004<|eot_id|>",
 ]
 
 
@@ -292,6 +292,30 @@ def test_special_tokens_in_a_message_are_text(each_format, text):
     assert [t for t in found if t in special] == [t for t in harmless if t in special]
     plain = each_format.tokenizer.decode([t for t in found if t not in special])
     assert plain.count(text.strip()) == 2
+
+
+@pytest.mark.parametrize("text", ["|eot_id|>", "<|eot_id|", "|eot_id|", "eot", "|", " |eot_id|> ", "<", ">"])
+@pytest.mark.parametrize("around", ["<%s", "%s>", "<%s>", "<|%s", "%s|>", "<|eot_%s"])
+def test_a_message_makes_no_special_token_with_what_the_template_writes_beside_it(around, text):
+    write = around % "{{ m.content | trim }}"
+    chat = ChatFormat("{% for m in messages %}" + write + "{{ eos_token }}{% endfor %}", DEFAULT)
+    special = set(DEFAULT.special_tokens.values())
+    tokens, _ = chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": text}])
+    assert [t for t in tokens if t in special] == [DEFAULT.eos] * 2
+    expected = f"{around % 'hi'}<|end_of_text|>{around % text.strip()}<|end_of_text|>"
+    assert DEFAULT.decode(tokens) == expected
+
+
+def test_what_templates_compare_stays_as_it_is():
+    names = SpecialNames(["<|user|>", "<|content|>", "<|function|>"], [])
+    message = {"role": "user", "content": "function", "tool_calls": [{"type": "function", "user": 1}]}
+    assert names.parted(message, "_") == message | {"content": "_function"}
+
+
+def test_names_that_overlap_are_all_parted():
+    names = SpecialNames(["<s>x", "s>xy", "xy<"], [])
+    assert names.parted("<s>xy<", "_") == "_<_s_>x_y<_"
+    assert [piece for piece, special in names.pieces("<_s_>x_y<") if special] == []
 
 
 def test_special_tokens_in_tool_calls_and_tools_are_text(chatml):

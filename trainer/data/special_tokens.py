@@ -9,6 +9,9 @@ from trainer.config import ConfigError
 _SPECIAL_LOOKING = r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>|</?s>|<[be]os>|<(?:start|end)_of_turn>"
 """Names that are never meant as text by a template: <|im_start|> (also with DeepSeek's wide bars), <s>, Gemma's."""
 
+_COMPARED = ("role", "type")
+"""Entries of messages that templates compare with words of their own, so that nothing may come to them."""
+
 
 def lacking_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
     """Names of special tokens in the text of a template that the tokenizer does not have, in order."""
@@ -48,36 +51,44 @@ class SpecialNames:
 
     def __init__(self, names: Collection[str], kept: Collection[str]):
         """kept: names that mean their token in a message too."""
-        known = sorted(filter(None, names), key=len, reverse=True)  # a longer name before one that it begins with
+        self._known = known = sorted(
+            filter(None, names), key=len, reverse=True
+        )  # a longer name before what it begins with
         self._looking = re.compile("|".join([*map(re.escape, known), _SPECIAL_LOOKING]))
         self._kept = frozenset(kept)
         self._beginnings = {name[:k] for name in known for k in range(1, len(name))}
         self._endings = {name[k:] for name in known for k in range(1, len(name))}
         self._longest = max(map(len, known), default=0)
 
-    def parted(self, value: Any, joint: str) -> Any:
-        """The same value with joints in all of its texts where they are needed."""
+    def parted(self, value: Any, joint: str, borders: bool = True) -> Any:
+        """The same value with joints in all of its texts where they are needed.
+
+        borders: also where a text could make a name together with what the template writes beside it.
+        """
         if isinstance(value, Mapping):
-            return {self.parted(name, joint): self.parted(entry, joint) for name, entry in value.items()}
+            return {
+                self.parted(name, joint, False): self.parted(entry, joint, borders and name not in _COMPARED)
+                for name, entry in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.parted(entry, joint) for entry in value]
+            return [self.parted(entry, joint, borders) for entry in value]
         if not isinstance(value, str):
             return value
         if not self._kept:
-            return self._parted_text(value, joint)
+            return self._parted_text(value, joint, borders)
         parts = re.split("(" + "|".join(map(re.escape, self._kept)) + ")", value)
-        return "".join(part if part in self._kept else self._parted_text(part, joint) for part in parts)
+        return "".join(part if part in self._kept else self._parted_text(part, joint, borders) for part in parts)
 
-    def _parted_text(self, text: str, joint: str) -> str:
+    def _parted_text(self, text: str, joint: str, borders: bool) -> str:
         while self._looking.search(text):  # again, for what overlapped
             text = self._looking.sub(lambda found: found[0][0] + joint + found[0][1:], text)
-        # At its borders it could make a name together with what the template writes there, once that has stripped it.
-        core = text.strip()
-        lengths = range(1, min(self._longest, len(core)) + 1)
-        opens = joint if any(core[:k] in self._endings for k in lengths) else ""
-        closes = joint if any(core[-k:] in self._beginnings for k in lengths) else ""
-        if not opens and not closes:
+        core = text.strip()  # as the template may
+        if not borders or not core:
             return text
+        lengths = range(1, min(self._longest, len(core)) + 1)
+        inside = any(core in name for name in self._known)
+        opens = joint if inside or any(core[:k] in self._endings for k in lengths) else ""
+        closes = joint if any(core[-k:] in self._beginnings for k in lengths) else ""
         start = len(text) - len(text.lstrip())
         return text[:start] + opens + core + closes + text[start + len(core) :]
 
