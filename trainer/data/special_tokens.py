@@ -86,7 +86,7 @@ class SpecialNames:
         if not borders or not core:
             return text
         lengths = range(1, min(self._longest, len(core)) + 1)
-        inside = any(core in name for name in self._known)
+        inside = len(core) <= self._longest and any(core in name for name in self._known)
         opens = joint if inside or any(core[:k] in self._endings for k in lengths) else ""
         closes = joint if any(core[-k:] in self._beginnings for k in lengths) else ""
         start = len(text) - len(text.lstrip())
