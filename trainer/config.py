@@ -84,6 +84,9 @@ class TokenizerConfig:
     kind: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
     """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file; huggingface: a
     tokenizer.json, by the package tokenizers."""
+    take_over: Annotated[Mapping[str, str], FIXED] = field(default_factory=dict)
+    """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with kind =
+    default or tiktoken."""
     path: Annotated[str, LOCAL] = ""
     """The tokenizer's file, with kind = huggingface also its folder; not with kind = default."""
 
@@ -98,12 +101,20 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    dataset: Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "stores"] = "python_stdlib"
+    dataset: Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "stores"] = (
+        "python_stdlib"
+    )
     """Reader of documents: the Python standard library's own source, text files, JSON lines, parquet tables, datasets of
-    Hugging Face, files of tokens, or stores that were prepared before."""
+    Hugging Face, files of tokens, conversations as JSON lines, or stores that were prepared before."""
     path: Annotated[str, LOCAL] = ""
     """File, folder, glob or list (NAME.manifest) with the documents, or a Hugging Face dataset's name; not with dataset =
     python_stdlib."""
+    datasets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
+    """Several datasets under names of your own, in the place of dataset and path: datasets = { web = "jsonl:/data/web/*.jsonl",
+    code = "text:/data/code" }."""
+    mixture: tuple[str, ...] = ()
+    """Shares of the datasets, from which sample on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"]; empty: equal ones. A
+    stage that has not begun may be changed when the run goes on."""
     text_field: str = "text"
     """Field of a JSON line, or column of a table, that holds the document; only with dataset = jsonl, parquet or huggingface."""
     subset: str = ""
@@ -121,6 +132,17 @@ class DataConfig:
     held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
     """Share of the documents kept out of training for evaluation; chosen by their content. Stores that were
     prepared before keep theirs."""
+    chat_template: str = "llama3"
+    """How conversations are written: llama2, llama3, chatml, a .jinja file, or a tokenizer_config.json of Hugging Face's (or its
+    folder); only with conversations."""
+    special_in_content: tuple[str, ...] = ()
+    """Special tokens whose names mean them in messages too; only with conversations."""
+    packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
+    """Documents to samples. wrapped: in a row, cut at every seq_len; best-fit: as many whole ones as fit; none: one each. What is
+    left is padding."""
+    long_documents: Annotated[Literal["split", "cut", "drop"], FIXED] = "split"
+    """What becomes of documents longer than a sample: several samples, their beginning, or nothing; not with packing =
+    wrapped."""
     document_mask: Annotated[bool, FIXED] = False
     """Attention ends at the borders of the documents in a sample, and their positions start at 0."""
     shuffle: Annotated[bool, FIXED] = True
@@ -271,7 +293,11 @@ class EvaluationConfig:
     interval_steps: StepsOrZero = 0
     """Steps between evaluations on the held-out documents; the last step is then evaluated too; 0: never."""
     max_samples: Annotated[int, Rule(low=0, high=10**9, unit="samples")] = 0
-    """Held-out samples of one evaluation; 0: all."""
+    """Samples of each set that one evaluation looks at; 0: all."""
+    sets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
+    """Datasets for evaluation alone, beside the held-out documents: sets = { wiki = "jsonl:/data/wiki.jsonl" }."""
+    best: str = ""
+    """A set; the checkpoint with the lowest loss on it is written and kept, whatever [checkpoint] keep says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ CHATML_NAMES = {
     "<|im_start|>": "<|reserved_special_token_0|>",
     "<|im_end|>": "<|reserved_special_token_1|>",
 }
+CHATML = load_tokenizer(TokenizerConfig(take_over=CHATML_NAMES))
 SYSTEM = {"role": "system", "content": " Be kind. "}
 TALK = [
     SYSTEM,

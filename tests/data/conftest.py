@@ -1,6 +1,6 @@
 import pytest
 
-from tests.data.chat_cases import CHATML_NAMES, DEFAULT, train_sentencepiece
+from tests.data.chat_cases import CHATML, DEFAULT, train_sentencepiece
 from trainer.data.chat import load_chat_format
 
 
@@ -22,7 +22,7 @@ def llama3():
 
 @pytest.fixture(scope="session")
 def chatml():
-    return load_chat_format("chatml", DEFAULT, take_over=CHATML_NAMES)
+    return load_chat_format("chatml", CHATML)
 
 
 @pytest.fixture(params=["llama2", "llama2 letters", "llama2 words", "llama3", "chatml"])

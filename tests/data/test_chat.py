@@ -4,9 +4,9 @@ from datetime import datetime
 
 import pytest
 
-from tests.data.chat_cases import CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
+from tests.data.chat_cases import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
 from trainer.config import ConfigError
-from trainer.data.chat import ChatFormat, load_chat_format, shortened
+from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.chat_files import BUILT_IN
 from trainer.data.chat_template import TemplateFailure
 from trainer.data.conversations import Pair
@@ -151,13 +151,11 @@ PLAIN_TALK = [
 @pytest.mark.parametrize("messages", [PLAIN_TALK, PLAIN_TALK[1:3], PLAIN_TALK[:2]], ids=["all", "pair", "question"])
 def test_tokens_are_those_of_transformers(tmp_path, name, messages):
     transformers = pytest.importorskip("transformers")
-    for file, content in DEFAULT.huggingface_files().items():
-        for new, reserved in CHATML_NAMES.items():
-            content = content.replace(reserved.encode(), new.encode())
+    for file, content in CHATML.huggingface_files().items():
         (tmp_path / file).write_bytes(content)
     (tmp_path / "chat_template.jinja").write_text(BUILT_IN[name].read_text())
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_chat_format(name, DEFAULT, take_over=CHATML_NAMES)
+    ours = load_chat_format(name, CHATML)
     asks = messages[-1]["role"] == "user"
     expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=asks, return_dict=False)
     assert (ours.prompt(messages) if asks else ours.encode(messages)[0]) == expected
@@ -395,12 +393,3 @@ def test_a_tokenizer_that_reads_special_tokens_in_text_is_found_out(llama3):
     assert chat.encode_document({"messages": [TALK[1], {"role": "assistant", "content": "<|eot_id|>"}]}) == (
         "the tokenizer reads a special token in plain text"
     )
-
-
-def test_a_conversation_that_is_too_long_is_dropped_or_cut():
-    encoded = ([1, 2, 3, 4, 5, 6], [False, True, True, False, False, True])
-    assert shortened(encoded, 6, "drop") == shortened(encoded, 6, "cut") == encoded
-    assert shortened(encoded, 5, "drop") == "longer than 5 tokens"
-    assert shortened(encoded, 5, "cut") == ([1, 2, 3], [False, True, True])
-    assert shortened(encoded, 2, "cut") == ([1, 2], [False, True])
-    assert shortened(encoded, 1, "cut") == "nothing to be learned in its first 1 tokens"

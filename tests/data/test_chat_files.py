@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.data.chat_cases import CHATML_NAMES, DEFAULT, TALK
+from tests.data.chat_cases import CHATML, DEFAULT, TALK
 from trainer.config import ConfigError
 from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.chat_files import BUILT_IN
@@ -56,7 +56,7 @@ def test_the_fingerprint_follows_template_tokenizer_and_special_tokens(letters, 
     assert load_chat_format("llama3", DEFAULT).fingerprint == llama3.fingerprint
     others = [
         ChatFormat(BUILT_IN["llama3"].read_text() + " ", DEFAULT),
-        load_chat_format("llama3", DEFAULT, take_over=CHATML_NAMES),
+        load_chat_format("llama3", CHATML),
         load_chat_format("llama3", DEFAULT, special_in_content=["<|python_tag|>"]),
         load_chat_format("llama2", DEFAULT),
         load_chat_format("llama2", letters),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trainer.batch import IGNORED
-from trainer.config import ConfigError
+from trainer.config import ConfigError, DataConfig
 from trainer.data.packing import WrappedSamples, best_fit, cut_documents, efficiency, open_packed, pack
 from trainer.data.store import TokenStore
 
@@ -15,8 +15,8 @@ def store_of(lengths, targets=None):
 
 
 def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split"):
-    pack(store, tmp_path / "packed", seq_len, packing, long_documents)
-    return open_packed(store, tmp_path / "packed", seq_len)
+    pack(store, tmp_path / "packed", seq_len, DataConfig(packing=packing, long_documents=long_documents))
+    return open_packed(store, tmp_path / "packed", seq_len, restart=True)
 
 
 def whole(samples):
@@ -114,5 +114,5 @@ def test_a_packing_that_is_damaged_is_named(tmp_path, file):
     packed(tmp_path, store, 8)
     (tmp_path / "packed" / file).write_bytes(b"")
     with pytest.raises(ConfigError) as error:
-        open_packed(store, tmp_path / "packed", 8)
+        open_packed(store, tmp_path / "packed", 8, restart=True)
     assert error.value.rule == f"{tmp_path}/packed cannot be read; delete it"

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.data.chat_cases import CHATML_NAMES, DEFAULT, TALK, shown
+from tests.data.chat_cases import CHATML, CHATML_NAMES, DEFAULT, TALK, shown
 from trainer.config import ConfigError
 from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.chat_files import BUILT_IN
@@ -63,9 +63,7 @@ def test_names_that_overlap_are_all_parted():
 
 def test_special_tokens_in_tool_calls_and_tools_are_text(chatml):
     template = "{{ tools | tojson(ensure_ascii=true) if tools }}" + BUILT_IN["chatml"].read_text()
-    chat = ChatFormat(
-        template, DEFAULT, special_tokens=special_tokens_taking_over(DEFAULT.special_tokens, CHATML_NAMES)
-    )
+    chat = ChatFormat(template, CHATML)
     call = {"function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_end|>"]}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
     tokens, _ = chat.encode(messages, [{"name": "<|im_end|>"}])

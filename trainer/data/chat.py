@@ -10,13 +10,13 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from trainer.config import ConfigError
 from trainer.data.chat_files import SETTING, read_template
 from trainer.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
 from trainer.data.conversations import Message, Pair, conversation_of
-from trainer.data.special_tokens import SpecialNames, lacking_special_tokens, reserved_names, special_tokens_taking_over
+from trainer.data.special_tokens import SpecialNames, lacking_special_tokens, reserved_names
 from trainer.data.tokenizers import Tokenizer
 
 TODAY = datetime(2024, 7, 26)
@@ -55,20 +55,19 @@ class ChatFormat:
         tokenizer: Tokenizer,
         *,
         names: Mapping[str, str] | None = None,
-        special_tokens: Mapping[str, int] | None = None,
         special_in_content: Collection[str] = (),
         today: datetime = TODAY,
     ):
         """template: Jinja text. names: what the template knows as bos_token, eos_token, ...; else the tokenizer's own.
-        special_tokens: name -> id, else the tokenizer's. special_in_content: names that mean their token in a message too.
+        special_in_content: names that mean their token in a message too.
 
         Raises ConfigError where the template is none, needs tokens that are not there, or never ends a turn.
         """
-        special = tokenizer.special_tokens if special_tokens is None else special_tokens
+        special = tokenizer.special_tokens
         written = {token: name for name, token in special.items()}
         own = {"bos_token": written.get(tokenizer.bos, ""), "eos_token": written.get(tokenizer.eos, "")}
         self.tokenizer = tokenizer
-        self._source = template
+        self.template = template
         self._names = own if names is None else dict(names)
         self._special = {name: token for name, token in special.items() if len(name) > 1}  # a letter is a letter
         self._special_ids = frozenset(self._special.values())
@@ -166,7 +165,7 @@ class ChatFormat:
         """strict: every turn of the assistant must be found."""
         if tools and not self._template.takes_tools:
             raise TemplateFailure("the template has no place for tools")
-        begin, end, joint = _characters_not_in(self._source, messages, tools)
+        begin, end, joint = _characters_not_in(self.template, messages, tools)
         messages, tools = self._special_names.parted([messages, tools or None], joint)
         if self._template.marks_answers:
             return _Rendered(
@@ -243,7 +242,7 @@ class ChatFormat:
         special = [name for name, is_special in self._special_names.pieces(written) if is_special]
         lacking = [name for name in special if name not in self._special]
         if lacking:
-            raise TemplateFailure(self._lacks([*lacking, *lacking_special_tokens(self._source, self._special)]))
+            raise TemplateFailure(self._lacks([*lacking, *lacking_special_tokens(self.template, self._special)]))
         behind = self._special_names.pieces(written.rpartition(_ANSWER)[2])
         ends = [self._special[name] for name, is_special in behind if is_special]
         if _ANSWER not in written or not ends:
@@ -295,30 +294,12 @@ def load_chat_format(
     choice: str,
     tokenizer: Tokenizer,
     *,
-    take_over: Mapping[str, str] | None = None,
     special_in_content: Collection[str] = (),
     today: datetime = TODAY,
 ) -> ChatFormat:
-    """choice: see chat_files.read_template. take_over: see special_tokens_taking_over.
+    """choice: see chat_files.read_template.
 
     Raises ConfigError where the template cannot be read or does not go with the tokenizer.
     """
     text, names = read_template(choice)
-    special = special_tokens_taking_over(tokenizer.special_tokens, take_over or {})
-    return ChatFormat(
-        text, tokenizer, names=names, special_tokens=special, special_in_content=special_in_content, today=today
-    )
-
-
-def shortened(encoded: Encoded, longest: int, policy: Literal["drop", "cut"]) -> Encoded | str:
-    """A conversation of at most `longest` tokens, or why it is left out. cut: the first tokens stay, up to the last of them that
-    is to be learned; an answer that is cut has no end of turn, so nothing wrong is learned from it."""
-    tokens, targets = encoded
-    if len(tokens) <= longest:
-        return encoded
-    if policy == "drop":
-        return f"longer than {longest} tokens"
-    if not any(targets[:longest]):
-        return f"nothing to be learned in its first {longest} tokens"
-    stop = max(i for i in range(longest) if targets[i]) + 1
-    return tokens[:stop], targets[:stop]
+    return ChatFormat(text, tokenizer, names=names, special_in_content=special_in_content, today=today)

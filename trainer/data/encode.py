@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 from trainer.config import DataConfig
-from trainer.data.sources.source import Document
+from trainer.data.chat import ChatFormat, load_chat_format
+from trainer.data.sources.source import Document, Unfit
 from trainer.data.store import Encoded
 from trainer.data.tokenizers import Tokenizer
 
@@ -34,6 +35,27 @@ def _as_they_are(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     return encode
 
 
+def _chat(config: DataConfig, tokenizer: Tokenizer) -> Encode:
+    """As the template writes it."""
+    chat = chat_format(config, tokenizer)
+
+    def encode(document: Document) -> Encoded:
+        made = chat.encode_document(document)
+        if isinstance(made, str):
+            raise Unfit(made)
+        tokens, targets = made
+        return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8))
+
+    return encode
+
+
+def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
+    """Raises ConfigError for a template that cannot be learned from."""
+    chat = load_chat_format(config.chat_template, tokenizer, special_in_content=config.special_in_content)
+    chat.check_targets()
+    return chat
+
+
 ENCODERS: dict[str, Callable[[DataConfig, Tokenizer], Encode]] = {
     "python_stdlib": _text,
     "text": _text,
@@ -41,5 +63,6 @@ ENCODERS: dict[str, Callable[[DataConfig, Tokenizer], Encode]] = {
     "parquet": _text,
     "huggingface": _text,
     "tokens": _as_they_are,
+    "chat": _chat,
 }
 """By dataset, as DATASETS in sources/__init__.py."""

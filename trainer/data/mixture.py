@@ -91,6 +91,19 @@ def _quotas(weights: Mapping[str, float], names: Sequence[str], text: str) -> tu
     return tuple(quotas.tolist())
 
 
+def require_same_past(saved: Sequence[Sequence[int]], now: Sequence[Stage], consumed: int) -> None:
+    """Raises ConfigError where stages that had begun when `consumed` samples were consumed are not what they were. saved: start
+    and quotas of each."""
+    past = [list(stage) for stage in saved if stage[0] < max(consumed, 1)]
+    given = [[stage.start, *stage.quotas] for stage in now if stage.start < max(consumed, 1)]
+    if past != given:
+        raise ConfigError(
+            _KEY,
+            f"stages that have begun cannot change: of {PERIOD} samples they had, from a sample on, {past}, and now {given}; a "
+            f"new stage may start from sample {consumed} on",
+        )
+
+
 class CombinedSamples:
     """The samples of several datasets, numbered one dataset after the other."""
 

@@ -12,7 +12,7 @@ import torch
 
 from trainer import logging
 from trainer.batch import IGNORED, Batch
-from trainer.config import ConfigError
+from trainer.config import ConfigError, DataConfig
 from trainer.data.store import TokenStore
 
 VERSION = 1
@@ -88,13 +88,14 @@ class Pieces:
 
 
 class PackedSamples:
-    """Samples that are made of pieces, filled up with padding. Positions restart at each piece, and so do the numbers of
-    documents: what is in one sample tells them apart."""
+    """Samples that are made of pieces, filled up with padding. Documents are numbered in each sample anew."""
 
-    def __init__(self, store: TokenStore, seq_len: int, pieces: Pieces):
+    def __init__(self, store: TokenStore, seq_len: int, pieces: Pieces, restart: bool):
+        """restart: positions, at each piece."""
         self.store = store
         self.seq_len = seq_len
         self.pieces = pieces
+        self.restart = restart
 
     def __len__(self) -> int:
         return len(self.pieces.samples) - 1
@@ -110,8 +111,9 @@ class PackedSamples:
             lengths = pieces.lengths[mine].astype(np.int64)
             size = int(lengths.sum())
             begins = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each position's piece, in the sample
-            positions[row, :size] = np.arange(size) - begins
-            places = np.repeat(pieces.starts[mine], lengths) + positions[row, :size]
+            inside = np.arange(size) - begins
+            positions[row, :size] = inside if self.restart else np.arange(size)
+            places = np.repeat(pieces.starts[mine], lengths) + inside
             tokens[row, :size] = self.store.tokens[places]
             if samples[row] >= 0:
                 labels[row, :size] = _labels(self.store, places + 1)
@@ -206,11 +208,11 @@ def _whole_samples(store: TokenStore, seq_len: int, packing: str, long_documents
 # ---------------------------------------------------------------- made once, found again
 
 
-def pack(store: TokenStore, folder: Path, seq_len: int, packing: str, long_documents: str) -> None:
+def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> None:
     """Write which pieces make which samples to a folder, if it is not there."""
     if folder.exists():
         return
-    pieces, counts = _whole_samples(store, seq_len, packing, long_documents)
+    pieces, counts = _whole_samples(store, seq_len, config.packing, config.long_documents)
     aside = folder.with_name(f"{folder.name}.{os.getpid()}")
     aside.mkdir(parents=True)
     for name in ("starts", "lengths", "samples"):
@@ -226,7 +228,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, packing: str, long_docum
         logging.warning(f"{folder.name}: {left_out} documents, or pieces of them, without a target were left out")
 
 
-def open_packed(store: TokenStore, folder: Path, seq_len: int) -> PackedSamples:
+def open_packed(store: TokenStore, folder: Path, seq_len: int, restart: bool) -> PackedSamples:
     """Raises ConfigError where the folder is not what `pack` writes."""
     try:
         counts = json.loads((folder / "pieces.json").read_text())
@@ -238,7 +240,7 @@ def open_packed(store: TokenStore, folder: Path, seq_len: int) -> PackedSamples:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         raise ConfigError("data.store_folder", f"{folder} cannot be read; delete it") from None
-    return PackedSamples(store, seq_len, Pieces(starts, lengths, samples))
+    return PackedSamples(store, seq_len, Pieces(starts, lengths, samples), restart)
 
 
 def efficiency(samples: PackedSamples) -> float:

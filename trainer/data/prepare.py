@@ -26,7 +26,7 @@ from tqdm import tqdm
 from trainer import logging
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data import corpus
-from trainer.data.encode import ENCODERS, Encode
+from trainer.data.encode import ENCODERS, Encode, chat_format
 from trainer.data.joined import join
 from trainer.data.parts import Part, PartWriter, part_file, problems_of, read_part
 from trainer.data.shuffle import write_split
@@ -91,7 +91,8 @@ def _writing(stores: Path) -> Iterator[None]:
 def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
     """Changes with the content or the names of the files, the tokenizer, and every setting that shapes the store."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
-    return corpus.fingerprint(source, [VERSION, *shape, tokenizer.fingerprint, PART_BYTES], stores)
+    chat = chat_format(data, tokenizer).fingerprint if data.dataset == "chat" else ""
+    return corpus.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, PART_BYTES], stores)
 
 
 @contextlib.contextmanager

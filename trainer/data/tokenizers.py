@@ -16,6 +16,7 @@ import tiktoken
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.optional import library
 from trainer.data.sentencepiece_model import user_defined
+from trainer.data.special_tokens import special_tokens_taking_over
 from trainer.data.tokenizer_json import tokenizer_json
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
@@ -63,6 +64,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Special tokens as their names: nothing is left out."""
+
+    def text_bytes(self) -> np.ndarray:
+        """(vocab_size,): bytes of the text that each token stands for; 0 for special ones."""
 
     def huggingface_files(self) -> dict[str, bytes]:
         """Name -> content of the files that make the same tokenizer for Hugging Face's libraries."""
@@ -118,10 +122,11 @@ def _pieces(text: str) -> Iterator[str]:
 class TiktokenTokenizer:
     """Byte-pair encoding with Llama 3's split pattern and special tokens."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, take_over: Mapping[str, str] | None = None):
+        """take_over: new names -> those of reserved tokens, whose ids they get."""
         content = path.read_bytes()
         ranks = _ranks(content, path)
-        special = _special_tokens(first=len(ranks))
+        special = special_tokens_taking_over(_special_tokens(first=len(ranks)), take_over or {})
         self.files = {"tokenizer.tiktoken": content}
         self._ranks, self.special_tokens = ranks, special
         self._encoding = tiktoken.Encoding(
@@ -142,6 +147,10 @@ class TiktokenTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._encoding.decode(list(tokens))
+
+    def text_bytes(self) -> np.ndarray:
+        sizes = [len(self._encoding.decode_single_token_bytes(token)) for token in range(len(self._ranks))]
+        return np.array(sizes + [0] * NUM_SPECIAL)
 
     def huggingface_files(self) -> dict[str, bytes]:
         whole = tokenizer_json(self._ranks, self.special_tokens, LLAMA3_PATTERN, bos="<|begin_of_text|>")
@@ -191,6 +200,12 @@ class SentencePieceTokenizer:
             else:
                 text.append(token)
         return "".join([*result, self._processor.decode(text)])
+
+    def text_bytes(self) -> np.ndarray:
+        processor = self._processor
+        silent = {*self._control, processor.unk_id()}
+        pieces = [processor.id_to_piece(token) for token in range(self.vocab_size)]
+        return np.array([0 if token in silent else _piece_bytes(piece) for token, piece in enumerate(pieces)])
 
     def huggingface_files(self) -> dict[str, bytes]:
         names = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": self._processor.unk_id()}
@@ -257,8 +272,20 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
+    def text_bytes(self) -> np.ndarray:
+        by_letter = '"ByteLevel"' in json.dumps(json.loads(self.files["tokenizer.json"]).get("decoder"))
+        special = set(self.special_tokens.values())
+        pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        sizes = [len(piece) if by_letter else _piece_bytes(piece) for piece in pieces]
+        return np.array([0 if token in special else size for token, size in enumerate(sizes)])
+
     def huggingface_files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self.files["tokenizer.json"]} | self._beside
+
+
+def _piece_bytes(piece: str) -> int:
+    """Of the text of a sentencepiece token: <0x0A> is a byte, and the lower block is a space."""
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
 def _json_object(path: Path) -> dict:
@@ -274,7 +301,7 @@ def _json_files(contents: dict[str, dict]) -> dict[str, bytes]:
     return {name: json.dumps(content, ensure_ascii=False, indent=1).encode() for name, content in contents.items()}
 
 
-TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     "default": TiktokenTokenizer,
     "tiktoken": TiktokenTokenizer,
     "sentencepiece": SentencePieceTokenizer,
@@ -284,7 +311,9 @@ TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Raises ConfigError where the file is not what its kind says."""
+    path = Path(config.path) if config.path else DEFAULT_FILE
     try:
-        return TOKENIZERS[config.kind](Path(config.path) if config.path else DEFAULT_FILE)
+        kind = TOKENIZERS[config.kind]
+        return kind(path, config.take_over) if config.take_over else kind(path)
     except OSError as error:
         raise ConfigError("tokenizer.path", f"cannot be read ({error.strerror})") from None

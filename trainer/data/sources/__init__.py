@@ -16,6 +16,7 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
     "parquet": lambda config, _: tables.parquet(config),
     "huggingface": lambda config, _: tables.huggingface(config),
     "tokens": tokens.tokens,
+    "chat": lambda config, _: text.records(config),
 }
 
 

@@ -180,3 +180,12 @@ def text(config: DataConfig) -> Source:
 def jsonl(config: DataConfig) -> Source:
     root, files = matching(config.path, with_compressed((".jsonl", ".json")))
     return Source(root, files, True, JsonLines(TextField(config.text_field), config.max_document_bytes))
+
+
+def _whole(record: Any) -> Any:
+    return record
+
+
+def records(config: DataConfig) -> Source:
+    root, files = matching(config.path, with_compressed((".jsonl", ".json")))
+    return Source(root, files, True, JsonLines(_whole, config.max_document_bytes))
