@@ -48,7 +48,8 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": number, "content": name, **flags} for name, number in special.items()],
+        # By their numbers: who reads it counts on from the ranks, whatever "id" says.
+        "added_tokens": [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_as_letters]},
         "post_processor": {
