@@ -53,11 +53,11 @@ def main() -> None:
     config = config_from_command_line(settings)
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)
-        begin, clock = time.time(), time.perf_counter()
+        before = set(Path(config.data.store_folder).glob("*"))
+        begin = time.perf_counter()
         folder = prepare(config.data, config.tokenizer, tokenizer, arguments.share)
-        seconds = time.perf_counter() - clock
-        made = (folder / "store.json").stat().st_mtime >= int(begin)
-        print(told(folder, seconds if made else None))
+        seconds = time.perf_counter() - begin
+        print(told(folder, None if folder in before else seconds))
         if arguments.verify:
             check_content(folder)
             print("  every file is as it was written")

@@ -101,7 +101,7 @@ COMMAND_LINES = {
     "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
     "--tokenizer.kind tiktoken": '[tokenizer] path = "" (default): needed with [tokenizer] kind = tiktoken',
     "--tokenizer.kind tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
-    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with [tokenizer] kind = tiktoken or sentencepiece",
+    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with a [tokenizer] kind other than default",
     "--data.dataset jsonl": '[data] path = "" (default): needed with [data] dataset = jsonl',
     "--data.dataset text --data.path no/such": (
         "--data.path no/such: no such file or folder, and no match as a pattern"

@@ -250,7 +250,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
         (
             "tokenizer.path",
             config.tokenizer.kind != "default",
-            "[tokenizer] kind = tiktoken, sentencepiece or huggingface",
+            "a [tokenizer] kind other than default",
         ),
         ("data.path", dataset != "python_stdlib", "a [data] dataset other than python_stdlib"),
         ("data.dataset", not config.data.datasets, "no [data] datasets"),

@@ -71,11 +71,14 @@ def read_description(folder: Path) -> dict[str, Any]:
     """store.json. Raises ConfigError where it is none of ours."""
     try:
         description = json.loads((folder / "store.json").read_text())
-        if description["version"] != VERSION:
-            raise ValueError
-        return description
+        version = description["version"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise _damaged(folder, "store.json cannot be read") from None
+    if version != VERSION:
+        raise ConfigError(
+            "data.store_folder", f"{folder} is a store of version {version}, not {VERSION}: prepare it anew"
+        )
+    return description
 
 
 def _damaged(folder: Path, what: str) -> ConfigError:
@@ -137,6 +140,7 @@ def check_content(folder: Path) -> None:
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
-    if path.stat().st_size != length * dtype.itemsize:
-        raise ValueError
+    found, wanted = path.stat().st_size if path.exists() else 0, length * dtype.itemsize
+    if found != wanted:
+        raise _damaged(path.parent, f"{path.name} has {found} bytes of {wanted}")
     return np.memmap(path, dtype, mode="r", shape=(length,)) if length else np.empty(0, dtype)

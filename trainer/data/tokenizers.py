@@ -79,7 +79,7 @@ def _special_tokens(first: int) -> dict[str, int]:
         if i not in names:
             names[i] = f"<|reserved_special_token_{reserved}|>"
             reserved += 1
-    return {name: first + i for i, name in names.items()}
+    return {names[i]: first + i for i in range(NUM_SPECIAL)}
 
 
 def _fingerprint(kind: str, content: bytes) -> str:
