@@ -51,9 +51,7 @@ def alone(ranks, tiny, pairs, tmp_path_factory):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_packed_documents_give_the_loss_and_gradients_of_each_alone(
-    ranks, tiny, pairs, tmp_path, alone, size, layout
-):
+def test_packed_documents_give_the_loss_and_gradients_of_each_alone(ranks, tiny, pairs, tmp_path, alone, size, layout):
     packed = run(ranks, size, tiny, pairs, tmp_path / "run", *PACKED, *layout)
     assert [r["num_targets"] for r in packed] == [16 * 32] * 3 == [r["num_targets"] for r in alone]
     for key in ("loss", "grad_norm"):
