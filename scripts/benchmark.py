@@ -31,6 +31,7 @@ import itertools
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -57,9 +58,8 @@ from scripts.operators import Memory
 from trainer.config import CheckpointConfig, DataConfig, TokenizerConfig
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
-from trainer.data.prepare import prepare
 from trainer.data.sources import open_source
-from trainer.data.store import open_store
+from trainer.data.store import open_store, read_description
 from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, Tokenizer, load_tokenizer
 from trainer.device import GIB
 from trainer.loss import CrossEntropyHead
@@ -189,10 +189,16 @@ def preparing(folder: Path, mib: int, tokenizer: Tokenizer) -> dict[str, Callabl
     ranks = tiktoken.load.load_tiktoken_bpe(str(DEFAULT_FILE))
     bare = tiktoken.Encoding("bare", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
+    # As a command: worker processes import what was started, and of this script that is all of torch.
+    settings = {"dataset": "jsonl", "path": folder / "texts.jsonl", "store_folder": folder / "stores"}
+    words = [word for name, value in settings.items() for word in (f"--data.{name}", str(value))]
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *words]
+
     def ours() -> int:
         shutil.rmtree(folder / "stores", ignore_errors=True)
-        store = prepare(_benchmark_data(folder), TokenizerConfig(), tokenizer)
-        return len(open_store(store, "train").tokens)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        splits = read_description(_store_in(folder))["splits"]
+        return splits["train"]["tokens"] + splits["held_out"]["tokens"]
 
     def theirs() -> int:
         return sum(map(len, bare.encode_ordinary_batch(texts, num_threads=cores())))
@@ -200,14 +206,9 @@ def preparing(folder: Path, mib: int, tokenizer: Tokenizer) -> dict[str, Callabl
     return {"tiktoken alone": theirs, "prepared to a store": ours}
 
 
-def _benchmark_data(folder: Path) -> DataConfig:
-    return DataConfig(
-        dataset="jsonl",
-        path=str(folder / "texts.jsonl"),
-        store_folder=str(folder / "stores"),
-        held_out_fraction=0.0,
-        max_problems=10**9,
-    )
+def _store_in(folder: Path) -> Path:
+    (store,) = (path.parent for path in folder.glob("stores/*/store.json"))
+    return store
 
 
 def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
@@ -237,8 +238,7 @@ def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], i
 def data_table(mib: int, local_batch: int, seq: int, repeats: int, folder: str | None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         rates = in_turns(preparing(Path(own), mib, load_tokenizer(TokenizerConfig())), repeats)
-        (store,) = (path for path in Path(own, "stores").iterdir() if path.is_dir())
-        rates |= in_turns(loading(store, local_batch, seq), repeats)
+        rates |= in_turns(loading(_store_in(Path(own)), local_batch, seq), repeats)
     print(f"{'':<24} {'tokens/s':>13} {'least - most':>29} {'of the first':>13}")
     alone = 0.0
     for number, (name, of_repeats) in enumerate(rates.items()):
