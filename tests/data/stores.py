@@ -20,7 +20,7 @@ def write_parts(folder: Path, parts: list[list[tuple[Encoded, bool]]]) -> list:
         for document, held_out in documents:
             writer.add(document, held_out)
         writer.finish()
-    return [read_part(folder, number) for number in range(len(parts))]
+    return [read_part(folder, number, verify=True) for number in range(len(parts))]
 
 
 def shuffled(folder: Path, parts: list, split: str = "train") -> tuple[list[list[int]], list[list[int]] | None]:

@@ -3,23 +3,27 @@ that chance gives each document. Every run fits in memory, so a part may be larg
 
     part-000000.runs      for each run and split: keys (uint64), lengths (int64), tokens, and targets (uint8) where there are
     part-000000.problems  documents left out, one JSON object on each line
-    part-000000.json      written last: what stands where; a part without it was never finished
+    part-000000.json      written last: what stands where, and digests; a part without it was never finished
+
+Nothing waits for the disk here: after a power cut, a part that has not come to it is told by its digests and made again.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 
 from trainer.data.order import scatter
 from trainer.data.sources import Problem
 from trainer.data.store import SPLITS, Encoded
-from trainer.system import sync, write_durably
+from trainer.manifest import digest_of
 
+_FILES = ("runs", "problems")
 _RUN_TOKENS = 2**24
 _RUN_DOCUMENTS = 2**17
 """A run ends when it has so many: what a process that prepares keeps in memory."""
@@ -46,30 +50,52 @@ class Part:
 
     runs: tuple[Run, ...]
     problems: int
-    sizes: tuple[int, int]
-    """Bytes of the .runs and of the .problems file."""
+    files: Mapping[str, Mapping[str, Any]]
+    """Size and digest of the .runs and the .problems file."""
 
 
 def part_file(folder: Path, number: int, suffix: str) -> Path:
     return folder / f"part-{number:06d}.{suffix}"
 
 
-def read_part(folder: Path, number: int) -> Part | None:
-    """A part that is finished and whole; one that is not is made again."""
+def read_part(folder: Path, number: int, verify: bool) -> Part | None:
+    """A part that is finished; one that is not is made again. verify: only if its files are as they were written."""
     try:
         values = json.loads(part_file(folder, number, "json").read_text())
-        runs = tuple(Run(*run) for run in values["runs"])
-        part = Part(runs, values["problems"], tuple(values["sizes"]))
-        sizes = tuple(part_file(folder, number, suffix).stat().st_size for suffix in ("runs", "problems"))
+        part = Part(tuple(Run(*run) for run in values["runs"]), values["problems"], values["files"])
+        for suffix in _FILES if verify else ():
+            path = part_file(folder, number, suffix)
+            if part.files[suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
+                return None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return part if part.sizes == sizes else None
+    return part
 
 
 def problems_of(folder: Path, number: int) -> Iterator[Problem]:
     with part_file(folder, number, "problems").open() as file:
         for line in file:
             yield Problem(**json.loads(line))
+
+
+class DigestedFile:
+    """A file that is written from front to back, and what it is known by."""
+
+    def __init__(self, path: Path):
+        self.size = 0
+        """Bytes written so far."""
+        self._file = path.open("wb")
+        self._digest = xxhash.xxh3_128()
+
+    def write(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+        self.size += len(content) if isinstance(content, bytes) else content.nbytes
+
+    def close(self) -> dict[str, Any]:
+        """Its size and digest."""
+        self._file.close()
+        return {"size": self.size, "digest": self._digest.hexdigest()}
 
 
 class PartWriter:
@@ -79,8 +105,7 @@ class PartWriter:
         self.problems = 0
         self._folder, self._number, self._dtype = folder, number, dtype
         part_file(folder, number, "json").unlink(missing_ok=True)
-        self._runs = part_file(folder, number, "runs").open("wb")
-        self._problems = part_file(folder, number, "problems").open("w")
+        self._runs, self._problems = (DigestedFile(part_file(folder, number, suffix)) for suffix in _FILES)
         self._written: list[Run] = []
         self._taken = 0  # documents before those that wait
         self._documents: list[Encoded] = []
@@ -95,7 +120,7 @@ class PartWriter:
             self._write_runs()
 
     def add_problem(self, problem: Problem) -> None:
-        self._problems.write(json.dumps(asdict(problem)) + "\n")
+        self._problems.write(json.dumps(asdict(problem)).encode() + b"\n")
         self.problems += 1
 
     def _write_runs(self) -> None:
@@ -110,10 +135,10 @@ class PartWriter:
         self._documents, self._held_out, self._tokens = [], [], 0
 
     def _write_run(self, split: str, keys: np.ndarray, documents: list[Encoded]) -> None:
-        offset = self._runs.tell()
+        offset = self._runs.size
         lengths = np.array([len(document.tokens) for document in documents], "<i8")
-        self._runs.write(keys.astype("<u8").tobytes())
-        self._runs.write(lengths.tobytes())
+        self._runs.write(keys.astype("<u8").data)
+        self._runs.write(lengths.data)
         for document in documents:
             self._runs.write(document.tokens.data)
         targets = any(document.targets is not None for document in documents)
@@ -129,17 +154,13 @@ class PartWriter:
 
     def finish(self) -> None:
         self._write_runs()
-        self.close()
-        files = [part_file(self._folder, self._number, suffix) for suffix in ("runs", "problems")]
-        for file in files:
-            sync(file)
         values = {
             "runs": [astuple(run) for run in self._written],
             "problems": self.problems,
-            "sizes": [file.stat().st_size for file in files],
+            "files": {"runs": self._runs.close(), "problems": self._problems.close()},
         }
         aside = part_file(self._folder, self._number, "aside")
-        write_durably(aside, json.dumps(values))
+        aside.write_text(json.dumps(values))
         aside.replace(part_file(self._folder, self._number, "json"))
 
 

@@ -176,7 +176,7 @@ def _tokenize(work: _Work, tokenizer: Tokenizer, encode: Encode, number: int, sp
     """Write part `number`; returns the bytes that it was made from, and its problems. With more of them than the run is set to
     take it ends there, and is not finished."""
     size = sum(span.stop - span.start for span in spans)
-    part = read_part(work.folder, number)
+    part = read_part(work.folder, number, verify=True)
     if part is not None:
         return size, part.problems
     allowed = allowed_problems(work.data)
@@ -246,7 +246,7 @@ def _tokenize_all(work: _Work, tokenizer: Tokenizer, total: int) -> list[Part]:
             if problems > allowed_problems(work.data):
                 seen = itertools.chain.from_iterable(problems_of(work.folder, n) for n in range(number + 1))
                 require_few(work.data, problems, seen)
-            part = read_part(work.folder, number)
+            part = read_part(work.folder, number, verify=False)
             assert part is not None
             parts.append(part)
             bar.update(size)

@@ -10,33 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from trainer.data.parts import Part, RunReader, part_file
+from trainer.data.parts import DigestedFile, Part, RunReader, part_file
 
 _WINDOW_BYTES = 2**27
 _LARGEST_WINDOW_BYTES = 2**30
 _MOST_WINDOWS = 1024
 """Windows grow, up to the largest, before there are more of them: each reads from every run."""
 _WINDOW_DOCUMENTS = 2**19
-
-
-class _Digested:
-    """A file that is written from front to back, and its digest."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = path.open("wb")
-        self._digest = xxhash.xxh3_128()
-
-    def write(self, values: np.ndarray) -> None:
-        self._file.write(values.data)
-        self._digest.update(values.data)
-
-    def close(self) -> dict[str, Any]:
-        """Its entry in store.json."""
-        self._file.close()
-        return {"size": self._path.stat().st_size, "digest": self._digest.hexdigest()}
 
 
 def write_split(
@@ -54,8 +35,8 @@ def write_split(
     names = ["documents", "tokens"]
     if any(run.targets for part in parts for run in part.runs):  # both splits alike
         names.append("targets")
-    files = {name: _Digested(final / f"{split}.{name}") for name in names}
-    files["documents"].write(np.zeros(1, "<i8"))
+    files = {name: DigestedFile(final / f"{split}.{name}") for name in names}
+    files["documents"].write(np.zeros(1, "<i8").data)
     readers = [[RunReader(run, dtype) for run in part.runs if run.split == split] for part in parts]
     end = 0
     for limit in _limits(counts["tokens"] * (dtype.itemsize + len(names) - 2), counts["documents"]):
@@ -77,19 +58,19 @@ def _limits(size: int, documents: int) -> list[int]:
     return [2**64 * (number + 1) // windows for number in range(windows)]
 
 
-def _write_window(files: dict[str, _Digested], taken: list[tuple], end: int) -> int:
+def _write_window(files: dict[str, DigestedFile], taken: list[tuple], end: int) -> int:
     """Append documents in the order of their keys. end: of the tokens before; returns that of the last one."""
     keys, lengths = (np.concatenate([t[i] for t in taken]) for i in (0, 1))
     order = np.argsort(keys, kind="stable")
     offsets = end + np.cumsum(lengths[order])
-    files["documents"].write(offsets.astype("<i8"))
+    files["documents"].write(offsets.astype("<i8").data)
     starts = np.concatenate([np.cumsum(t[1]) - t[1] for t in taken])
     owner = np.repeat(np.arange(len(taken)), [len(t[0]) for t in taken])
     places = list(zip(owner[order].tolist(), starts[order].tolist(), lengths[order].tolist(), strict=True))
     for name, column in (("tokens", 2), ("targets", 3)):
         if name in files and places:
             arrays = [_mask(t) if t[column] is None else t[column] for t in taken]
-            files[name].write(np.concatenate([arrays[run][start : start + n] for run, start, n in places]))
+            files[name].write(np.concatenate([arrays[run][start : start + n] for run, start, n in places]).data)
     return int(offsets[-1]) if len(offsets) else end
 
 
