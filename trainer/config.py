@@ -281,7 +281,7 @@ class CheckpointConfig:
     load_step: StepsOrZero = 0
     """Go back to this step, once: newer checkpoints of the run are moved aside; 0: the newest."""
     initial: str = ""
-    """Where a new run takes its weights from: a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
+    """Where a new run takes its weights from: a run, a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
     exclude: tuple[str, ...] = ()
     """Parameters that stay random nevertheless, as output.weight or layers.7.*; only with initial."""
     export_huggingface: bool = False

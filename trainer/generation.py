@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer import checkpoint
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.export import tokenizer_of
 from trainer.huggingface import CHAT_TEMPLATE, Model
-from trainer.initial import Weights
+from trainer.initial import Weights, newest
 from trainer.parallel.tensor import apply_tensor
 
 
@@ -68,8 +67,8 @@ class Speaker:
     """A model that goes on with tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, longest: int, template: str):
-        """On all ranks together, which cut the matrices between them. longest: tokens of prompt and answer; 0: as many as the model
-        was trained with. template: of chats, "" for its own. Raises ConfigError."""
+        """On all ranks together, which cut the matrices between them. longest: tokens of prompt and answer; 0: as many as the
+        model was trained with. template: of chats, "" for its own. Raises ConfigError."""
         folder = newest(folder)
         weights = Weights(folder)
         self.device = device
@@ -156,14 +155,6 @@ class TextStream:
 
     def rest(self) -> str:
         return self.tokenizer.decode(self.tokens)[self.told :]
-
-
-def newest(folder: Path) -> Path:
-    """The newest checkpoint, where the folder is that of a run; else the folder."""
-    steps = checkpoint.steps_in(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
-    if not folder.is_dir():
-        raise ConfigError("", f"{folder}: no such folder")
-    return steps[0] if steps else folder
 
 
 def _text_side(folder: Path, weights: Weights) -> tuple[Tokenizer, str, int]:

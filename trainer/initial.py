@@ -55,20 +55,28 @@ class Weights:
             checkpoint.fill(self.folder, reader, index, wanted, cast=True)
 
 
+def newest(folder: Path) -> Path:
+    """The newest checkpoint, where the folder is that of a run; else the folder. Raises ConfigError where it is none."""
+    if not folder.is_dir():
+        raise ConfigError("", f"{folder}: no such folder")
+    steps = checkpoint.steps_in(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+    return steps[0] if steps else folder
+
+
 def load_initial(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:
-    """Fill the parameters of this rank, on all ranks together. names: of the whole network. Raises ConfigError for what is damaged
-    or does not fit."""
+    """Fill the parameters of this rank, on all ranks together. names: of the whole network. Raises ConfigError for what is
+    damaged or does not fit."""
     excluded = _excluded(config.exclude, names)
     try:
-        weights = Weights(Path(config.initial), spec)
+        weights = Weights(newest(Path(config.initial)), spec)
         _require_same(asdict(weights.sizes), asdict(sizes))
         weights.fill({name: p for name, p in parameters.items() if name not in excluded})
     except ConfigError as error:
         raise ConfigError(_KEY, error.rule) from None
     kept = f", without {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
-    logging.info(f"weights of {config.initial}{kept}")
+    logging.info(f"weights of {weights.folder}{kept}")
     dist.barrier()
 
 

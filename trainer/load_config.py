@@ -215,7 +215,7 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError(key, f"has no effect here: only with {condition}")
     if config.tokenizer.kind != "default" and not config.tokenizer.path:
         raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
-    if config.data.dataset != "python_stdlib" and not config.data.path and not config.data.datasets:
+    if config.data.dataset not in ("python_stdlib", "chat") and not config.data.path and not config.data.datasets:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
     if config.checkpoint.initial and not os.path.isdir(config.checkpoint.initial):
         raise ConfigError("checkpoint.initial", "no such folder")

@@ -36,7 +36,7 @@ def _member(data: DataConfig, key: str, text: str) -> DataConfig:
     kind, _, path = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(key, f"expected KIND:PATH, KIND one of {', '.join(KINDS)}{nearest_name(kind, KINDS)}")
-    if bool(path) == (kind == "python_stdlib"):
+    if bool(path) == (kind == "python_stdlib") and kind != "chat":
         raise ConfigError(key, "python_stdlib has no path" if path else f"expected a path behind {kind}:")
     return replace(data, dataset=kind, path=path, datasets={}, mixture=())
 

@@ -216,7 +216,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
     aside = folder.with_name(f"{folder.name}.{os.getpid()}")
     aside.mkdir(parents=True)
     for name in ("starts", "lengths", "samples"):
-        np.save(aside / f"{name}.npy", getattr(pieces, name), allow_pickle=False)
+        np.save(aside / f"{name}.npy", getattr(pieces, name))
     counts |= {"version": VERSION, "samples": len(pieces.samples) - 1, "positions": int(pieces.lengths.sum())}
     (aside / "pieces.json").write_text(json.dumps(counts))
     try:
@@ -233,8 +233,7 @@ def open_packed(store: TokenStore, folder: Path, seq_len: int, restart: bool) ->
     try:
         counts = json.loads((folder / "pieces.json").read_text())
         starts, lengths, samples = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("starts", "lengths", "samples")
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "lengths", "samples")
         )
         if (counts["version"], counts["pieces"], counts["samples"]) != (VERSION, len(starts), len(samples) - 1):
             raise ValueError

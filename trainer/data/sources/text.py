@@ -16,6 +16,9 @@ from trainer.data.sources.streams import BrokenStream, is_compressed, open_strea
 
 T = TypeVar("T")
 
+SHIPPED_CHATS = Path(__file__).parents[1] / "chats.jsonl"
+"""Short conversations, made by scripts/make_chats.py."""
+
 _BLOCK = 2**20
 
 
@@ -187,5 +190,5 @@ def _whole(record: Any) -> Any:
 
 
 def records(config: DataConfig) -> Source:
-    root, files = matching(config.path, with_compressed((".jsonl", ".json")))
+    root, files = matching(config.path or str(SHIPPED_CHATS), with_compressed((".jsonl", ".json")))
     return Source(root, files, True, JsonLines(_whole, config.max_document_bytes))
