@@ -5,6 +5,7 @@ leaves of local_batch_size; at accumulation j, data-parallel rank r of W takes l
 content of a step depends on W, so the whole state of the data is the cursor.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from trainer.config import DataConfig
 from trainer.data.order import permute
 from trainer.data.packing import WrappedSamples
 from trainer.system import leave_signals_to_parent
+
+_LEAVES_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -74,24 +77,27 @@ class Cut:
 
 
 class _Leaves(Dataset):
-    """Microbatches by the place of their first sample in the global order."""
+    """Microbatches by the numbers of their samples."""
 
-    def __init__(self, samples: WrappedSamples, order: SampleOrder, size: int):
+    def __init__(self, samples: WrappedSamples):
         self.samples = samples
-        self.order = order
-        self.size = size
 
-    def __getitem__(self, first: int) -> Batch:
-        return self.samples.batch(self.order(np.arange(first, first + self.size)))
+    def __getitem__(self, numbers: np.ndarray) -> Batch:
+        return self.samples.batch(numbers)
 
 
 class _LeafSampler(Sampler):
-    def __init__(self, cut: Cut, cursor: int):
+    def __init__(self, order: SampleOrder, cut: Cut, cursor: int):
+        self.order = order
         self.cut = cut
         self.cursor = cursor
 
-    def __iter__(self) -> Iterator[int]:
-        return self.cut.leaves(self.cursor)
+    def __iter__(self) -> Iterator[np.ndarray]:
+        leaves = self.cut.leaves(self.cursor)
+        while True:
+            # Many at once: to permute a few numbers costs as much as to permute hundreds.
+            first = np.fromiter(itertools.islice(leaves, _LEAVES_TOGETHER), np.int64, _LEAVES_TOGETHER)
+            yield from self.order(first[:, None] + np.arange(self.cut.local_batch_size))
 
 
 def training_batches(
@@ -105,9 +111,9 @@ def training_batches(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 calls what torch has deprecated
         loader = StatefulDataLoader(
-            _Leaves(samples, order, cut.local_batch_size),
+            _Leaves(samples),
             batch_size=None,
-            sampler=_LeafSampler(cut, cursor),
+            sampler=_LeafSampler(order, cut, cursor),
             pin_memory=pin_memory,
             worker_init_fn=leave_signals_to_parent,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
