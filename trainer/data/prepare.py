@@ -57,17 +57,19 @@ def prepare(
     """
     stores = Path(data.store_folder)
     with _writing(stores):
-        if data.dataset == "stores":
-            return join(data, tokenizer)
-        source = _share(open_source(data, tokenizer), *share)
         stores.mkdir(parents=True, exist_ok=True)
-        folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
-        if not folder.exists():
-            with _lock(folder.with_suffix(".lock")):
-                if not folder.exists():
-                    return _build(source, data, tokenizer_config, tokenizer, folder)
-        require_few(data, read_description(folder)["skipped"], _listed(folder))
-        return folder
+        if data.dataset == "stores":
+            with _lock(stores / "stores.lock"):
+                folder = join(data, tokenizer)
+        else:
+            source = _share(open_source(data, tokenizer), *share)
+            folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
+            if not folder.exists():
+                with _lock(folder.with_suffix(".lock")):
+                    if not folder.exists():
+                        return _build(source, data, tokenizer_config, tokenizer, folder)
+    require_few(data, read_description(folder)["skipped"], _listed(folder))
+    return folder
 
 
 def _share(source: Source, number: int, shares: int) -> Source:
@@ -120,9 +122,11 @@ def require_few(data: DataConfig, count: int, first: Iterator[Problem]) -> None:
 
 
 def _listed(folder: Path) -> Iterator[Problem]:
-    with (folder / "problems.jsonl").open() as file:
-        for line in file:
-            yield Problem(**json.loads(line))
+    """Of a store, or of those it is made of."""
+    members = [Path(member["folder"]) for member in read_description(folder)["stores"]]
+    for store in members or [folder]:
+        with (store / "problems.jsonl").open() as file:
+            yield from (Problem(**json.loads(line)) for line in file)
 
 
 # ---------------------------------------------------------------- first pass: parts
