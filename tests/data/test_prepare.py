@@ -2,7 +2,9 @@
 
 import errno
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +259,17 @@ def test_a_file_that_cannot_be_read_is_told(data, tmp_path, monkeypatch):
         assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
     monkeypatch.setattr(text, "open_stream", unreadable)  # since its digest was made
     assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
+
+
+def test_a_process_that_is_killed_is_told(data, monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", 4000)
+    monkeypatch.setattr(module, "_tokenize_in_worker", _killed)
+    rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
+    assert refused(replace(data, prepare_processes=2)) == ("data.prepare_processes", rule)
+
+
+def _killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_machines_that_share_a_corpus_have_all_of_it(data, tmp_path):

@@ -165,6 +165,17 @@ def test_stores_of_another_tokenizer_are_refused_by_name(stores, tmp_path):
     )
 
 
+def test_joined_stores_are_held_to_the_problems_that_are_allowed(stores, tmp_path):
+    data, _ = stores
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.txt").touch()
+    (tmp_path / "bad" / "b.txt").write_text("b")
+    prepare(replace(data, dataset="text", path=str(tmp_path / "bad"), store_folder=data.path), DEFAULT)
+    assert read_description(prepare(data, DEFAULT))["skipped"] == 1
+    rule = f"documents that cannot be read: 1 or more, the first: {tmp_path}/bad/a.txt: empty"
+    assert refused(prepare, replace(data, on_problem="stop"), DEFAULT) == ("data.on_problem", rule)
+
+
 def test_a_folder_without_stores_is_refused(stores, tmp_path):
     data, _ = stores
     for path in (tmp_path / "corpus", tmp_path / "none*"):

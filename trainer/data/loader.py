@@ -5,6 +5,7 @@ leaves of local_batch_size; at accumulation j, data-parallel rank r of W takes l
 content of a step depends on W, so the whole state of the data is the cursor.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from trainer.data.mixture import PERIOD, Stage
 from trainer.data.order import permute
 from trainer.data.packing import Samples
 from trainer.system import leave_signals_to_parent
+
+_LEAVES_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class SampleOrder:
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """Numbers of the samples at these places of the order without those that are passed over. int64."""
-        dataset, nth = self._drawn(self.place(index))
+        dataset, nth = self._drawn(self.place(index.ravel()))
         epoch, place = np.divmod(nth, np.array(self.sizes)[dataset])
         firsts = np.cumsum([0, *self.sizes])
         result = place + firsts[dataset]
@@ -53,7 +56,7 @@ class SampleOrder:
                 chosen = (dataset == d) & (epoch == e)
                 key = (self.seed, e, d) if d else (self.seed, e)
                 result[chosen] = firsts[d] + permute(place[chosen], self.sizes[d], *key)
-        return result
+        return result.reshape(index.shape)
 
     def _drawn(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The dataset at each place, and how many of its samples come before, in all stages."""
@@ -96,24 +99,27 @@ class Cut:
 
 
 class _Leaves(Dataset):
-    """Microbatches by the place of their first sample in the global order."""
+    """Microbatches by the numbers of their samples."""
 
-    def __init__(self, samples: Samples, order: SampleOrder, size: int):
+    def __init__(self, samples: Samples):
         self.samples = samples
-        self.order = order
-        self.size = size
 
-    def __getitem__(self, first: int) -> Batch:
-        return self.samples.batch(self.order(np.arange(first, first + self.size)))
+    def __getitem__(self, numbers: np.ndarray) -> Batch:
+        return self.samples.batch(numbers)
 
 
 class _LeafSampler(Sampler):
-    def __init__(self, cut: Cut, cursor: int):
+    def __init__(self, order: SampleOrder, cut: Cut, cursor: int):
+        self.order = order
         self.cut = cut
         self.cursor = cursor
 
-    def __iter__(self) -> Iterator[int]:
-        return self.cut.leaves(self.cursor)
+    def __iter__(self) -> Iterator[np.ndarray]:
+        leaves = self.cut.leaves(self.cursor)
+        while True:
+            # Many at once: to permute a few numbers costs as much as to permute hundreds.
+            first = np.fromiter(itertools.islice(leaves, _LEAVES_TOGETHER), np.int64, _LEAVES_TOGETHER)
+            yield from self.order(first[:, None] + np.arange(self.cut.local_batch_size))
 
 
 def training_batches(
@@ -127,9 +133,9 @@ def training_batches(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 calls what torch has deprecated
         loader = StatefulDataLoader(
-            _Leaves(samples, order, cut.local_batch_size),
+            _Leaves(samples),
             batch_size=None,
-            sampler=_LeafSampler(cut, cursor),
+            sampler=_LeafSampler(order, cut, cursor),
             pin_memory=pin_memory,
             worker_init_fn=leave_signals_to_parent,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint

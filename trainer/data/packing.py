@@ -1,5 +1,6 @@
 """Token store -> samples of a fixed length: documents in a row and cut, packed whole, or one by one."""
 
+import functools
 import json
 import os
 import shutil
@@ -32,6 +33,13 @@ class Samples(Protocol):
 # ---------------------------------------------------------------- in a row, cut
 
 
+@functools.lru_cache(maxsize=4)
+def _positions(batch: int, seq_len: int) -> Tensor:
+    """(batch, seq), the same for every batch of that shape, and never written to. Not restarted at each document, since
+    attention reaches across them."""
+    return torch.arange(seq_len).repeat(batch, 1)
+
+
 class WrappedSamples:
     """The tokens of all documents in a row, cut at every seq_len. Samples overlap by one token, so that each token but
     the first of the store is the label of one position; the tail that fills no sample is left out."""
@@ -47,17 +55,35 @@ class WrappedSamples:
 
     def batch(self, samples: np.ndarray) -> Batch:
         """See Samples."""
-        rows = np.maximum(samples, 0)[:, None] * self.seq_len + np.arange(self.seq_len + 1)  # (batch, seq + 1)
-        documents = np.searchsorted(self.store.documents, rows[:, :-1], side="right") - 1
+        begins = np.maximum(samples, 0) * self.seq_len
+        tokens, labels = (np.empty((len(samples), self.seq_len), np.int64) for _ in range(2))
+        targets = self.store.targets
+        for row, begin in enumerate(begins.tolist()):  # stretches of the store: read as such, they cost a third
+            stretch = slice(begin, begin + self.seq_len + 1)
+            read = self.store.tokens[stretch]
+            tokens[row], labels[row] = read[:-1], read[1:]
+            if targets is not None:
+                labels[row][targets[stretch][1:] == 0] = IGNORED
+        documents = self._documents(begins)
         positions = np.broadcast_to(np.arange(self.seq_len), documents.shape)
         if self.restart:
-            begins = self.store.documents[documents]
-            positions = rows[:, :-1] - np.maximum(begins, rows[:, :1])
-        labels = _labels(self.store, rows[:, 1:])
-        if self.restart:  # what follows the end of a document is another one's beginning
+            positions = positions - np.maximum(self.store.documents[documents] - begins[:, None], 0)
+            # What follows the end of a document is another one's beginning.
             labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
+            labels[:, -1][np.isin(begins + self.seq_len, self.store.documents)] = IGNORED
         labels[samples < 0] = IGNORED
-        return _batch(self.store.tokens[rows[:, :-1]], labels, positions, documents)
+        return _batch(tokens, labels, positions, documents)
+
+    def _documents(self, begins: np.ndarray) -> np.ndarray:
+        """Number of the document of each token of the samples that begin there, (batch, seq)."""
+        offsets = self.store.documents
+        first = np.searchsorted(offsets, begins, side="right") - 1
+        counts = np.searchsorted(offsets, begins + self.seq_len, side="left") - first  # of documents in each sample
+        before = np.cumsum(counts) - counts
+        numbers = np.repeat(first - before, counts) + np.arange(counts.sum())  # of the documents, sample after sample
+        begin = np.repeat(begins, counts)
+        lengths = np.minimum(offsets[numbers + 1], begin + self.seq_len) - np.maximum(offsets[numbers], begin)
+        return np.repeat(numbers, lengths).reshape(len(begins), self.seq_len)
 
 
 def _labels(store: TokenStore, places: np.ndarray) -> np.ndarray:

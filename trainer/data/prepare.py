@@ -17,6 +17,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from trainer.data.sources import Document, Problem, Source, Span, open_source
 from trainer.data.store import SPLITS, VERSION, Encoded, read_description, token_dtype
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.manifest import digest_of
-from trainer.system import cores, sync, write_durably
+from trainer.system import cores, die_with_parent, leave_signals_to_parent, sync, write_durably
 
 PART_BYTES = 4 * 2**20
 _LARGEST_PART_BYTES = 2**28
@@ -56,17 +57,19 @@ def prepare(
     """
     stores = Path(data.store_folder)
     with _writing(stores):
-        if data.dataset == "stores":
-            return join(data, tokenizer)
-        source = _share(open_source(data, tokenizer), *share)
         stores.mkdir(parents=True, exist_ok=True)
-        folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
-        if not folder.exists():
-            with _lock(folder.with_suffix(".lock")):
-                if not folder.exists():
-                    return _build(source, data, tokenizer_config, tokenizer, folder)
-        require_few(data, read_description(folder)["skipped"], _listed(folder))
-        return folder
+        if data.dataset == "stores":
+            with _lock(stores / "stores.lock"):
+                folder = join(data, tokenizer)
+        else:
+            source = _share(open_source(data, tokenizer), *share)
+            folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
+            if not folder.exists():
+                with _lock(folder.with_suffix(".lock")):
+                    if not folder.exists():
+                        return _build(source, data, tokenizer_config, tokenizer, folder)
+    require_few(data, read_description(folder)["skipped"], _listed(folder))
+    return folder
 
 
 def _share(source: Source, number: int, shares: int) -> Source:
@@ -120,9 +123,11 @@ def require_few(data: DataConfig, count: int, first: Iterator[Problem]) -> None:
 
 
 def _listed(folder: Path) -> Iterator[Problem]:
-    with (folder / "problems.jsonl").open() as file:
-        for line in file:
-            yield Problem(**json.loads(line))
+    """Of a store, or of those it is made of."""
+    members = [Path(member["folder"]) for member in read_description(folder)["stores"]]
+    for store in members or [folder]:
+        with (store / "problems.jsonl").open() as file:
+            yield from (Problem(**json.loads(line)) for line in file)
 
 
 # ---------------------------------------------------------------- first pass: parts
@@ -163,6 +168,11 @@ _worker: tuple[_Work, Tokenizer, Encode] | None = None
 def _start_worker(work: _Work) -> None:
     # A worker process keeps its tokenizer from part to part; a process pool offers no other place for it.
     global _worker
+    leave_signals_to_parent()
+    die_with_parent()  # else it would wait for work without end
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it was too late to ask for that
+        raise SystemExit
     tokenizer = load_tokenizer(work.tokenizer)
     _worker = (work, tokenizer, ENCODERS[work.data.dataset](work.data, tokenizer))
 
@@ -269,6 +279,9 @@ def _in_order(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except BrokenProcessPool:
+        rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
+        raise ConfigError("data.prepare_processes", rule) from None
     finally:
         for job in waiting:
             job.cancel()

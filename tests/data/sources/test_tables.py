@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.sources.reading import opened, read, refused, told
+from trainer.config import ConfigError
 from trainer.data import optional
 from trainer.data.sources import Problem
 
@@ -139,6 +140,25 @@ def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_pa
     found = read("huggingface", tmp_path / "saved")
     assert found[:-1] == TEXTS[: len(found) - 1]
     assert f"{file}:{len(found) - 1}: not an Arrow stream, or damaged (" in str(found[-1])
+
+
+def test_damage_anywhere_in_a_mapped_file_is_a_problem_and_never_leads_out_of_it(tmp_path):
+    """Offsets that point beyond the file would end the process."""
+    save_to_disk(tmp_path / "saved", TEXTS[:300])
+    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    whole = file.read_bytes()
+    damaged = 0
+    for at in range(0, len(whole) - 4, 52):
+        file.write_bytes(whole[:at] + b"\xff\xff\xff\x7f" + whole[at + 4 :])
+        try:
+            problems = told(read("huggingface", tmp_path / "saved"))
+        except ConfigError as error:
+            assert error.key == "data.text_field", "what is damaged is the name or the type of the column"
+        else:
+            damaged += "not an Arrow stream, or damaged (" in "".join(problems)
+    assert damaged > 20
+    file.write_bytes(whole)
+    assert read("huggingface", tmp_path / "saved") == TEXTS[:300]
 
 
 def test_a_folder_that_is_no_dataset_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,14 @@ def test_a_line_of_50_mb_is_left_out_and_never_held_whole(tmp_path):
         for _ in range(50):
             out.write(b"x" * 2**20)
         out.write(b'"}\n{"text": "after"}\n')
-    found = read("jsonl", file)
+    assert told(read("jsonl", file)) == [f"{file}:2: longer than data.max_document_bytes = 33554432"]
+    tracemalloc.start()
+    found = read("jsonl", file, max_document_bytes=2**20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert (found[0], found[2]) == ("before", "after")
-    assert str(found[1]) == f"{file}:2: longer than data.max_document_bytes = 33554432"
+    assert str(found[1]) == f"{file}:2: longer than data.max_document_bytes = 1048576"
+    assert peak < 2**23
 
 
 def test_another_field_can_hold_the_text(tmp_path):

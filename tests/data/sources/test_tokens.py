@@ -150,7 +150,13 @@ def test_npy_files_that_hold_no_row_of_tokens_are_refused(tmp_path):
     assert refused("tokens", file) == ("data.path", f"{found} uint16 of shape (2, 3)")
     np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
     assert refused("tokens", file) == ("data.path", f"{file}: holds Python objects, which are never loaded")
-    for content in (b"", b"\x93NUMPY\x01", b"nothing of it", b"\x93NUMPY\x09\x00" + b"\0" * 100):
+    for content in (
+        b"",
+        b"\x93NUMPY\x01",
+        b"nothing of it",
+        b"\x93NUMPY\x09\x00" + b"\0" * 100,
+        b"\x93NUMPY\x01\x00\x06\x00((((((",
+    ):
         file.write_bytes(content)
         assert refused("tokens", file) == ("data.path", f"{file}: not a .npy file")
 

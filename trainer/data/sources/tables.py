@@ -24,11 +24,11 @@ class _Column:
 
     def require_text(self, path: str, schema: Any) -> None:
         """Raises ConfigError where the table has no such column of text."""
+        arrow = library("pyarrow", "data.dataset")
         index = schema.get_field_index(self.name)
         if index < 0:
             names = ", ".join(schema.names) or "none"
             raise ConfigError("data.text_field", f"{path} has no column {self.name!r}; its columns: {names}")
-        arrow = library("pyarrow", "data.dataset")
         kind = schema.field(index).type
         # A dictionary keeps each text once and the rows as numbers of it.
         values = kind.value_type if arrow.types.is_dictionary(kind) else kind
@@ -79,7 +79,7 @@ class ParquetFiles:
                             row += batch.num_rows
                     else:
                         row += about.num_rows
-        except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, OSError) as error:
+        except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise  # of the file system
             yield Problem(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
@@ -111,13 +111,27 @@ class ArrowFiles:
                     except StopIteration:
                         return
                     if begin >= span.start:
+                        _require_sound(batch.column(self.column.name))
                         yield from self.column.read(span.path, batch, row, take)
                     row += batch.num_rows
                     begin = file.tell()
-        except (arrow.ArrowInvalid, OSError) as error:
+        except (arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
             yield Problem(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
+
+
+def _require_sound(column: Any) -> None:
+    """Raises ArrowInvalid where damage leads out of the mapped file: Arrow itself looks at nothing that it maps."""
+    arrow = library("pyarrow", "data.dataset")
+    as_bytes = {
+        arrow.string(): arrow.binary(),
+        arrow.large_string(): arrow.large_binary(),
+        arrow.string_view(): arrow.binary_view(),
+    }
+    # As bytes, so that bad UTF-8 in a row is the problem of that row alone.
+    kind = as_bytes.get(column.type)
+    (column if kind is None else column.view(kind)).validate(full=True)
 
 
 def _first_line(error: Exception) -> str:

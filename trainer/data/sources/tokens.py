@@ -103,7 +103,9 @@ def _open_npy(path: str) -> _Opened:
         with open(path, "rb") as file:
             shape, _, dtype = read_header[np.lib.format.read_magic(file)](file)
             start = file.tell()
-    except (ValueError, KeyError):
+    except OSError:
+        raise
+    except Exception:  # numpy reads the head as Python, and fails in as many ways
         raise _refuse(f"{path}: not a .npy file") from None
     if dtype.hasobject:
         raise _refuse(f"{path}: holds Python objects, which are never loaded")
