@@ -1,6 +1,5 @@
 """Token store -> samples of a fixed length: documents in a row and cut, packed whole, or one by one."""
 
-import functools
 import json
 import os
 import shutil
@@ -33,13 +32,6 @@ class Samples(Protocol):
 # ---------------------------------------------------------------- in a row, cut
 
 
-@functools.lru_cache(maxsize=4)
-def _positions(batch: int, seq_len: int) -> Tensor:
-    """(batch, seq), the same for every batch of that shape, and never written to. Not restarted at each document, since
-    attention reaches across them."""
-    return torch.arange(seq_len).repeat(batch, 1)
-
-
 class WrappedSamples:
     """The tokens of all documents in a row, cut at every seq_len. Samples overlap by one token, so that each token but
     the first of the store is the label of one position; the tail that fills no sample is left out."""
@@ -70,7 +62,8 @@ class WrappedSamples:
             positions = positions - np.maximum(self.store.documents[documents] - begins[:, None], 0)
             # What follows the end of a document is another one's beginning.
             labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
-            labels[:, -1][np.isin(begins + self.seq_len, self.store.documents)] = IGNORED
+            offsets, behind = self.store.documents, begins + self.seq_len
+            labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORED
         labels[samples < 0] = IGNORED
         return _batch(tokens, labels, positions, documents)
 
