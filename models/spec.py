@@ -61,8 +61,11 @@ class ParallelPlan:
     tensor_sizes: tuple[str, ...]
     """Sizes that the tensor-parallel degree must divide."""
     attention: str
-    """The parameterless kernel of a block, by its name inside it: (q, k, v, positions, documents) -> output, with k and v
-    of the whole sequence. Context parallelism puts its own in this place."""
+    """The parameterless kernel of a block, by its name inside it: (q, k, v, mask) -> output, with k and v of the whole
+    sequence. Other kernels are put in this place."""
+    mask: str
+    """The parameterless module that makes, once for all blocks, what their kernels take as mask: (positions, documents) ->
+    mask. A kernel comes with a mask of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Measure pieces of the trainer: python scripts/benchmark.py loss | checkpoint [...]
+"""Measure pieces of the trainer: python scripts/benchmark.py loss | checkpoint | data [...]
 
 loss         peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits,
              chunk by chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits
@@ -16,19 +16,33 @@ checkpoint   how long training stands still for a save, in every mode, taken in 
     --ranks N          ranks that hold it, on this CPU (2)
     --repeats N        saves of each mode (7)
     --folder PATH      where to save (a temporary folder)
+
+data         tokens per second, each beside what it is built on, in turns; of the repeats the median. Preparing the Python
+             standard library's source, from JSON lines to a finished store, beside tiktoken's own batches of the same texts
+             on as many threads; and loading microbatches from that store, beside reading the same rows of the mapped file.
+    --mib N            text to prepare (default: 64)
+    --local-batch N    samples of a microbatch (8)
+    --seq N            tokens of a sample (4096)
+    --repeats N        of each (3)
+    --folder PATH      where the store is made (a temporary folder)
 """
 
+import itertools
+import json
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np
+import tiktoken.load
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,11 +55,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scripts.arguments import Arguments, count, positive
 from scripts.gloo_pool import GlooPool
 from scripts.operators import Memory
-from trainer.config import CheckpointConfig
+from trainer.config import CheckpointConfig, DataConfig, TokenizerConfig
+from trainer.data.loader import Cut, SampleOrder, training_batches
+from trainer.data.packing import WrappedSamples
+from trainer.data.sources import open_source
+from trainer.data.store import open_store, read_description
+from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, Tokenizer, load_tokenizer
 from trainer.device import GIB
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.fsdp import DTYPES
 from trainer.saver import WRITERS, Saver
+from trainer.system import cores
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -143,6 +163,91 @@ def checkpoint_table(gib: float, ranks: int, repeats: int, folder: str | None) -
         )
 
 
+def in_turns(works: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, list[float]]:
+    """Tokens per second of each work, which returns its tokens; the first turn, which warms up, does not count."""
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeats + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            tokens = work()
+            if turn:
+                rates[name].append(tokens / (time.perf_counter() - start))
+    return rates
+
+
+def preparing(folder: Path, mib: int, tokenizer: Tokenizer) -> dict[str, Callable[[], int]]:
+    """Leaves the texts in texts.jsonl, and the last store in stores/."""
+    source = open_source(DataConfig(), tokenizer)
+    texts, size = [], 0
+    for text in itertools.cycle(document for document in source.documents() if isinstance(document, str)):
+        if size >= mib * 2**20:
+            break
+        texts.append(text)
+        size += len(text.encode())
+    with (folder / "texts.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    ranks = tiktoken.load.load_tiktoken_bpe(str(DEFAULT_FILE))
+    bare = tiktoken.Encoding("bare", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+    # As a command: worker processes import what was started, and of this script that is all of torch.
+    settings = {"dataset": "jsonl", "path": folder / "texts.jsonl", "store_folder": folder / "stores"}
+    words = [word for name, value in settings.items() for word in (f"--data.{name}", str(value))]
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *words]
+
+    def ours() -> int:
+        shutil.rmtree(folder / "stores", ignore_errors=True)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        splits = read_description(_store_in(folder))["splits"]
+        return splits["train"]["tokens"] + splits["held_out"]["tokens"]
+
+    def theirs() -> int:
+        return sum(map(len, bare.encode_ordinary_batch(texts, num_threads=cores())))
+
+    return {"tiktoken alone": theirs, "prepared to a store": ours}
+
+
+def _store_in(folder: Path) -> Path:
+    (store,) = (path.parent for path in folder.glob("stores/*/store.json"))
+    return store
+
+
+def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
+    samples = WrappedSamples(open_store(store, "train"), seq)
+    order = SampleOrder(len(samples), seed=0, shuffle=True)
+    cut = Cut(global_batch_size=local_batch, local_batch_size=local_batch, rank=0, ranks=1)
+    batches = training_batches(samples, order, cut, 0, DataConfig(), pin_memory=False)
+    microbatches = 2**25 // (local_batch * seq)
+    tokens = microbatches * local_batch * seq
+    draw = np.random.default_rng(0)
+
+    def ours() -> int:
+        for _ in range(microbatches):
+            next(batches)
+        return tokens
+
+    def theirs() -> int:
+        mapped = samples.store.tokens
+        for _ in range(microbatches):
+            rows = draw.integers(0, len(samples), local_batch)[:, None] * seq + np.arange(seq + 1)
+            torch.from_numpy(mapped[rows].astype(np.int64))
+        return tokens
+
+    return {"mapped rows alone": theirs, "loaded from the store": ours}
+
+
+def data_table(mib: int, local_batch: int, seq: int, repeats: int, folder: str | None) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        rates = in_turns(preparing(Path(own), mib, load_tokenizer(TokenizerConfig())), repeats)
+        rates |= in_turns(loading(_store_in(Path(own)), local_batch, seq), repeats)
+    print(f"{'':<24} {'tokens/s':>13} {'least - most':>29} {'of the first':>13}")
+    alone = 0.0
+    for number, (name, of_repeats) in enumerate(rates.items()):
+        middle = statistics.median(of_repeats)
+        alone = alone if number % 2 else middle  # each second one stands on the first
+        spread = f"{min(of_repeats):,.0f} - {max(of_repeats):,.0f}"
+        print(f"{name:<24} {middle:>13,.0f} {spread:>29} {100 * middle / alone:>11.0f} %")
+
+
 def main() -> None:
     parser = Arguments(__doc__)
     kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
@@ -156,7 +261,14 @@ def main() -> None:
     checkpoint.add_argument("--ranks", type=count, default=2)
     checkpoint.add_argument("--repeats", type=count, default=7)
     checkpoint.add_argument("--folder")
+    data = kinds.add_parser("data")
+    for name, default in (("mib", 64), ("local-batch", 8), ("seq", 4096), ("repeats", 3)):
+        data.add_argument(f"--{name}", type=count, default=default)
+    data.add_argument("--folder")
     chosen = parser.parse_args()
+    if chosen.what == "data":
+        data_table(chosen.mib, chosen.local_batch, chosen.seq, chosen.repeats, chosen.folder)
+        return
     if chosen.what == "checkpoint":
         checkpoint_table(chosen.gib, chosen.ranks, chosen.repeats, chosen.folder)
         return

@@ -3,7 +3,7 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/scripts/environment.sh"
-use_environment "pytest ruff transformers" dev
+use_environment "pytest ruff transformers pyarrow tokenizers zstandard" dev
 
 cd "$ROOT"
 "$PYTHON" -m ruff check .

@@ -14,9 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.config import DataConfig
-from trainer.data.sources import Problem, Span, open_source
-from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL
+from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data.prepare import require_few
+from trainer.data.sources import Problem, open_source
+from trainer.data.tokenizer_json import letters
+from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
 from trainer.load_config import config_from_command_line, exit_with, one_line_errors
 
 try:
@@ -25,20 +27,27 @@ except ModuleNotFoundError:
     exit_with("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
 
 
-def documents(config: DataConfig) -> Iterator[str]:
-    source = open_source(config)
-    for path in source.files:
-        for document in source.read(Span(path, 0, path.stat().st_size)):
-            if not isinstance(document, Problem):
-                yield document
+def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
+    """Those that can be read; the others are told. Raises ConfigError where there are more of them than data.max_problems."""
+    problems = []
+    for document in open_source(data, load_tokenizer(tokenizer)).documents():
+        if isinstance(document, Problem):
+            problems.append(document)
+            require_few(data, len(problems), iter(problems))
+        elif isinstance(document, str):
+            yield document
+        else:
+            raise ConfigError("data.dataset", "holds no text to learn from")
+    if problems:
+        print(f"documents left out: {len(problems)}; the first: {problems[0]}", file=sys.stderr)
 
 
 def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
     """Tokens in the order of their ranks: the 256 bytes, then the merges as they were learned."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
-    letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, letters])
+    as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, as_letters])
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=num_ranks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -59,7 +68,9 @@ def main() -> None:
         exit_with(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
     with one_line_errors(config):
-        ranks = train(documents(config.data), num_ranks)
+        if config.data.dataset == "stores":
+            raise ConfigError("data.dataset", "holds no text to learn from")
+        ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
         print(f"the text has room for {len(ranks)} ranks only, not {num_ranks}", file=sys.stderr)
     arguments.out.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(ranks)))

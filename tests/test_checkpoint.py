@@ -14,17 +14,17 @@ from trainer import checkpoint, lineage, manifest, shards
 from trainer.checkpoint import Request, SaveFailed
 
 STATE = {"step": 0, "cursor": 0, "tokens_seen": 0, "world_size": 1, "identity": {"seed": 0}}
-STATE |= {"passed_over": [[3, 5]], "rollbacks": 0, "random": []}
+STATE |= {"passed_over": [[3, 5]], "rollbacks": 0, "random": [], "mixture": [], "best": []}
 TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
-def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None):
+def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None, keep_also=0):
     """On the ranks of a pool, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = STATE | {"step": step}
     aside = checkpoint.prepare(folder, step)
     files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
-    request = Request(folder, step, files, {"step": step}, keep, keep_every, aside)
+    request = Request(folder, step, files, {"step": step}, keep, keep_every, keep_also, aside)
     alone = dist.get_world_size() == 1
     plan = shards.plan_of(tensors, dist.get_rank() == 0)
     checkpoint.write(request, plan, shards.local_tensors(tensors), None if alone else dist.group.WORLD)
@@ -198,7 +198,7 @@ def test_what_cannot_be_removed_is_a_warning(monkeypatch, tmp_path):
     told = []
     monkeypatch.setattr(checkpoint.logging, "warning", told.append)
     monkeypatch.setattr(checkpoint, "steps_in", fails)
-    checkpoint.retain(Request(tmp_path, 9, {}, {}, 1, 0, tmp_path / "aside"))
+    checkpoint.retain(Request(tmp_path, 9, {}, {}, 1, 0, 0, tmp_path / "aside"))
     assert told == ["old checkpoints were not removed: shard: No space left on device"]
 
 

@@ -36,6 +36,7 @@ FLOORS = {
     "trainer.initial": 3,
     "trainer.export": 3,
     "trainer.evaluate": 3,
+    "trainer.generation": 3,
     "trainer.setup": 4,
     "trainer.run_folder": 4,
     "trainer.trainer": 4,

@@ -101,13 +101,18 @@ COMMAND_LINES = {
     "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
     "--tokenizer.kind tiktoken": '[tokenizer] path = "" (default): needed with [tokenizer] kind = tiktoken',
     "--tokenizer.kind tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
-    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with [tokenizer] kind = tiktoken or sentencepiece",
+    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with a [tokenizer] kind other than default",
     "--data.dataset jsonl": '[data] path = "" (default): needed with [data] dataset = jsonl',
     "--data.dataset text --data.path no/such": (
         "--data.path no/such: no such file or folder, and no match as a pattern"
     ),
-    "--data.path x": "--data.path x: has no effect here: only with [data] dataset = text or jsonl",
-    "--data.text_field body": "--data.text_field body: has no effect here: only with [data] dataset = jsonl",
+    "--data.path x": "--data.path x: has no effect here: only with a [data] dataset other than python_stdlib",
+    "--data.text_field body": (
+        "--data.text_field body: has no effect here: only with [data] dataset = jsonl, parquet or huggingface"
+    ),
+    "--data.subset en": "--data.subset en: has no effect here: only with [data] dataset = huggingface",
+    "--data.split test": "--data.split test: has no effect here: only with [data] dataset = huggingface",
+    "--data.token_dtype uint32": "--data.token_dtype uint32: has no effect here: only with [data] dataset = tokens",
     "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is no name",
     "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
     "--data.held_out_fraction 0": (

@@ -1,8 +1,9 @@
 """The only thing that travels from the data to the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 IGNORED = -100
@@ -22,6 +23,11 @@ class Batch:
 
     def apply(self, f: Callable[[Tensor], Tensor]) -> "Batch":
         return Batch(*(f(getattr(self, field.name)) for field in fields(self)))
+
+    @staticmethod
+    def cat(batches: "Sequence[Batch]") -> "Batch":
+        """Their sequences, one after the other."""
+        return Batch(*(torch.cat([getattr(b, field.name) for b in batches]) for field in fields(Batch)))
 
     def pin_memory(self) -> "Batch":
         """Called by the data loader on GPUs."""

@@ -91,6 +91,8 @@ class Request:
     """Newest checkpoints that are kept; 0: all."""
     keep_every: int
     """Steps whose multiples are kept too; 0: none."""
+    keep_also: int
+    """A step that is kept too; 0: none."""
     aside: Path
     """A folder of its own until all is written, made by `prepare`."""
 
@@ -201,13 +203,17 @@ def retain(request: Request) -> None:
         for path in steps_in(request.folder):
             if step_of(path) >= request.step:
                 continue
-            if whole >= request.keep and not (request.keep_every and step_of(path) % request.keep_every == 0):
+            if whole >= request.keep and not _is_kept(request, step_of(path)):
                 if not path.is_symlink():
                     _remove(path)
             elif _has_all_files(path):
                 whole += 1
     except OSError as error:
         logging.warning(f"old checkpoints were not removed: {error.filename}: {error.strerror}")
+
+
+def _is_kept(request: Request, step: int) -> bool:
+    return step == request.keep_also or (request.keep_every > 0 and step % request.keep_every == 0)
 
 
 def _has_all_files(checkpoint: Path) -> bool:

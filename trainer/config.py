@@ -22,6 +22,9 @@ class ConfigError(Exception):
         self.rule = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in rule)  # one line, whatever was typed
         super().__init__(f"{key}: {self.rule}" if key else self.rule)
 
+    def __reduce__(self) -> tuple:
+        return ConfigError, (self.key, self.rule)  # worker processes raise it too
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -45,6 +48,7 @@ CountOrZero = Annotated[int, Rule(low=0, high=4096, local=True)]
 CountOrDefault = Annotated[int, Rule(low=0, high=4096)]
 Steps = Annotated[int, Rule(low=1, high=10**12, unit="steps")]
 StepsOrZero = Annotated[int, Rule(low=0, high=10**12, unit="steps")]
+Documents = Annotated[int, Rule(low=0, high=10**15, unit="documents")]
 Samples = Annotated[int, Rule(low=1, high=10**7, unit="samples")]
 Seconds = Annotated[float, Rule(low=1, high=10**7, unit="seconds")]
 Degree = Annotated[int, Rule(low=1, high=10**6, unit="ranks")]
@@ -77,10 +81,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    kind: Literal["default", "tiktoken", "sentencepiece"] = "default"
-    """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file."""
+    kind: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
+    """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file; huggingface: a
+    tokenizer.json, by the package tokenizers."""
+    take_over: Annotated[Mapping[str, str], FIXED] = field(default_factory=dict)
+    """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with kind =
+    default or tiktoken."""
     path: Annotated[str, LOCAL] = ""
-    """The tokenizer's file; not with kind = default."""
+    """The tokenizer's file, with kind = huggingface also its folder; not with kind = default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +101,50 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    dataset: Literal["python_stdlib", "text", "jsonl"] = "python_stdlib"
-    """Reader of documents: the Python standard library's own source, text files, or JSON lines."""
+    dataset: Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "stores"] = (
+        "python_stdlib"
+    )
+    """Reader of documents: the Python standard library's own source, text files, JSON lines, parquet tables, datasets of
+    Hugging Face, files of tokens, conversations as JSON lines, or stores that were prepared before."""
     path: Annotated[str, LOCAL] = ""
-    """File, folder or glob with the documents; not with dataset = python_stdlib."""
+    """File, folder, glob or list (NAME.manifest) with the documents, or a Hugging Face dataset's name; not with dataset =
+    python_stdlib."""
+    datasets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
+    """Several datasets under names of your own, in the place of dataset and path: datasets = { web = "jsonl:/data/web/*.jsonl",
+    code = "text:/data/code" }."""
+    mixture: tuple[str, ...] = ()
+    """Shares of the datasets, from which sample on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"]; empty: equal ones. A
+    stage that has not begun may be changed when the run goes on."""
     text_field: str = "text"
-    """Field of a JSON line that holds the document; only with dataset = jsonl."""
+    """Field of a JSON line, or column of a table, that holds the document; only with dataset = jsonl, parquet or huggingface."""
+    subset: str = ""
+    """Configuration of a Hugging Face dataset that has several; only with dataset = huggingface."""
+    split: str = "train"
+    """Split of a Hugging Face dataset that has several; only with dataset = huggingface."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """What a .bin without .idx holds; only with dataset = tokens."""
+    on_problem: Literal["skip", "stop"] = "skip"
+    """What a document that cannot be read does. skip: it is left out, counted and listed in the store; stop: none may be."""
+    max_problems: Documents = 1000
+    """Documents left out beyond which preparing stops; only with on_problem = skip."""
+    max_document_bytes: Annotated[int, Rule(low=1, high=2**31, unit="bytes")] = 2**25
+    """A longer document is a problem: each process that prepares holds a few times as much."""
     held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
-    """Share of the documents kept out of training for evaluation; chosen by their content."""
+    """Share of the documents kept out of training for evaluation; chosen by their content. Stores that were
+    prepared before keep theirs."""
+    chat_template: str = "llama3"
+    """How conversations are written: llama2, llama3, chatml, a .jinja file, or a tokenizer_config.json of Hugging Face's (or its
+    folder); only with conversations."""
+    special_in_content: tuple[str, ...] = ()
+    """Special tokens whose names mean them in messages too; only with conversations."""
+    packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
+    """Documents to samples. wrapped: in a row, cut at every seq_len; best-fit: as many whole ones as fit; none: one each. What is
+    left is padding."""
+    long_documents: Annotated[Literal["split", "cut", "drop"], FIXED] = "split"
+    """What becomes of documents longer than a sample: several samples, their beginning, or nothing; not with packing =
+    wrapped."""
+    document_mask: Annotated[bool, FIXED] = False
+    """Attention ends at the borders of the documents in a sample, and their positions start at 0."""
     shuffle: Annotated[bool, FIXED] = True
     """Visit the samples of each epoch in an order keyed by (seed, epoch); off: in the order of the store."""
     num_workers: CountOrZero = 0
@@ -237,7 +281,7 @@ class CheckpointConfig:
     load_step: StepsOrZero = 0
     """Go back to this step, once: newer checkpoints of the run are moved aside; 0: the newest."""
     initial: str = ""
-    """Where a new run takes its weights from: a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
+    """Where a new run takes its weights from: a run, a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
     exclude: tuple[str, ...] = ()
     """Parameters that stay random nevertheless, as output.weight or layers.7.*; only with initial."""
     export_huggingface: bool = False
@@ -249,7 +293,11 @@ class EvaluationConfig:
     interval_steps: StepsOrZero = 0
     """Steps between evaluations on the held-out documents; the last step is then evaluated too; 0: never."""
     max_samples: Annotated[int, Rule(low=0, high=10**9, unit="samples")] = 0
-    """Held-out samples of one evaluation; 0: all."""
+    """Samples of each set that one evaluation looks at; 0: all."""
+    sets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
+    """Datasets for evaluation alone, beside the held-out documents: sets = { wiki = "jsonl:/data/wiki.jsonl" }."""
+    best: str = ""
+    """A set; the checkpoint with the lowest loss on it is written and kept, whatever [checkpoint] keep says."""
 
 
 @dataclass(frozen=True, kw_only=True)

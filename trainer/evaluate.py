@@ -1,18 +1,22 @@
 """Held-out loss, by the same Step that trains."""
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
 
-from trainer.batch import Batch
+from trainer.batch import IGNORED, Batch
 from trainer.config import ConfigError, EvaluationConfig
 from trainer.data.loader import Cut, held_out_batches
-from trainer.data.packing import WrappedSamples
+from trainer.data.packing import Samples
 from trainer.parallel.step import Step
+
+_BLOCK = 256
+"""Samples that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -20,37 +24,68 @@ class Evaluation:
     loss: float
     """Mean over all targets, in nats."""
     num_targets: int
+    bits_per_byte: float | None
+    """Of the text that the targets stand for, whatever the tokenizer; None where they stand for none."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
 
 
 class HeldOut:
-    """The held-out samples of a run."""
+    """One set of samples that are not trained on."""
 
-    def __init__(self, samples: WrappedSamples, config: EvaluationConfig):
-        """Raises ConfigError where the held-out documents do not fill one sample."""
+    def __init__(self, name: str, samples: Samples, max_samples: int, text_bytes: np.ndarray):
+        """text_bytes: (vocabulary,), of the text of each token. Raises ConfigError where the documents do not fill one
+        sample."""
+        self.name = name
         self.samples = samples
-        self.num_samples = min(len(samples), config.max_samples or len(samples))
+        self.num_samples = min(len(samples), max_samples or len(samples))
+        self.text_bytes = text_bytes
         if not self.num_samples:
             raise ConfigError(
                 "evaluation.interval_steps",
-                f"the held-out documents have {len(samples.store.tokens)} tokens, less than one sample of "
-                f"seq_len {samples.seq_len}; raise [data] held_out_fraction",
+                f"the documents of {name} do not fill one sample of training.seq_len; a larger [data] held_out_fraction, or "
+                "another set, may",
             )
 
     @functools.cached_property
+    def target_counts(self) -> np.ndarray:
+        """(tokens,): how often each is a target."""
+        counts = np.zeros(len(self.text_bytes), np.int64)
+        for first in range(0, self.num_samples, _BLOCK):
+            labels = self.samples.batch(np.arange(first, min(first + _BLOCK, self.num_samples))).labels.numpy()
+            counts += np.bincount(labels[labels != IGNORED], minlength=len(counts))
+        return counts
+
+    @property
     def unigram_entropy(self) -> float:
         """Entropy of the targets' own frequencies, in nats: the loss of the best model that ignores all context."""
-        targets = self.samples.store.tokens[1 : self.num_samples * self.samples.seq_len + 1]
-        counts = np.bincount(targets)
-        shares = counts[counts > 0] / len(targets)
+        counts = self.target_counts[self.target_counts > 0]
+        shares = counts / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
     def evaluate(self, step: Step, cut: Cut, to_device: Callable[[Batch], Batch]) -> Evaluation:
         """On all ranks together; the same result on each."""
         batches = map(to_device, held_out_batches(self.samples, self.num_samples, cut))
         sums = [step.evaluate(group) for group in _groups(batches, cut.grad_accum)]
-        loss_sum = torch.stack([loss for loss, _ in sums]).double().sum()
-        num_targets = torch.stack([count for _, count in sums]).sum()
-        return Evaluation((loss_sum / num_targets).item(), int(num_targets.item()))
+        loss_sum = torch.stack([loss for loss, _ in sums]).double().sum().item()
+        num_targets = int(torch.stack([count for _, count in sums]).sum().item())
+        num_bytes = int(self.target_counts @ self.text_bytes)
+        bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
+        return Evaluation(loss_sum / max(1, num_targets), num_targets, bits_per_byte)
+
+
+def held_out_sets(
+    sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
+) -> list[HeldOut]:
+    """Those of a run; none where it does not evaluate. Raises ConfigError."""
+    if not config.interval_steps:
+        return []
+    if config.best and config.best not in sets:
+        raise ConfigError("evaluation.best", f"is no set; there are: {', '.join(sets)}")
+    table = text_bytes()
+    return [HeldOut(name, samples, config.max_samples, table) for name, samples in sets.items()]
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

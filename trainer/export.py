@@ -5,14 +5,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from models import MODELS
-from models.spec import SizeError
 from trainer import checkpoint as checkpoints
 from trainer import logging, manifest
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.device import GIB
-from trainer.huggingface import MODEL_FILE, Export, Model
+from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model
 from trainer.manifest import Damaged
 
 _SHARD_BYTES = 5 * GIB
@@ -26,17 +24,30 @@ def export_of(checkpoint: Path, dtype: torch.dtype) -> Export:
         model = Model.read(checkpoint)
         if others := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
             raise Damaged(f"{MODEL_FILE} names {min(others)}, which is none of its files")
-        if model.family not in MODELS:
-            raise Damaged(f"is a {model.family}, which is none of {', '.join(MODELS)}")
-        spec = MODELS[model.family]
-        sizes = type(next(iter(spec.sizes.values())))(**model.sizes)
+        spec, sizes = model.network()
         files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-    except (Damaged, SizeError, TypeError) as error:
-        raise ConfigError("", f"{checkpoint}: {error}") from None
+    except Damaged as damage:
+        raise ConfigError("", f"{checkpoint}: {damage}") from None
     if model.tokenizer:
-        path = checkpoint / model.tokenizer_files[0]
-        files = load_tokenizer(TokenizerConfig(kind=model.tokenizer, path=str(path))).huggingface_files()
+        files = tokenizer_of(checkpoint, model).huggingface_files()
+    if (checkpoint / CHAT_TEMPLATE).exists():
+        files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
     return Export(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special)
+
+
+def tokenizer_of(checkpoint: Path, model: Model) -> Tokenizer:
+    """Raises ConfigError where there is none."""
+    kinds = {
+        "tokenizer.json": "huggingface",
+        "tokenizer.model": "sentencepiece",
+    }  # of what came from Hugging Face as it was
+    files = model.tokenizer_files
+    kind, file = model.tokenizer, files[0] if files else ""
+    if not kind:
+        kind, file = next(((kinds[name], name) for name in kinds if name in files), ("", ""))
+    if not kind:
+        raise ConfigError("", f"{checkpoint}: has no tokenizer")
+    return load_tokenizer(TokenizerConfig(kind=kind, path=str(checkpoint / file), take_over=model.take_over))
 
 
 def export_run(run_folder: Path, only_missing: bool = False) -> None:

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models import MODELS
+from models.spec import ModelSpec, SizeError
 from trainer import manifest
 from trainer.config import ConfigError
 from trainer.manifest import Damaged, File, Manifest
@@ -36,13 +37,14 @@ from trainer.system import sync
 
 MODEL_FILE = "model.json"
 """In a checkpoint: what the network is, and which of the files are its tokenizer's."""
+CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
 )
 _BLOCK_BYTES = 2**25
 _LARGEST_JSON = 2**28
@@ -63,6 +65,8 @@ class Model:
     tokenizer_files: tuple[str, ...]
     special: Mapping[str, Any]
     """bos_token_id, eos_token_id."""
+    take_over: Mapping[str, str]
+    """As in TokenizerConfig."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -78,6 +82,16 @@ class Model:
             return cls(**values | {"tokenizer_files": files})
         except (ValueError, TypeError, KeyError, RecursionError):
             raise Damaged(f"{MODEL_FILE} does not describe a model") from None
+
+    def network(self) -> tuple[ModelSpec, Any]:
+        """Its family and sizes. Raises Damaged."""
+        if self.family not in MODELS:
+            raise Damaged(f"is a {self.family}, which is none of {', '.join(MODELS)}")
+        spec = MODELS[self.family]
+        try:
+            return spec, type(next(iter(spec.sizes.values())))(**self.sizes)
+        except (SizeError, TypeError) as error:
+            raise Damaged(f"{MODEL_FILE}: {error}") from None
 
 
 # ---------------------------------------------------------------- a folder of theirs
@@ -333,7 +347,7 @@ def import_folder(
         there = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
         longest = int(folder.config.get("max_position_embeddings", 2048))
         special = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
-        model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special)
+        model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special, {})
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():

@@ -27,6 +27,8 @@ _STATE = {
     "passed_over": list,
     "rollbacks": int,
     "random": list,
+    "mixture": list,
+    "best": list,
 }
 """The keys of train_state.json, and what they hold."""
 

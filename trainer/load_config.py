@@ -215,32 +215,62 @@ def _check_combinations(config: Config) -> None:
             raise ConfigError(key, f"has no effect here: only with {condition}")
     if config.tokenizer.kind != "default" and not config.tokenizer.path:
         raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
-    if config.data.dataset != "python_stdlib" and not config.data.path:
+    if config.data.dataset not in ("python_stdlib", "chat") and not config.data.path and not config.data.datasets:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
     if config.checkpoint.initial and not os.path.isdir(config.checkpoint.initial):
         raise ConfigError("checkpoint.initial", "no such folder")
-    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path):
+    folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
+    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
         raise ConfigError("tokenizer.path", "no such file")
-    if config.data.path and not os.path.exists(config.data.path) and not glob.glob(config.data.path, recursive=True):
+    by_name = config.data.dataset == "huggingface"  # no path, where the package datasets finds it
+    if config.data.path and not by_name and not _exists(config.data.path):
         raise ConfigError("data.path", "no such file or folder, and no match as a pattern")
     if config.parallel.dp_shard == 0:
         raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
     reshard = config.parallel.reshard_after_forward
     if isinstance(reshard, int) and reshard < 2:
         raise ConfigError("parallel.reshard_after_forward", "as a number of ranks it must be at least 2")
-    if config.evaluation.interval_steps and not config.data.held_out_fraction:
+    if config.evaluation.interval_steps and not config.data.held_out_fraction and not config.evaluation.sets:
         raise ConfigError("evaluation.interval_steps", "needs held-out documents, but [data] held_out_fraction is 0")
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
 
 
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
+
+
 def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
     one flag shall be enough to do without it."""
+    dataset = config.data.dataset
+    kinds = {dataset, *(text.partition(":")[0] for text in config.data.datasets.values())}
+    chats = "chat" in kinds
     return (
-        ("tokenizer.path", config.tokenizer.kind != "default", "[tokenizer] kind = tiktoken or sentencepiece"),
-        ("data.path", config.data.dataset != "python_stdlib", "[data] dataset = text or jsonl"),
-        ("data.text_field", config.data.dataset == "jsonl", "[data] dataset = jsonl"),
+        (
+            "tokenizer.path",
+            config.tokenizer.kind != "default",
+            "a [tokenizer] kind other than default",
+        ),
+        ("data.path", dataset != "python_stdlib", "a [data] dataset other than python_stdlib"),
+        ("data.dataset", not config.data.datasets, "no [data] datasets"),
+        ("data.mixture", bool(config.data.datasets), "[data] datasets"),
+        (
+            "tokenizer.take_over",
+            config.tokenizer.kind in ("default", "tiktoken"),
+            "[tokenizer] kind = default or tiktoken",
+        ),
+        ("data.chat_template", chats, "conversations"),
+        ("data.special_in_content", chats, "conversations"),
+        ("data.long_documents", config.data.packing != "wrapped", "[data] packing = best-fit or none"),
+        (
+            "data.text_field",
+            bool(kinds & {"jsonl", "parquet", "huggingface"}),
+            "[data] dataset = jsonl, parquet or huggingface",
+        ),
+        ("data.subset", "huggingface" in kinds, "[data] dataset = huggingface"),
+        ("data.split", "huggingface" in kinds, "[data] dataset = huggingface"),
+        ("data.token_dtype", "tokens" in kinds, "[data] dataset = tokens"),
         (
             "lr_schedule.decay_steps",
             config.lr_schedule.name == "warmup_stable_decay",

@@ -17,7 +17,7 @@ from trainer import device as devices
 from trainer import lineage, logging, manifest
 from trainer.config import Config, ConfigError, toml_value
 from trainer.distributed import from_rank_0
-from trainer.huggingface import MODEL_FILE, Model
+from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Model
 from trainer.lineage import Saved
 from trainer.manifest import Damaged
 from trainer.setup import Setup
@@ -98,10 +98,19 @@ def open_folder(folder: Path) -> None:
 def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
     """What makes a checkpoint a model by itself: the network's sizes, and the tokenizer."""
     kind = config.tokenizer.kind
-    file = f"tokenizer.{'model' if kind == 'sentencepiece' else 'tiktoken'}"
+    files = setup.tokenizer.files
     special = {"bos_token_id": setup.tokenizer.bos, "eos_token_id": setup.tokenizer.eos}
-    model = Model(config.model.name, asdict(setup.sizes), config.training.seq_len, kind, (file,), special)
-    return {MODEL_FILE: model.text().encode(), file: setup.tokenizer.content}
+    model = Model(
+        family=config.model.name,
+        sizes=asdict(setup.sizes),
+        seq_len=config.training.seq_len,
+        tokenizer=kind,
+        tokenizer_files=tuple(files),
+        special=special,
+        take_over=dict(config.tokenizer.take_over),
+    )
+    template = {CHAT_TEMPLATE: setup.chat.template.encode()} if setup.chat else {}
+    return {MODEL_FILE: model.text().encode(), **files, **template}
 
 
 def versions() -> dict[str, str]:

@@ -84,8 +84,11 @@ class Saver:
         self.running: Running | None = None
         self.untold: list[Ended] = []
 
-    def save(self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any]) -> None:
-        """Begin to save the state of a step, on all ranks together, when the save before has ended."""
+    def save(
+        self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any], keep_also: int = 0
+    ) -> None:
+        """Begin to save the state of a step, on all ranks together, when the save before has ended. keep_also: a step whose
+        checkpoint stays, whatever the configuration keeps."""
         start = time.perf_counter()
         self._await_running()
         try:
@@ -96,6 +99,7 @@ class Saver:
                 about=about,
                 keep=self.config.keep,
                 keep_every=self.config.keep_every,
+                keep_also=keep_also,
                 aside=checkpoint.prepare(self.folder, step),
             )
             end = self.writer.start(request, tensors)

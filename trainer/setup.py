@@ -10,6 +10,9 @@ from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer import device as devices
 from trainer.config import Config, ConfigError, ModelConfig
+from trainer.data.chat import ChatFormat
+from trainer.data.datasets import members
+from trainer.data.encode import chat_format
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
 from trainer.parallel.dims import ParallelDims
 from trainer.parallel.fit import hidden_shape, require_fit, require_supported
@@ -31,6 +34,8 @@ class Setup:
     num_parameters: int
     flops_per_token: int
     tokenizer: Tokenizer
+    chat: ChatFormat | None
+    """Where conversations are trained on."""
     identity: dict[str, Any]
     """What a run that resumes must have in common with its checkpoint, by the names that users know."""
     shared: dict[str, Any]
@@ -64,6 +69,8 @@ def set_up(config: Config, world_size: int) -> Setup:
             "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.kind",
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
         )
+    chats = any(member.dataset == "chat" for member in members(config.data).values())
+    chat = chat_format(config.data, tokenizer) if chats else None
     # Of the model, what counts are the sizes that its settings lead to.
     identity = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")
     identity |= {f"model.{name}": value for name, value in asdict(sizes).items()}
@@ -77,6 +84,7 @@ def set_up(config: Config, world_size: int) -> Setup:
         num_parameters=sum(p.numel() for p in network.parameters()),
         flops_per_token=network.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
+        chat=chat,
         identity=identity | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.rule.local),
     )

@@ -1,10 +1,10 @@
 """The training loop, and the one place where every part of a run meets."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,13 +15,12 @@ from trainer import device as devices
 from trainer import lineage, logging, manifest
 from trainer.batch import Batch
 from trainer.checkpoint import load
-from trainer.config import Config, ConfigError
+from trainer.config import Config
+from trainer.data.datasets import open_all, prepare_all
 from trainer.data.loader import Cut, SampleOrder, training_batches
-from trainer.data.packing import WrappedSamples
-from trainer.data.prepare import prepare
-from trainer.data.store import open_store
+from trainer.data.mixture import require_same_past
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
-from trainer.evaluate import HeldOut
+from trainer.evaluate import held_out_sets
 from trainer.export import export_run
 from trainer.initial import load_initial
 from trainer.lineage import Saved
@@ -55,6 +54,14 @@ class StepResult:
     """For Verdicts."""
 
 
+@dataclass(frozen=True)
+class Best:
+    """The step with the lowest loss on the set that evaluation.best names; 0: none yet."""
+
+    step: int = 0
+    loss: float = math.inf
+
+
 class Trainer:
     """One run, from a started process group on."""
 
@@ -85,9 +92,10 @@ class Trainer:
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
 
+        self.best = Best()
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
-        self.identity = setup.identity | {"data": self.data_name}
+        self.identity = setup.identity | {"data": self.data.name}
         self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in setup.parameter_names}
         self.model_files = model_files(config, setup)
         if saved is not None:
@@ -97,7 +105,7 @@ class Trainer:
         self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
-        describe(config, setup, device, repeats, f"{self.data_name}: {len(self.samples)}", self.cut.grad_accum)
+        describe(config, setup, device, repeats, f"{self.data.name}: {len(self.data.training)}", self.cut.grad_accum)
         self.open_metrics = partial(
             Metrics,
             config.metrics,
@@ -124,6 +132,8 @@ class Trainer:
             config.activation_checkpoint,
             config.compile,
             config.training.compute_dtype,
+            config.data.document_mask,
+            device.type != "cpu",
         )
         for part in self.parts.values():
             initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
@@ -159,18 +169,12 @@ class Trainer:
 
     def _open_data(self, setup: Setup) -> None:
         config = self.config
-        store = Path(once_per_machine(lambda: str(prepare(config.data, config.tokenizer, setup.tokenizer))))
-        self.data_name = store.name
-        require_agreement({"data": self.data_name})
-        self.samples = WrappedSamples(open_store(store, "train"), config.training.seq_len)
-        if not len(self.samples):
-            tokens = len(self.samples.store.tokens)
-            raise ConfigError("training.seq_len", f"the training documents have {tokens} tokens, less than one sample")
-        self.order = SampleOrder(len(self.samples), config.run.seed, config.data.shuffle)
-        self.held_out = None
-        if config.evaluation.interval_steps:
-            held_out = WrappedSamples(open_store(store, "held_out"), config.training.seq_len)
-            self.held_out = HeldOut(held_out, config.evaluation)
+        data, sets, seq_len = config.data, config.evaluation.sets, config.training.seq_len
+        stores = once_per_machine(lambda: prepare_all(data, sets, config.tokenizer, setup.tokenizer, seq_len))
+        self.data = open_all(data, sets, stores, seq_len)
+        require_agreement({"data": self.data.name})
+        self.order = SampleOrder(self.data.sizes, self.data.stages, config.run.seed, data.shuffle)
+        self.held_out = held_out_sets(self.data.held_out, config.evaluation, setup.tokenizer.text_bytes)
 
     # ------------------------------------------------------------ the loop
 
@@ -230,9 +234,9 @@ class Trainer:
                 self.metrics.record_event({"kind": "slow_rank", "step": self.steps_done} | slow)
         if self._evaluation_due():
             with self.watchdog.paused():
-                self.evaluate(self.held_out)
+                self.evaluate()
         last = stopped or self.steps_done == self.config.training.steps
-        if last or self._save_due():
+        if last or self._save_due() or self.best.step == self.steps_done:
             self._save_if_good(verdicts[-1], last)
         else:
             self._record_saves(self.saver.ended())
@@ -241,7 +245,7 @@ class Trainer:
         return self.metrics.due(self.steps_done) or self._evaluation_due() or self._save_due()
 
     def _evaluation_due(self) -> bool:
-        return self.held_out is not None and self._due(self.config.evaluation.interval_steps)
+        return bool(self.held_out) and self._due(self.config.evaluation.interval_steps)
 
     def _save_due(self) -> bool:
         return self.save_late or self._due(self.config.checkpoint.interval_steps)
@@ -301,7 +305,9 @@ class Trainer:
 
     def _batches(self) -> Iterator[Batch]:
         pin_memory = self.device.type != "cpu"
-        for batch in training_batches(self.samples, self.order, self.cut, self.cursor, self.config.data, pin_memory):
+        for batch in training_batches(
+            self.data.training, self.order, self.cut, self.cursor, self.config.data, pin_memory
+        ):
             yield self._to_device(batch)
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -319,25 +325,23 @@ class Trainer:
         """Every interval steps and after the last one."""
         return self.steps_done == self.config.training.steps or (interval > 0 and self.steps_done % interval == 0)
 
-    def evaluate(self, held_out: HeldOut) -> None:
-        with self.metrics.watch.on("evaluation") as lap:
-            result = held_out.evaluate(self.step, self.cut, self._to_device)
-            entropy = held_out.unigram_entropy
-        logging.info(
-            f"held-out loss {result.loss:.4f} nats over {result.num_targets} tokens "
-            f"(unigram entropy of the same tokens: {entropy:.4f}, {entropy - result.loss:+.4f} above the loss)"
-        )
-        self.metrics.record_event(
-            {
-                "kind": "eval",
-                "step": self.steps_done,
-                "set": "held_out",
-                "loss": result.loss,
-                "unigram_entropy": entropy,
-                "num_targets": result.num_targets,
-                "evaluation_time_s": lap.seconds,
-            }
-        )
+    def evaluate(self) -> None:
+        """On every set."""
+        for held_out in self.held_out:
+            with self.metrics.watch.on("evaluation") as lap:
+                result = held_out.evaluate(self.step, self.cut, self._to_device)
+                entropy = held_out.unigram_entropy
+            logging.info(
+                f"{held_out.name}: loss {result.loss:.4f} nats over {result.num_targets} tokens "
+                f"(unigram entropy of the same tokens: {entropy:.4f}, {entropy - result.loss:+.4f} above the loss)"
+            )
+            record = {"kind": "eval", "step": self.steps_done, "set": held_out.name, "loss": result.loss}
+            record |= {"perplexity": result.perplexity, "unigram_entropy": entropy, "num_targets": result.num_targets}
+            if result.bits_per_byte is not None:
+                record["bits_per_byte"] = result.bits_per_byte
+            self.metrics.record_event(record | {"evaluation_time_s": lap.seconds})
+            if held_out.name == self.config.evaluation.best and result.loss < self.best.loss:
+                self.best = Best(self.steps_done, result.loss)
 
     # ------------------------------------------------------------ what outlives the process
 
@@ -363,6 +367,8 @@ class Trainer:
             "identity": self.identity,
             "passed_over": self.order.passed_over,
             "rollbacks": self.rollbacks,
+            "mixture": [[stage.start, *stage.quotas] for stage in self.data.stages],
+            "best": [self.best.step, self.best.loss] if self.best.step else [],
             "random": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("random/")),
         }
         files = {
@@ -375,7 +381,7 @@ class Trainer:
         self.metrics.flush()
         devices.synchronize(self.device)
         with self.metrics.watch.on("checkpoint", synchronize=False):  # the copy may go on beside the next step
-            self.saver.save(self.steps_done, tensors, files, about)
+            self.saver.save(self.steps_done, tensors, files, about, keep_also=self.best.step)
         self._record_saves(self.saver.ended(), last)
 
     def _record_saves(self, ended: Sequence[Ended], last: bool = False) -> None:
@@ -406,8 +412,8 @@ class Trainer:
 
     def _resume(self, saved: Saved) -> None:
         """Take over everything that a checkpoint holds."""
-        lineage.require_same(saved, self.identity)
         state = saved.state
+        lineage.require_same(saved, self.identity)
         # A rank that the saving run did not have keeps its fresh generators.
         names = state["random"] if dist.get_rank() < state["world_size"] else []
         fresh = devices.random_state(self.device)
@@ -417,8 +423,10 @@ class Trainer:
         load(saved.path, tensors, self.stored_names | {"guard", "random"})
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
-        self.rollbacks = state["rollbacks"]
+        self.rollbacks, self.best = state["rollbacks"], Best(*state["best"])
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
+        begun = int(self.order.place(np.array([self.cursor]))[0])
+        require_same_past(state["mixture"], self.data.stages, begun)
         ranks = state["world_size"]
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
         for line in changed_settings(saved, self.config):

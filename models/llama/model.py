@@ -6,6 +6,7 @@ Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,16 +43,25 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return turned.flatten(-2).type_as(x)
 
 
-class CausalAttention(nn.Module):
-    """The one seam of attention: the kernel behind it can be exchanged by module name, and holds no parameters.
+class CausalMask(nn.Module):
+    """Who sees whom: made once for all blocks, in the form that their kernel takes. A seam: exchanged by module name.
 
-    This kernel is plain causal attention within a sample. It reads neither positions nor documents: it needs the whole
-    sequence in order, and lets a token see the documents before its own in the same sample.
+    Here every token sees those before it in its sample, of other documents too, which the kernel knows without a mask.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim); positions, documents: (batch, seq)."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    def forward(self, positions: Tensor, documents: Tensor) -> None:
+        """positions, documents: (batch, seq)."""
+
+
+class CausalAttention(nn.Module):
+    """The kernel of attention. The other seam: exchanged by module name, and without parameters. It needs the whole sequence,
+    in order."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim); mask: added to the scores, of a shape that
+        broadcasts to (batch, heads, seq, seq); None: causal."""
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
 
 
 class Attention(nn.Module):
@@ -67,13 +77,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(sizes.dim, sizes.dim, bias=False)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, documents: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any) -> Tensor:
         # -1, not n_heads: under tensor parallelism a rank holds only its own heads.
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (batch, local heads, seq, head_dim)
             for w in (self.wq, self.wk, self.wv)
         )
-        out = self.core(rotate(q, rope), rotate(k, rope), v, positions, documents)
+        out = self.core(rotate(q, rope), rotate(k, rope), v, mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
@@ -106,8 +116,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes)
 
-    def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], positions: Tensor, documents: Tensor) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), rope, positions, documents)
+    def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rope, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -122,6 +132,7 @@ class Llama(nn.Module):
     def __init__(self, sizes: LlamaSizes):
         super().__init__()
         self.sizes = sizes
+        self.mask = CausalMask()
         self.tok_embeddings = nn.Embedding(sizes.vocab_size, sizes.dim)
         self.layers = nn.ModuleDict({str(i): Block(sizes) for i in range(sizes.n_layers)})
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
@@ -131,10 +142,10 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
         """See models.spec.Network."""
-        rope = self.rope(positions)
+        rope, mask = self.rope(positions), self.mask(positions, documents)
         h = self.tok_embeddings(tokens)  # (batch, seq, dim)
         for layer in self.layers.values():
-            h = layer(h, rope, positions, documents)
+            h = layer(h, rope, mask)
         return self.output(self.norm(h), head)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,4 +33,5 @@ def plan(sizes: LlamaSizes) -> ParallelPlan:
         tensor_block=TENSOR_BLOCK,
         tensor_sizes=("n_heads", "n_kv_heads", "hidden_dim"),
         attention="attention.core",
+        mask="mask",
     )

@@ -8,16 +8,18 @@ import pytest
 from trainer.batch import IGNORED
 from trainer.config import DataConfig
 from trainer.data.loader import Cut, SampleOrder, held_out_batches, training_batches
+from trainer.data.mixture import stages_of
 from trainer.data.packing import WrappedSamples
 from trainer.data.store import TokenStore
 
 SEQ = 4
+ONE = stages_of((), ("data",))
 
 
 def samples(num_samples=37):
     """Token i is i; documents of eleven tokens."""
     tokens = np.arange(num_samples * SEQ + 1)
-    return WrappedSamples(TokenStore(tokens, np.append(np.arange(0, len(tokens), 11), len(tokens))), SEQ)
+    return WrappedSamples(TokenStore(tokens, np.append(np.arange(0, len(tokens), 11), len(tokens))), SEQ, restart=False)
 
 
 def cut(rank=0, ranks=1, global_batch_size=12, local_batch_size=2):
@@ -31,7 +33,7 @@ def numbers(batch):
 
 def step_samples(ranks, cursor, step, num_workers=0):
     """The samples of a step, accumulation by accumulation, rank by rank."""
-    order = SampleOrder(37, seed=3, shuffle=True)
+    order = SampleOrder((37,), ONE, seed=3, shuffle=True)
     per_rank = []
     for rank in range(ranks):
         mine = cut(rank, ranks)
@@ -51,8 +53,8 @@ def test_labels_are_the_next_tokens():
 
 def test_samples_cover_every_token_once():
     assert len(samples(5)) == 5
-    assert len(WrappedSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ)) == 4
-    assert len(WrappedSamples(TokenStore(np.arange(0), np.array([0])), SEQ)) == 0
+    assert len(WrappedSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ, False)) == 4
+    assert len(WrappedSamples(TokenStore(np.arange(0), np.array([0])), SEQ, False)) == 0
     labels = samples(5).batch(np.arange(5)).labels.flatten().tolist()
     assert labels == list(range(1, 21))
 
@@ -72,7 +74,7 @@ def test_workers_change_nothing():
 
 
 def test_each_epoch_visits_every_sample_once_in_an_order_of_its_own():
-    order = SampleOrder(37, seed=3, shuffle=True)
+    order = SampleOrder((37,), ONE, seed=3, shuffle=True)
     epochs = [order(np.arange(e * 37, (e + 1) * 37)).tolist() for e in range(3)]
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -81,7 +83,7 @@ def test_each_epoch_visits_every_sample_once_in_an_order_of_its_own():
 
 
 def test_without_shuffling_samples_come_as_stored():
-    assert SampleOrder(37, 3, shuffle=False)(np.arange(35, 40)).tolist() == [35, 36, 0, 1, 2]
+    assert SampleOrder((37,), ONE, 3, shuffle=False)(np.arange(35, 40)).tolist() == [35, 36, 0, 1, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -95,8 +97,8 @@ def test_held_out_batches_come_even_on_all_ranks(ranks):
 
 
 def test_samples_that_are_passed_over_are_left_out_of_the_order():
-    whole = SampleOrder(10, seed=1, shuffle=True)
-    some = SampleOrder(10, seed=1, shuffle=True, passed_over=((3, 5), (8, 14)))
+    whole = SampleOrder((10,), ONE, seed=1, shuffle=True)
+    some = SampleOrder((10,), ONE, seed=1, shuffle=True, passed_over=((3, 5), (8, 14)))
     places = [p for p in range(40) if not (3 <= p < 5 or 8 <= p < 14)]
     assert some(np.arange(len(places))).tolist() == whole(np.array(places)).tolist()
     assert some.place(np.arange(len(places))).tolist() == places

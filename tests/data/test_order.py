@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.order import permute
+from trainer.data.order import permute, scatter
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 100, 1023, 4097])
@@ -30,3 +30,13 @@ def test_it_is_mixed_well():
     assert 3200 < np.abs(np.diff(images)).mean() < 3500  # a third of the range for a random order
     firsts = [int(permute(np.array([0]), 16, seed)[0]) for seed in range(1600)]
     assert np.bincount(firsts, minlength=16).min() > 60
+
+
+def test_scattered_numbers_are_spread_evenly_and_differ_by_key():
+    index = np.arange(40_000)
+    numbers = scatter(index, 1, 2)
+    assert numbers.dtype == np.uint64 and len(np.unique(numbers)) == len(numbers)
+    counts = np.bincount((numbers >> np.uint64(60)).astype(np.int64), minlength=16)
+    assert abs(counts - 2500).max() < 250  # five deviations
+    assert not (scatter(index, 1, 3) == numbers).any()
+    assert (scatter(index[10:], 1, 2) == numbers[10:]).all()

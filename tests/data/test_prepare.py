@@ -1,6 +1,10 @@
 """The token store: complete, found again, rebuilt when something changed, and never half there."""
 
+import errno
+import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +13,9 @@ import pytest
 
 from tests.conftest import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data import corpus
 from trainer.data import prepare as module
+from trainer.data.sources import text
 from trainer.data.store import open_store, read_description, token_dtype
 from trainer.data.tokenizers import DEFAULT_FILE, load_tokenizer
 
@@ -63,7 +69,7 @@ def test_any_number_of_processes_gives_the_same_store(data, tmp_path, monkeypatc
     monkeypatch.setattr(module, "PART_BYTES", 4000)
     one = prepare(data, DEFAULT)
     three = prepare(replace(data, prepare_processes=3, store_folder=str(tmp_path / "other")), DEFAULT)
-    assert len(contents(one)) == 5
+    assert len(contents(one)) == 6
     assert contents(one) == contents(three)
 
 
@@ -111,7 +117,7 @@ class Killed(BaseException):
     """Not an error that anything could handle."""
 
 
-@pytest.mark.parametrize("where", ["_write_split", "_tokenize"])
+@pytest.mark.parametrize("where", ["write_split", "_tokenize"])
 def test_a_killed_preparation_leaves_no_store_and_goes_on_where_it_was(data, monkeypatch, where):
     monkeypatch.setattr(module, "PART_BYTES", 4000)
     whole = contents(prepare(data, DEFAULT))
@@ -149,8 +155,41 @@ def test_unreadable_and_empty_documents_are_counted_and_told(data, tmp_path, cap
     (tmp_path / "corpus" / "empty.txt").touch()
     folder = prepare(data, DEFAULT)
     assert read_description(folder)["skipped"] == 2
-    expected = f"warning: documents left out: 2; the first: {tmp_path}/corpus/a_bad.txt: not UTF-8 text (byte 0)"
+    first = f"{tmp_path}/corpus/a_bad.txt:1: not UTF-8 text (byte 0 of the file)"
+    expected = f"warning: documents left out: 2, listed in {folder}/problems.jsonl; the first: {first}"
     assert expected in capsys.readouterr().err
+    assert [json.loads(line) for line in (folder / "problems.jsonl").open()] == [
+        {"file": f"{tmp_path}/corpus/a_bad.txt", "line": 1, "reason": "not UTF-8 text (byte 0 of the file)"},
+        {"file": f"{tmp_path}/corpus/empty.txt", "line": 0, "reason": "empty"},
+    ]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_more_problems_than_allowed_stop_it_with_the_first_of_them(data, tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(module, "PART_BYTES", 4000)
+    for i in range(5):
+        (tmp_path / "corpus" / f"0{i}_empty.txt").touch()
+    data = replace(data, prepare_processes=processes)
+    first = "; ".join(f"{tmp_path}/corpus/0{i}_empty.txt: empty" for i in range(3))
+    assert refused(replace(data, max_problems=4)) == (
+        "data.max_problems",
+        f"documents that cannot be read: 5 or more, the first: {first}",
+    )
+    key, rule = refused(replace(data, on_problem="stop"))
+    assert (key, rule) == (
+        "data.on_problem",
+        f"documents that cannot be read: 1 or more, the first: {tmp_path}/corpus/00_empty.txt: empty",
+    )
+    assert read_description(prepare(replace(data, max_problems=5), DEFAULT))["skipped"] == 5
+    assert refused(replace(data, max_problems=4))[1].startswith("documents that cannot be read: 5 or more"), (
+        "a store that is there is held to it too"
+    )
+
+
+def refused(data) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as error:
+        prepare(data, DEFAULT)
+    return error.value.key, error.value.rule
 
 
 def test_a_corpus_without_documents_is_refused(data, tmp_path):
@@ -159,34 +198,13 @@ def test_a_corpus_without_documents_is_refused(data, tmp_path):
     (folder / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, path=str(folder)), DEFAULT)
-    assert error.value.rule == f"holds no readable document; {folder}/bad.txt: not UTF-8 text (byte 0)"
+    assert error.value.rule == (f"holds no readable document; {folder}/bad.txt:1: not UTF-8 text (byte 0 of the file)")
     (folder / "bad.txt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"holds no readable document; .*bad\.txt: empty"):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no readable document; 1 files of blank lines"):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
-
-
-@pytest.mark.parametrize("content", ["[]", "{", '{"x": 1}', ""])
-def test_a_damaged_cache_of_digests_is_made_anew(data, content):
-    folder = prepare(data, DEFAULT)
-    (folder.parent / "digests.json").write_text(content)
-    assert prepare(data, DEFAULT) == folder
-
-
-def test_a_damaged_store_is_told(data):
-    folder = prepare(data, DEFAULT)
-    path = folder / "train.tokens"
-    path.write_bytes(path.read_bytes()[:-2])
-    size = path.stat().st_size
-    with pytest.raises(ConfigError) as error:
-        open_store(folder, "train")
-    assert error.value.key == "data.store_folder"
-    assert error.value.rule == f"{path} has {size} bytes of {size + 2}; delete the folder {folder}"
-    (folder / "store.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"store\.json cannot be read; delete the folder"):
-        open_store(folder, "train")
 
 
 def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
@@ -199,17 +217,81 @@ def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
     )
 
 
-@pytest.mark.parametrize("size", [0, 1000])
-def test_a_torn_part_is_made_again(data, monkeypatch, size):
+@pytest.mark.parametrize("suffix", ["runs", "json", "problems"])
+@pytest.mark.parametrize("size", [0, 30])
+def test_a_torn_part_is_made_again(data, tmp_path, monkeypatch, suffix, size):
+    (tmp_path / "corpus" / "empty.txt").touch()
     whole = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
-    monkeypatch.setattr(module, "_write_split", lambda *_: pytest.fail("stop"))
-    with pytest.raises(pytest.fail.Exception):
-        prepare(data, DEFAULT)
-    monkeypatch.undo()
-    (part,) = Path(data.store_folder).glob("*.partial/part-000000.npz")
-    part.write_bytes(part.read_bytes()[:size])
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_split", lambda *_: pytest.fail("stop"))
+        with pytest.raises(pytest.fail.Exception):
+            prepare(data, DEFAULT)
+    (part,) = Path(data.store_folder).glob(f"*.partial/part-000000.{suffix}")
+    part.write_bytes(part.read_bytes()[:size] if size else b"\0" * part.stat().st_size)  # as a power cut leaves it
     assert contents(prepare(data, DEFAULT)) == whole
+
+
+def test_tokens_that_others_made_are_taken_as_they_are(data, tmp_path):
+    eos = load_tokenizer(DEFAULT).eos
+    np.array([5, 6, eos, 7, eos, 8], "<u2").tofile(tmp_path / "x.bin")
+    folder = prepare(replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), held_out_fraction=0.0), DEFAULT)
+    store = open_store(folder, "train")
+    found = [store.tokens[a:b].tolist() for a, b in zip(store.documents, store.documents[1:], strict=False)]
+    assert sorted(found) == [[5, 6, eos], [7, eos], [8]]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_token_that_the_tokenizer_has_not_ends_it_whoever_finds_it(data, tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(module, "PART_BYTES", 40)
+    np.array([5] * 99 + [2048], "<u2").tofile(tmp_path / "x.bin")
+    data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_processes=processes)
+    rule = f"{tmp_path}/x.bin: token 2048 at byte 198 is none of the tokenizer's 2048 (read as uint16)"
+    assert refused(data) == ("data.path", rule)
+
+
+def test_a_file_that_cannot_be_read_is_told(data, tmp_path, monkeypatch):
+    def unreadable(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "digest_of", unreadable)
+        assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
+    monkeypatch.setattr(text, "open_stream", unreadable)  # since its digest was made
+    assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
+
+
+def test_a_process_that_is_killed_is_told(data, monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", 4000)
+    monkeypatch.setattr(module, "_tokenize_in_worker", _killed)
+    rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
+    assert refused(replace(data, prepare_processes=2)) == ("data.prepare_processes", rule)
+
+
+def _killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_machines_that_share_a_corpus_have_all_of_it(data, tmp_path):
+    found = []
+    for machine in range(3):
+        folder = module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (machine, 3))
+        found += documents(folder, "train") + documents(folder, "held_out")
+    assert sorted(found) == texts(data)
+    with pytest.raises(ConfigError, match=r"data\.path: names 60 files, too few for 61 shares"):
+        module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (60, 61))
+
+
+def test_a_store_that_another_tokenizer_made_is_not_used(data, tmp_path):
+    """Row 35 of the fault matrix: by what the tokenizer holds, not by its name."""
+    path = tmp_path / "t.tiktoken"
+    path.write_bytes(DEFAULT_FILE.read_bytes())
+    config = TokenizerConfig(kind="tiktoken", path=str(path))
+    before = prepare(data, config)
+    path.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
+    after = prepare(data, config)
+    assert after != before
+    assert read_description(after)["tokenizer"] == load_tokenizer(config).fingerprint
 
 
 @pytest.mark.parametrize("pattern", ["corpus/*.txt", "c*/0*.txt", "**/*.txt"])

@@ -60,14 +60,14 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
     torch.manual_seed(0)
     attention = Attention(SMALL)
     x = torch.randn(2, 6, 32)
-    _, positions, documents = inputs(SMALL, seq=6)
+    _, positions, _ = inputs(SMALL, seq=6)
     rope = build(SMALL).rope(positions)
     q = rotate(attention.wq(x).view(2, 6, 4, 8).transpose(1, 2), rope)
     k = rotate(attention.wk(x).view(2, 6, 2, 8).transpose(1, 2), rope).repeat_interleave(2, dim=1)
     v = attention.wv(x).view(2, 6, 2, 8).transpose(1, 2).repeat_interleave(2, dim=1)
     scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     expected = attention.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(attention(x, rope, positions, documents), expected)
+    torch.testing.assert_close(attention(x, rope, None), expected)
 
 
 def test_a_token_sees_only_what_stands_before_it():

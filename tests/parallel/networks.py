@@ -27,7 +27,8 @@ def parts(
     with torch.device("meta"):
         network = Llama(sizes)
     held = stages_of_rank(stages(network, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
-    built = parallelize(lambda: Llama(sizes), plan(sizes), held, meshes, config, checkpointing, compilation, dtype)
+    settings = (held, meshes, config, checkpointing, compilation, dtype)
+    built = parallelize(lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, on_gpu=False)
     for part in built.values():
         initialize(part, CPU, seed=0)
     return built, meshes

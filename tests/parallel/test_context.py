@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.llama.model import CausalAttention
 from scripts.operators import Operators
 from trainer.batch import Batch
-from trainer.parallel.context import ContextAttention, cut_sequence
+from trainer.parallel.attention import BlocksMask, FlexAttention, TableMask
+from trainer.parallel.context import GatheredAttention, cut_sequence, cut_tensor
 
 
 def numbered(seq):
@@ -42,8 +43,7 @@ def attention(kv_heads, recompute):
     draw = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, heads, 32, 8, generator=draw).requires_grad_() for heads in (4, kv_heads, kv_heads)]
     weights = torch.randn(2, 4, 32, 8, generator=draw)
-    nothing = torch.zeros(2, 32)
-    expected = CausalAttention()(*whole, nothing, nothing)
+    expected = CausalAttention()(*whole, None)
     (expected * weights).sum().backward()
 
     def mine(tensor):
@@ -52,7 +52,8 @@ def attention(kv_heads, recompute):
 
     parts = [mine(t).requires_grad_() for t in whole]
     with Operators() as forward:
-        out = ContextAttention(mesh, recompute)(*parts, nothing, nothing)
+        mask = TableMask(mesh, False, torch.float32)(None, torch.zeros(2, 32 // size))
+        out = GatheredAttention(CausalAttention(), mesh, recompute)(*parts, mask)
     with Operators() as backward:
         (out * mine(weights)).sum().backward()
     torch.testing.assert_close(out, mine(expected))
@@ -67,3 +68,46 @@ def attention(kv_heads, recompute):
 def test_attention_is_that_of_the_whole_sequence(ranks, size, kv_heads, recompute):
     gathers = set(ranks(size).run(attention, kv_heads, recompute))
     assert gathers == {(1, 1 if recompute else 0)}
+
+
+def documents_apart(kernel):
+    """Largest difference of output and gradients of packed documents, cut over the ranks, from each document alone."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,))
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, heads, 32, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+    weights = torch.randn(2, 4, 32, 8, generator=draw)
+    lengths = [[5, 1, 20, 6], [16, 9, 7]]
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])
+    expected = torch.zeros_like(weights)
+    for row, numbers in enumerate(lengths):
+        for start, length in zip(torch.tensor([0, *numbers]).cumsum(0).tolist(), numbers, strict=False):
+            part = [t[row : row + 1, :, start : start + length] for t in whole]
+            expected[row : row + 1, :, start : start + length] = CausalAttention()(*part, None)
+    (expected * weights).sum().backward()
+
+    def mine(tensor):
+        return torch.cat([tensor.detach().chunk(2 * size, 2)[i] for i in (rank, 2 * size - 1 - rank)], 2)
+
+    parts = [(mine(t) if size > 1 else t.detach().clone()).requires_grad_() for t in whole]
+    if kernel == "table":
+        mask, attend = TableMask(mesh, True, torch.float32), CausalAttention()
+    else:
+        mask, attend = BlocksMask(mesh, True, compiled=False), FlexAttention(compiled=False)
+    if size > 1:
+        attend = GatheredAttention(attend, mesh, recompute=True)
+    mask = mask(None, cut_tensor(documents, rank, size))
+    if kernel == "blocks":  # torch has no backward of it on a CPU
+        with torch.no_grad():
+            out = attend(*(part.detach() for part in parts), mask)
+        return (out - (mine(expected) if size > 1 else expected)).abs().max().item()
+    out = attend(*parts, mask)
+    (out * (mine(weights) if size > 1 else weights)).sum().backward()
+    pairs = [(out, expected), *((part.grad, one.grad) for part, one in zip(parts, whole, strict=True))]
+    return max((a - (mine(b) if size > 1 else b)).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("kernel", ["table", "blocks"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_attention_ends_at_the_borders_of_documents(ranks, size, kernel):
+    assert max(ranks(size).run(documents_apart, kernel)) < 5e-6

@@ -5,6 +5,7 @@ leaves of local_batch_size; at accumulation j, data-parallel rank r of W takes l
 content of a step depends on W, so the whole state of the data is the cursor.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,16 +17,22 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import Batch
 from trainer.config import DataConfig
+from trainer.data.mixture import PERIOD, Stage
 from trainer.data.order import permute
-from trainer.data.packing import WrappedSamples
+from trainer.data.packing import Samples
 from trainer.system import leave_signals_to_parent
+
+_LEAVES_TOGETHER = 64
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An endless order: one permutation of all samples after the other, keyed by (seed, epoch)."""
+    """An endless order: of each dataset one permutation of its samples after the other, keyed by (seed, epoch, dataset), mixed
+    as the stages say."""
 
-    num_samples: int
+    sizes: tuple[int, ...]
+    """Samples of each dataset, which are numbered one dataset after the other."""
+    stages: tuple[Stage, ...]
     seed: int
     shuffle: bool
     passed_over: tuple[tuple[int, int], ...] = ()
@@ -40,14 +47,32 @@ class SampleOrder:
 
     def __call__(self, index: np.ndarray) -> np.ndarray:
         """Numbers of the samples at these places of the order without those that are passed over. int64."""
-        epoch, place = np.divmod(self.place(index), self.num_samples)
-        if not self.shuffle:
-            return place
-        result = np.empty_like(place)
-        for e in np.unique(epoch):  # a batch may span epochs
-            chosen = epoch == e
-            result[chosen] = permute(place[chosen], self.num_samples, self.seed, int(e))
-        return result
+        dataset, nth = self._drawn(self.place(index.ravel()))
+        epoch, place = np.divmod(nth, np.array(self.sizes)[dataset])
+        firsts = np.cumsum([0, *self.sizes])
+        result = place + firsts[dataset]
+        if self.shuffle:
+            for d, e in np.unique(np.stack([dataset, epoch]), axis=1).T.tolist():  # a batch may span epochs
+                chosen = (dataset == d) & (epoch == e)
+                key = (self.seed, e, d) if d else (self.seed, e)
+                result[chosen] = firsts[d] + permute(place[chosen], self.sizes[d], *key)
+        return result.reshape(index.shape)
+
+    def _drawn(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The dataset at each place, and how many of its samples come before, in all stages."""
+        dataset, nth = np.empty_like(place), np.empty_like(place)
+        stage_of = np.searchsorted([stage.start for stage in self.stages], place, side="right") - 1
+        before = np.zeros(len(self.sizes), np.int64)
+        for number, stage in enumerate(self.stages):
+            chosen = stage_of == number
+            if chosen.any():
+                periods, slot = np.divmod(place[chosen] - stage.start, PERIOD)
+                which, nth_in_period = (table[slot] for table in stage.pattern)
+                dataset[chosen] = which
+                nth[chosen] = before[which] + periods * np.array(stage.quotas)[which] + nth_in_period
+            if number + 1 < len(self.stages):
+                before = before + stage.consumed(self.stages[number + 1].start - stage.start)
+        return dataset, nth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,28 +99,31 @@ class Cut:
 
 
 class _Leaves(Dataset):
-    """Microbatches by the place of their first sample in the global order."""
+    """Microbatches by the numbers of their samples."""
 
-    def __init__(self, samples: WrappedSamples, order: SampleOrder, size: int):
+    def __init__(self, samples: Samples):
         self.samples = samples
-        self.order = order
-        self.size = size
 
-    def __getitem__(self, first: int) -> Batch:
-        return self.samples.batch(self.order(np.arange(first, first + self.size)))
+    def __getitem__(self, numbers: np.ndarray) -> Batch:
+        return self.samples.batch(numbers)
 
 
 class _LeafSampler(Sampler):
-    def __init__(self, cut: Cut, cursor: int):
+    def __init__(self, order: SampleOrder, cut: Cut, cursor: int):
+        self.order = order
         self.cut = cut
         self.cursor = cursor
 
-    def __iter__(self) -> Iterator[int]:
-        return self.cut.leaves(self.cursor)
+    def __iter__(self) -> Iterator[np.ndarray]:
+        leaves = self.cut.leaves(self.cursor)
+        while True:
+            # Many at once: to permute a few numbers costs as much as to permute hundreds.
+            first = np.fromiter(itertools.islice(leaves, _LEAVES_TOGETHER), np.int64, _LEAVES_TOGETHER)
+            yield from self.order(first[:, None] + np.arange(self.cut.local_batch_size))
 
 
 def training_batches(
-    samples: WrappedSamples, order: SampleOrder, cut: Cut, cursor: int, config: DataConfig, pin_memory: bool
+    samples: Samples, order: SampleOrder, cut: Cut, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
     """This rank's microbatches from the cursor on, without end; grad_accum of them make a step.
 
@@ -105,9 +133,9 @@ def training_batches(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 calls what torch has deprecated
         loader = StatefulDataLoader(
-            _Leaves(samples, order, cut.local_batch_size),
+            _Leaves(samples),
             batch_size=None,
-            sampler=_LeafSampler(cut, cursor),
+            sampler=_LeafSampler(order, cut, cursor),
             pin_memory=pin_memory,
             worker_init_fn=leave_signals_to_parent,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
@@ -116,7 +144,7 @@ def training_batches(
     return iter(loader)
 
 
-def held_out_batches(samples: WrappedSamples, num_samples: int, cut: Cut) -> Iterator[Batch]:
+def held_out_batches(samples: Samples, num_samples: int, cut: Cut) -> Iterator[Batch]:
     """The first num_samples samples in the order of the store, the same number of microbatches on every rank: where they
     do not come out even, the rest has no targets."""
     step = cut.local_batch_size * cut.ranks

@@ -1,8 +1,11 @@
 """Keyed permutations: a shuffled order of any length that needs no memory and no history."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 _ROUNDS = 4
+_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -10,6 +13,19 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def _keys(key: Sequence[int]) -> np.ndarray:
+    """A number for each round, (rounds,) uint64."""
+    keys = np.zeros(_ROUNDS, dtype=np.uint64)
+    for part in key:
+        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP + np.uint64(part))
+    return keys
+
+
+def scatter(index: np.ndarray, *key: int) -> np.ndarray:
+    """A number for each index, spread evenly over all of uint64 in a way that the key names."""
+    return _mix(index.astype(np.uint64) * _STEP + _keys(key)[0])
 
 
 def permute(index: np.ndarray, size: int, *key: int) -> np.ndarray:
@@ -20,9 +36,7 @@ def permute(index: np.ndarray, size: int, *key: int) -> np.ndarray:
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = np.zeros(_ROUNDS, dtype=np.uint64)
-    for part in key:
-        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(part))
+    keys = _keys(key)
     result = index.astype(np.uint64)
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():

@@ -1,38 +1,266 @@
-"""Token store -> samples of a fixed length."""
+"""Token store -> samples of a fixed length: documents in a row and cut, packed whole, or one by one."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from trainer import logging
 from trainer.batch import IGNORED, Batch
+from trainer.config import ConfigError, DataConfig
 from trainer.data.store import TokenStore
+
+VERSION = 1
+PADDING = 0
+"""The token at places that belong to no document; it is no target, and of no document that a target is of."""
+
+
+class Samples(Protocol):
+    """What is trained on or evaluated, by numbers from 0 on."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """The samples of these numbers, (batch,); -1 gives a sample without targets."""
+
+
+# ---------------------------------------------------------------- in a row, cut
 
 
 class WrappedSamples:
     """The tokens of all documents in a row, cut at every seq_len. Samples overlap by one token, so that each token but
     the first of the store is the label of one position; the tail that fills no sample is left out."""
 
-    def __init__(self, store: TokenStore, seq_len: int):
+    def __init__(self, store: TokenStore, seq_len: int, restart: bool):
+        """restart: positions, at each document."""
         self.store = store
         self.seq_len = seq_len
+        self.restart = restart
 
     def __len__(self) -> int:
         return max(0, len(self.store.tokens) - 1) // self.seq_len
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """The samples of these numbers, (batch,); -1 gives a sample without targets."""
-        rows = np.maximum(samples, 0)[:, None] * self.seq_len + np.arange(self.seq_len + 1)  # (batch, seq + 1)
-        tokens = torch.from_numpy(self.store.tokens[rows].astype(np.int64))
-        documents = np.searchsorted(self.store.documents, rows[:, :-1], side="right") - 1
-        labels = tokens[:, 1:].clone()
-        labels[torch.from_numpy(samples < 0)] = IGNORED
-        return Batch(
-            tokens=tokens[:, :-1].contiguous(),
-            labels=labels,
-            positions=self._positions(len(samples)),
-            documents=torch.from_numpy(documents),
-        )
+        """See Samples."""
+        begins = np.maximum(samples, 0) * self.seq_len
+        tokens, labels = (np.empty((len(samples), self.seq_len), np.int64) for _ in range(2))
+        targets = self.store.targets
+        for row, begin in enumerate(begins.tolist()):  # stretches of the store: read as such, they cost a third
+            stretch = slice(begin, begin + self.seq_len + 1)
+            read = self.store.tokens[stretch]
+            tokens[row], labels[row] = read[:-1], read[1:]
+            if targets is not None:
+                labels[row][targets[stretch][1:] == 0] = IGNORED
+        documents = self._documents(begins)
+        positions = np.broadcast_to(np.arange(self.seq_len), documents.shape)
+        if self.restart:
+            positions = positions - np.maximum(self.store.documents[documents] - begins[:, None], 0)
+            # What follows the end of a document is another one's beginning.
+            labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
+            offsets, behind = self.store.documents, begins + self.seq_len
+            labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORED
+        labels[samples < 0] = IGNORED
+        return _batch(tokens, labels, positions, documents)
 
-    def _positions(self, batch: int) -> Tensor:
-        # Not restarted at each document, since attention reaches across them.
-        return torch.arange(self.seq_len).repeat(batch, 1)
+    def _documents(self, begins: np.ndarray) -> np.ndarray:
+        """Number of the document of each token of the samples that begin there, (batch, seq)."""
+        offsets = self.store.documents
+        first = np.searchsorted(offsets, begins, side="right") - 1
+        counts = np.searchsorted(offsets, begins + self.seq_len, side="left") - first  # of documents in each sample
+        before = np.cumsum(counts) - counts
+        numbers = np.repeat(first - before, counts) + np.arange(counts.sum())  # of the documents, sample after sample
+        begin = np.repeat(begins, counts)
+        lengths = np.minimum(offsets[numbers + 1], begin + self.seq_len) - np.maximum(offsets[numbers], begin)
+        return np.repeat(numbers, lengths).reshape(len(begins), self.seq_len)
+
+
+def _labels(store: TokenStore, places: np.ndarray) -> np.ndarray:
+    """int64: the tokens there, where they are targets."""
+    labels = store.tokens[places].astype(np.int64)
+    if store.targets is not None:
+        labels[store.targets[places] == 0] = IGNORED
+    return labels
+
+
+def _batch(*arrays: np.ndarray) -> Batch:
+    return Batch(*(torch.from_numpy(np.require(array, np.int64, ["C", "W"])) for array in arrays))
+
+
+# ---------------------------------------------------------------- pieces
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Stretches of documents, and which samples they are in."""
+
+    starts: np.ndarray
+    """(pieces,): the first token of each."""
+    lengths: np.ndarray
+    """(pieces,): positions; the token behind the last one is its label."""
+    samples: np.ndarray
+    """(samples + 1,): the first piece of each sample, and the end of the last."""
+
+
+class PackedSamples:
+    """Samples that are made of pieces, filled up with padding. Documents are numbered in each sample anew."""
+
+    def __init__(self, store: TokenStore, seq_len: int, pieces: Pieces, restart: bool):
+        """restart: positions, at each piece."""
+        self.store = store
+        self.seq_len = seq_len
+        self.pieces = pieces
+        self.restart = restart
+
+    def __len__(self) -> int:
+        return len(self.pieces.samples) - 1
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """See Samples."""
+        pieces = self.pieces
+        shape = (len(samples), self.seq_len)
+        tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, IGNORED, np.int64)
+        positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+        for row, sample in enumerate(np.maximum(samples, 0)):
+            mine = slice(pieces.samples[sample], pieces.samples[sample + 1])
+            lengths = pieces.lengths[mine].astype(np.int64)
+            size = int(lengths.sum())
+            begins = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each position's piece, in the sample
+            inside = np.arange(size) - begins
+            positions[row, :size] = inside if self.restart else np.arange(size)
+            places = np.repeat(pieces.starts[mine], lengths) + inside
+            tokens[row, :size] = self.store.tokens[places]
+            if samples[row] >= 0:
+                labels[row, :size] = _labels(self.store, places + 1)
+            documents[row, :size] = np.repeat(np.arange(len(lengths)), lengths)
+        return _batch(tokens, labels, positions, documents)
+
+
+def cut_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the pieces of all documents. long_documents: what becomes of those that have more than seq_len
+    positions: "split" (several pieces), "cut" (the first), "drop" (none)."""
+    positions = np.diff(store.documents) - 1  # the last token is a label only
+    if long_documents == "split":
+        counts = -(-positions // seq_len)
+    else:
+        counts = (positions > 0) * (positions <= seq_len if long_documents == "drop" else 1)
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
+    starts = np.repeat(store.documents[:-1], counts) + number * seq_len
+    lengths = np.minimum(np.repeat(positions, counts) - number * seq_len, seq_len)
+    return starts, lengths
+
+
+def with_targets(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(pieces,) bool: which have a target."""
+    if store.targets is None:
+        return np.ones(len(starts), bool)
+    found = np.zeros(len(starts), bool)
+    block = 2**16
+    for first in range(0, len(starts), block):  # so that memory stays small
+        here = slice(first, first + block)
+        own = lengths[here]
+        places = np.repeat(starts[here] + 1, own) + np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+        targets = np.concatenate([[0], np.cumsum(store.targets[places] != 0)])
+        ends = np.cumsum(own)
+        found[here] = targets[ends] > targets[ends - own]
+    return found
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """(pieces,): the bin of each piece; none is longer than the capacity. Best-fit decreasing (Johnson 1974, "Fast algorithms
+    for bin packing"): the longest first, each into the fullest bin that has room for it. Pieces of one length that find the
+    same room are placed at once, so time grows with the lengths there are, not with the pieces."""
+    order = np.argsort(-lengths, kind="stable")
+    bins = np.empty(len(lengths), np.int64)
+    bins_with: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # by what room they have left
+    some_with = np.zeros(capacity + 1, bool)
+    opened = 0
+
+    def put_back(which: np.ndarray, room: int) -> None:
+        if len(which) and room:
+            bins_with[room].append(which)
+            some_with[room] = True
+
+    for members in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        length = int(lengths[members[0]]) if len(members) else capacity
+        while len(members):
+            room = length + int(np.argmax(some_with[length:]))
+            if some_with[room]:
+                which = bins_with[room].pop()
+                some_with[room] = bool(bins_with[room])
+            else:
+                room = capacity
+                which = opened + np.arange(-(-len(members) // (capacity // length)))
+                opened += len(which)
+            each = room // length  # the next of this length finds the same bin the fullest
+            used = -(-len(members) // each)
+            put_back(which[used:], room)
+            which = which[:used]
+            placed = min(len(members), each * len(which))
+            bins[members[:placed]] = np.repeat(which, each)[:placed]
+            in_last = placed - each * (len(which) - 1)
+            put_back(which[:-1], room - each * length)
+            put_back(which[-1:], room - in_last * length)
+            members = members[placed:]
+    return bins
+
+
+def _whole_samples(store: TokenStore, seq_len: int, packing: str, long_documents: str) -> tuple[Pieces, dict[str, int]]:
+    """And what was left out."""
+    starts, lengths = cut_documents(store, seq_len, long_documents)
+    kept = with_targets(store, starts, lengths)
+    starts, lengths = starts[kept], lengths[kept]
+    documents = len(store.documents) - 1
+    without = {"pieces": len(starts), "without_target": int((~kept).sum()), "documents": documents}
+    if packing == "none":
+        return Pieces(starts, lengths.astype(np.int32), np.arange(len(starts) + 1)), without
+    bins = best_fit(lengths, seq_len)
+    order = np.argsort(bins, kind="stable")
+    samples = np.concatenate([[0], np.cumsum(np.bincount(bins))])
+    return Pieces(starts[order], lengths[order].astype(np.int32), samples), without
+
+
+# ---------------------------------------------------------------- made once, found again
+
+
+def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> None:
+    """Write which pieces make which samples to a folder, if it is not there."""
+    if folder.exists():
+        return
+    pieces, counts = _whole_samples(store, seq_len, config.packing, config.long_documents)
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    aside.mkdir(parents=True)
+    for name in ("starts", "lengths", "samples"):
+        np.save(aside / f"{name}.npy", getattr(pieces, name))
+    counts |= {"version": VERSION, "samples": len(pieces.samples) - 1, "positions": int(pieces.lengths.sum())}
+    (aside / "pieces.json").write_text(json.dumps(counts))
+    try:
+        aside.rename(folder)
+    except OSError:  # another was quicker
+        shutil.rmtree(aside)
+    left_out = counts["without_target"]
+    if left_out:
+        logging.warning(f"{folder.name}: {left_out} documents, or pieces of them, without a target were left out")
+
+
+def open_packed(store: TokenStore, folder: Path, seq_len: int, restart: bool) -> PackedSamples:
+    """Raises ConfigError where the folder is not what `pack` writes."""
+    try:
+        counts = json.loads((folder / "pieces.json").read_text())
+        starts, lengths, samples = (
+            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "lengths", "samples")
+        )
+        if (counts["version"], counts["pieces"], counts["samples"]) != (VERSION, len(starts), len(samples) - 1):
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        raise ConfigError("data.store_folder", f"{folder} cannot be read; delete it") from None
+    return PackedSamples(store, seq_len, Pieces(starts, lengths, samples), restart)
+
+
+def efficiency(samples: PackedSamples) -> float:
+    """Share of the positions that belong to a document."""
+    return float(samples.pieces.lengths.sum() / max(1, len(samples) * samples.seq_len))

@@ -1,21 +1,24 @@
 """Documents -> token store: by all cores, resumable after a kill, and found again by content and tokenizer.
 
-Two passes. First every part of the source is tokenized into a file of its own; a finished part is never done again.
-Then the documents of all parts are written in one shuffled order, and the folder is renamed into its place.
+Two passes. First every part of the source is tokenized into files of its own (parts.py); a finished part is never done
+again. Then the documents of all parts are written in one shuffled order (shuffle.py), and the folder is renamed into its
+place.
 """
 
 import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,90 +26,76 @@ from tqdm import tqdm
 
 from trainer import logging
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.order import permute
-from trainer.data.sources import Problem, Source, Span, open_source
-from trainer.data.store import SPLITS, VERSION, token_dtype
+from trainer.data import corpus
+from trainer.data.encode import ENCODERS, Encode, chat_format
+from trainer.data.joined import join
+from trainer.data.parts import Part, PartWriter, part_file, problems_of, read_part
+from trainer.data.shuffle import write_split
+from trainer.data.sources import Document, Problem, Source, Span, open_source
+from trainer.data.store import SPLITS, VERSION, Encoded, read_description, token_dtype
 from trainer.data.tokenizers import Tokenizer, load_tokenizer
-from trainer.system import cores, sync, write_durably
+from trainer.manifest import digest_of
+from trainer.system import cores, die_with_parent, leave_signals_to_parent, sync, write_durably
 
 PART_BYTES = 4 * 2**20
-"""Text of one part: the unit of parallel work, and what a kill can lose."""
+_LARGEST_PART_BYTES = 2**28
+_MOST_PARTS = 1024
+"""Bytes of the source in one part: the unit of parallel work, and what a kill can lose. Parts grow, up to the largest, before
+there are more of them."""
 
-_SHUFFLE_KEY = 0x6D657368
-"""The order of documents in a store is a property of the store, not of a run."""
+_SHOWN_PROBLEMS = 3
 
 
-def prepare(data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer) -> Path:
+def prepare(
+    data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, share: tuple[int, int] = (0, 1)
+) -> Path:
     """The folder of the token store of this dataset under this tokenizer, made if it is not there.
 
-    tokenizer: loaded from its config, which goes to the worker processes. Raises ConfigError where the source has no
-    documents, or the store cannot be written.
+    tokenizer: loaded from its config, which goes to the worker processes. share: (i, n): of the source's files, take every
+    n-th from the i-th on only, as one of n machines. Raises ConfigError where the source has no documents, or more problems
+    than allowed, or the store cannot be written.
     """
-    source = open_source(data)
     stores = Path(data.store_folder)
-    try:
+    with _writing(stores):
         stores.mkdir(parents=True, exist_ok=True)
-        folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
-        if folder.exists():
-            return folder
-        with _lock(folder.with_suffix(".lock")):
+        if data.dataset == "stores":
+            with _lock(stores / "stores.lock"):
+                folder = join(data, tokenizer)
+        else:
+            source = _share(open_source(data, tokenizer), *share)
+            folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
             if not folder.exists():
-                _build(source, data, tokenizer_config, tokenizer, folder)
+                with _lock(folder.with_suffix(".lock")):
+                    if not folder.exists():
+                        return _build(source, data, tokenizer_config, tokenizer, folder)
+    require_few(data, read_description(folder)["skipped"], _listed(folder))
+    return folder
+
+
+def _share(source: Source, number: int, shares: int) -> Source:
+    files = source.files[number::shares]
+    if not files:
+        raise ConfigError("data.path", f"names {len(source.files)} files, too few for {shares} shares")
+    return replace(source, files=files)
+
+
+@contextlib.contextmanager
+def _writing(stores: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConfigError("data.store_folder", f"cannot be written ({error.strerror})") from None
         if error.filename is None or not Path(error.filename).is_relative_to(stores):
             raise
         raise ConfigError("data.store_folder", f"cannot be written ({error.strerror}: {error.filename})") from None
-    return folder
-
-
-# ---------------------------------------------------------------- identity
 
 
 def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
     """Changes with the content or the names of the files, the tokenizer, and every setting that shapes the store."""
-    field = data.text_field if data.dataset == "jsonl" else ""
-    shape = [VERSION, data.dataset, field, data.held_out_fraction, tokenizer.fingerprint, PART_BYTES]
-    names = [path.relative_to(source.root).as_posix() for path in source.files]
-    content = list(zip(names, _digests(source.files, stores / "digests.json"), strict=True))
-    return hashlib.sha256(json.dumps([shape, content]).encode()).hexdigest()[:16]
-
-
-def _digests(files: Sequence[Path], cache: Path) -> list[str]:
-    """sha256 of each file. A file whose size and time of change are those of the last look is not read again."""
-    try:
-        known = dict(json.loads(cache.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):  # a cache: what cannot be read is made anew
-        known = {}
-    digests = {}
-    names = [str(path.resolve()) for path in files]
-    for name, path in zip(names, files, strict=True):
-        stat = path.stat()
-        entry = known.get(name)
-        if not isinstance(entry, list) or len(entry) != 3 or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
-            entry = [stat.st_size, stat.st_mtime_ns, _sha256(path)]
-        digests[name] = entry
-    if any(known.get(path) != entry for path, entry in digests.items()):
-        _write_atomically(cache, json.dumps(known | digests))
-    return [digests[name][2] for name in names]
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-    except OSError as error:
-        raise ConfigError("data.path", f"{path} cannot be read ({error.strerror})") from None
-    return digest.hexdigest()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(path)
+    shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
+    chat = chat_format(data, tokenizer).fingerprint if data.dataset == "chat" else ""
+    return corpus.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, PART_BYTES], stores)
 
 
 @contextlib.contextmanager
@@ -117,6 +106,30 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
+# ---------------------------------------------------------------- problems
+
+
+def allowed_problems(data: DataConfig) -> int:
+    return data.max_problems if data.on_problem == "skip" else 0
+
+
+def require_few(data: DataConfig, count: int, first: Iterator[Problem]) -> None:
+    """Raises ConfigError where there are more problems than the run was set to take, with the first of them."""
+    if count <= allowed_problems(data):
+        return
+    key = "data.max_problems" if data.on_problem == "skip" else "data.on_problem"
+    shown = "; ".join(map(str, itertools.islice(first, _SHOWN_PROBLEMS)))
+    raise ConfigError(key, f"documents that cannot be read: {count} or more, the first: {shown}")
+
+
+def _listed(folder: Path) -> Iterator[Problem]:
+    """Of a store, or of those it is made of."""
+    members = [Path(member["folder"]) for member in read_description(folder)["stores"]]
+    for store in members or [folder]:
+        with (store / "problems.jsonl").open() as file:
+            yield from (Problem(**json.loads(line)) for line in file)
+
+
 # ---------------------------------------------------------------- first pass: parts
 
 
@@ -125,108 +138,153 @@ class _Work:
     """What a worker process needs; travels to it once."""
 
     source: Source
+    data: DataConfig
     tokenizer: TokenizerConfig
-    held_out_fraction: float
     folder: Path
 
 
-def _parts(source: Source) -> list[list[Span]]:
-    """Spans of about PART_BYTES together, in the order of the files."""
-    parts: list[list[Span]] = [[]]
-    room = PART_BYTES
+def _part_bytes(total: int) -> int:
+    return max(PART_BYTES, min(total // _MOST_PARTS, _LARGEST_PART_BYTES))
+
+
+def _parts(source: Source, part_bytes: int) -> Iterator[list[Span]]:
+    """Spans of about part_bytes together, in the order of the files."""
+    part: list[Span] = []
+    room = part_bytes
     for path in source.files:
-        size = path.stat().st_size
-        step = PART_BYTES if source.splittable else max(size, 1)
-        for start in range(0, max(size, 1), step):  # an empty file too, so that it is counted
-            span = Span(path, start, min(start + step, size))
-            if parts[-1] and span.stop - span.start > room:
-                parts.append([])
-                room = PART_BYTES
-            parts[-1].append(span)
+        for span in source.spans(path, os.path.getsize(path), part_bytes):
+            if part and span.stop - span.start > room:
+                yield part
+                part, room = [], part_bytes
+            part.append(span)
             room -= span.stop - span.start
-    return [part for part in parts if part]
+    if part:
+        yield part
 
 
-_worker: tuple[_Work, Tokenizer] | None = None
+_worker: tuple[_Work, Tokenizer, Encode] | None = None
 
 
 def _start_worker(work: _Work) -> None:
     # A worker process keeps its tokenizer from part to part; a process pool offers no other place for it.
     global _worker
-    _worker = (work, load_tokenizer(work.tokenizer))
+    leave_signals_to_parent()
+    die_with_parent()  # else it would wait for work without end
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():  # it was too late to ask for that
+        raise SystemExit
+    tokenizer = load_tokenizer(work.tokenizer)
+    _worker = (work, tokenizer, ENCODERS[work.data.dataset](work.data, tokenizer))
 
 
-def _tokenize_in_worker(number: int, spans: list[Span]) -> int:
+def _tokenize_in_worker(number: int, spans: list[Span]) -> tuple[int, int]:
     assert _worker is not None
     return _tokenize(*_worker, number, spans)
 
 
-def _tokenize(work: _Work, tokenizer: Tokenizer, number: int, spans: list[Span]) -> int:
-    """Write part `number`; returns the bytes of text that it was made from."""
-    target = _part_file(work.folder, number)
-    text_bytes = sum(span.stop - span.start for span in spans)
-    if _is_whole(target):
-        return text_bytes
-    tokens: list[np.ndarray] = []
-    held_out: list[bool] = []
-    problems: list[tuple[str, str]] = []
-    dtype = token_dtype(tokenizer.vocab_size)
-    for span in spans:
-        for document in work.source.read(span):
-            if isinstance(document, Problem):
-                problems.append((document.where, document.reason))
-            elif not document:
-                problems.append((str(span.path), "empty"))
-            else:
-                tokens.append(np.array([tokenizer.bos, *tokenizer.encode(document), tokenizer.eos], dtype))
-                held_out.append(_is_held_out(document, work.held_out_fraction))
-    aside = target.with_suffix(".aside.npz")
-    np.savez(
-        aside,
-        tokens=np.concatenate(tokens) if tokens else np.empty(0, dtype),
-        lengths=np.array([len(t) for t in tokens], np.int64),
-        held_out=np.array(held_out, bool),
-        problems=np.array(problems, np.str_).reshape(-1, 2),
-    )
-    sync(aside)
-    aside.replace(target)
-    return text_bytes
+def _tokenize(work: _Work, tokenizer: Tokenizer, encode: Encode, number: int, spans: list[Span]) -> tuple[int, int]:
+    """Write part `number`; returns the bytes that it was made from, and its problems. With more of them than the run is set to
+    take it ends there, and is not finished."""
+    size = sum(span.stop - span.start for span in spans)
+    part = read_part(work.folder, number, verify=True)
+    if part is not None:
+        return size, part.problems
+    allowed = allowed_problems(work.data)
+
+    def take(document: Document) -> tuple[Encoded, bool]:
+        return encode(document), _is_held_out(document, work.data.held_out_fraction)
+
+    writer = PartWriter(work.folder, number, token_dtype(tokenizer.vocab_size))
+    with contextlib.closing(writer):
+        for span in spans:
+            for taken in _read(work.source, span, take):
+                if not isinstance(taken, Problem):
+                    writer.add(*taken)
+                    continue
+                writer.add_problem(taken)
+                if writer.problems > allowed:
+                    return size, writer.problems
+        writer.finish()
+    return size, writer.problems
 
 
-def _is_whole(part: Path) -> bool:
-    """A part that is damaged, or empty, is made again."""
-    try:
-        with np.load(part):
-            return True
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
-        return False
+def _read(source: Source, span: Span, take: Callable[[Document], tuple[Encoded, bool]]) -> Iterator:
+    found = source.read(span, take)
+    while True:
+        try:
+            document = next(found)
+        except StopIteration:
+            return
+        except OSError as error:
+            if error.filename != span.path:
+                raise
+            raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
+        yield document
 
 
-def _part_file(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:06d}.npz"
-
-
-def _is_held_out(document: str, fraction: float) -> bool:
-    """By content: equal documents fall on the same side, wherever they stand."""
-    digest = hashlib.blake2b(document.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def _is_held_out(document: Document, fraction: float) -> bool:
+    """By content: equal documents fall on the same side, wherever they stand, and whatever the tokenizer."""
+    if isinstance(document, str):
+        content = document.encode("utf-8", "surrogatepass")
+    elif isinstance(document, np.ndarray):
+        content = document.astype("<u4").tobytes()
+    else:
+        content = json.dumps(document, sort_keys=True).encode()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def _tokenize_all(work: _Work, tokenizer: Tokenizer, parts: list[list[Span]], processes: int) -> None:
-    total = sum(span.stop - span.start for part in parts for span in part)
-    bar = tqdm(
-        total=total, unit="B", unit_scale=True, desc="tokenizing", disable=not logging.on_terminal(), leave=False
-    )
+def _tokenize_all(work: _Work, tokenizer: Tokenizer, total: int) -> list[Part]:
+    """Every part, in order. Raises ConfigError at the first problem that is one too many."""
+    jobs = enumerate(_parts(work.source, _part_bytes(total)))
+    first = list(itertools.islice(jobs, 2))
+    processes = (work.data.prepare_processes or cores()) if len(first) > 1 else 1
+    jobs = itertools.chain(first, jobs)
+    parts: list[Part] = []
+    problems = 0
     with contextlib.ExitStack() as stack:
-        stack.enter_context(bar)
-        if min(processes, len(parts)) == 1:
-            done = (_tokenize(work, tokenizer, *job) for job in enumerate(parts))
+        bar = stack.enter_context(_bar(total, "B", "tokenizing"))
+        if processes == 1:
+            encode = ENCODERS[work.data.dataset](work.data, tokenizer)
+            done = (_tokenize(work, tokenizer, encode, *job) for job in jobs)
         else:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(min(processes, len(parts)), context, _start_worker, (work,)))
-            done = pool.map(_tokenize_in_worker, range(len(parts)), parts)
-        for text_bytes in done:
-            bar.update(text_bytes)
+            pool = stack.enter_context(ProcessPoolExecutor(processes, context, _start_worker, (work,)))
+            done = _in_order(pool, jobs, ahead=4 * processes)
+        for number, (size, found) in enumerate(done):
+            problems += found
+            if problems > allowed_problems(work.data):
+                seen = itertools.chain.from_iterable(problems_of(work.folder, n) for n in range(number + 1))
+                require_few(work.data, problems, seen)
+            part = read_part(work.folder, number, verify=False)
+            assert part is not None
+            parts.append(part)
+            bar.update(size)
+    return parts
+
+
+def _bar(total: int, unit: str, what: str) -> tqdm:
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=what, disable=not logging.on_terminal(), leave=False)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, jobs: Iterator[tuple[int, list[Span]]], ahead: int
+) -> Iterator[tuple[int, int]]:
+    """Results of the jobs. Only so many are handed over ahead: a corpus may have more of them than memory."""
+    waiting = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(_tokenize_in_worker, *job))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
+        raise ConfigError("data.prepare_processes", rule) from None
+    finally:
+        for job in waiting:
+            job.cancel()
 
 
 # ---------------------------------------------------------------- second pass: one shuffled order
@@ -234,81 +292,65 @@ def _tokenize_all(work: _Work, tokenizer: Tokenizer, parts: list[list[Span]], pr
 
 def _build(
     source: Source, data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, folder: Path
-) -> None:
+) -> Path:
     partial = folder.with_suffix(".partial")
     partial.mkdir(exist_ok=True)
-    parts = _parts(source)
-    logging.info(f"preparing {data.dataset}: {len(source.files)} files, {len(parts)} parts -> {folder}")
-    processes = data.prepare_processes or cores()
-    _tokenize_all(_Work(source, tokenizer_config, data.held_out_fraction, partial), tokenizer, parts, processes)
+    total = sum(os.path.getsize(path) for path in source.files)
+    logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
+    parts = _tokenize_all(_Work(source, data, tokenizer_config, partial), tokenizer, total)
+    _require_documents(source, partial, parts)
 
     final = partial / "store"
     if final.exists():
         shutil.rmtree(final)
     final.mkdir()
-    documents = [_read_part(partial, number, "lengths", "held_out", "problems") for number in range(len(parts))]
-    lengths = [part_lengths for part_lengths, _, _ in documents]
-    held_out = np.concatenate([part_held_out for _, part_held_out, _ in documents])
-    problems = [tuple(map(str, row)) for _, _, rows in documents for row in rows]
-    if not held_out.size:
-        first = ": ".join(problems[0]) if problems else f"{len(source.files)} files of blank lines"
-        raise ConfigError("data.path", f"holds no readable document; {first}")
-    splits = {
-        "train": _write_split(final, "train", partial, lengths, ~held_out, tokenizer),
-        "held_out": _write_split(final, "held_out", partial, lengths, held_out, tokenizer),
-    }
-    assert tuple(splits) == SPLITS
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = sum(run.tokens for part in parts for run in part.runs)
+    with _bar(tokens, " tokens", "shuffling") as bar:
+        written = {split: write_split(final, split, partial, parts, dtype, bar.update) for split in SPLITS}
+    with (final / "problems.jsonl").open("wb") as out:
+        for number in range(len(parts)):
+            with part_file(partial, number, "problems").open("rb") as file:
+                shutil.copyfileobj(file, out)
+    listed = final / "problems.jsonl"
+    files = {"problems.jsonl": {"size": listed.stat().st_size, "digest": digest_of(listed)}}
+    for _, of_split in written.values():
+        files |= of_split
     description = {
         "version": VERSION,
         "dataset": data.dataset,
-        "dtype": token_dtype(tokenizer.vocab_size).str,
+        "dtype": dtype.str,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
-        "splits": splits,
-        "skipped": len(problems),
+        "splits": {split: counts for split, (counts, _) in written.items()},
+        "skipped": sum(part.problems for part in parts),
+        "targets": "train.targets" in files,
+        "files": files,
+        "stores": [],
     }
     write_durably(final / "store.json", json.dumps(description, indent=1))
     for path in (*final.iterdir(), final):
         sync(path)
     final.rename(folder)
     shutil.rmtree(partial)
-    if problems:
-        where, reason = problems[0]
-        logging.warning(f"documents left out: {len(problems)}; the first: {where}: {reason}")
-    train = splits["train"]
+    _tell(folder, description)
+    return folder
+
+
+def _require_documents(source: Source, partial: Path, parts: list[Part]) -> None:
+    if any(part.runs for part in parts):
+        return
+    problems = itertools.chain.from_iterable(problems_of(partial, number) for number in range(len(parts)))
+    first = next(problems, None)
+    why = str(first) if first else f"{len(source.files)} files of blank lines"
+    raise ConfigError("data.path", f"holds no readable document; {why}")
+
+
+def _tell(folder: Path, description: dict) -> None:
+    if description["skipped"]:
+        first = next(_listed(folder))
+        logging.warning(
+            f"documents left out: {description['skipped']}, listed in {folder}/problems.jsonl; the first: {first}"
+        )
+    train = description["splits"]["train"]
     logging.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")
-
-
-def _read_part(folder: Path, number: int, *names: str) -> list[np.ndarray]:
-    with np.load(_part_file(folder, number)) as part:
-        return [part[name] for name in names]
-
-
-def _write_split(
-    final: Path, split: str, partial: Path, lengths: list[np.ndarray], chosen: np.ndarray, tokenizer: Tokenizer
-) -> dict:
-    """Write the chosen documents in a shuffled order. lengths: of the documents of each part; chosen: (all documents,)."""
-    sizes = np.concatenate(lengths)
-    members = np.flatnonzero(chosen)
-    order = members[permute(np.arange(len(members)), len(members), _SHUFFLE_KEY)] if len(members) else members
-    offsets = np.concatenate([[0], np.cumsum(sizes[order])]).astype("<i8")
-    offsets.tofile(final / f"{split}.documents")
-    place = np.full(len(sizes), -1)  # (all documents,): where each goes, -1 for the other split's
-    place[order] = offsets[:-1]
-    counts = {"tokens": int(offsets[-1]), "documents": len(members)}
-    path = final / f"{split}.tokens"
-    path.touch()
-    if not counts["tokens"]:
-        return counts
-    # Part by part, each document straight to its place: memory stays at one part, whatever the corpus.
-    target = np.memmap(path, token_dtype(tokenizer.vocab_size), mode="w+", shape=(counts["tokens"],))
-    first = 0
-    for number, part in enumerate(lengths):
-        (tokens,) = _read_part(partial, number, "tokens")
-        ends = np.cumsum(part)
-        for end, size, to in zip(ends, part, place[first : first + len(part)], strict=True):
-            if to >= 0:
-                target[to : to + size] = tokens[end - size : end]
-        first += len(part)
-    target.flush()
-    return counts

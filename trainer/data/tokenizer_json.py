@@ -44,12 +44,12 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
     bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    by_id = sorted(special.items(), key=lambda item: item[1])  # `tokenizers` counts on, whatever number is written
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": number, "content": name, **flags} for name, number in by_id],
+        # By their numbers: who reads it counts on from the ranks, whatever "id" says.
+        "added_tokens": [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_as_letters]},
         "post_processor": {

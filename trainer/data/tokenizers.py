@@ -1,18 +1,22 @@
-"""Text to tokens and back: tiktoken and sentencepiece behind one interface."""
+"""Text to tokens and back: tiktoken, sentencepiece and Hugging Face's tokenizers behind one interface."""
 
 import base64
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import sentencepiece
 import tiktoken
 
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.optional import library
+from trainer.data.sentencepiece_model import user_defined
+from trainer.data.special_tokens import special_tokens_taking_over
 from trainer.data.tokenizer_json import tokenizer_json
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
@@ -46,13 +50,23 @@ class Tokenizer(Protocol):
     """Token that closes a document."""
     fingerprint: str
     """Changes when any text could be encoded differently."""
-    content: bytes
-    """Of the file it was made from."""
+    files: Mapping[str, bytes]
+    """Name -> content of what makes the same tokenizer again, the file that its path is to name first."""
+
+    special_tokens: Mapping[str, int]
+    """Name -> id of the tokens that no text has."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text: what looks like a special token in it is text."""
+        """Tokens of plain text: what looks like a special token in it is text, and none is added."""
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same, (tokens,) uint32: without a Python object for each."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Special tokens as their names: nothing is left out."""
+
+    def text_bytes(self) -> np.ndarray:
+        """(vocab_size,): bytes of the text that each token stands for; 0 for special ones."""
 
     def huggingface_files(self) -> dict[str, bytes]:
         """Name -> content of the files that make the same tokenizer for Hugging Face's libraries."""
@@ -65,7 +79,7 @@ def _special_tokens(first: int) -> dict[str, int]:
         if i not in names:
             names[i] = f"<|reserved_special_token_{reserved}|>"
             reserved += 1
-    return {name: first + i for i, name in names.items()}
+    return {names[i]: first + i for i in range(NUM_SPECIAL)}
 
 
 def _fingerprint(kind: str, content: bytes) -> str:
@@ -92,25 +106,44 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
 # reference tokenizer cuts at the same places, so these are part of the encoding.
 _LONGEST_TEXT = 400_000
 _LONGEST_RUN = 25_000
-_LONG_RUN = re.compile(r"(?<!\s)\s{25001,}|(?<!\S)\S{25001,}")
+_SPACES, _OTHERS = re.compile(r"\s+"), re.compile(r"\S+")
+
+
+def _long_runs(text: str) -> Iterator[range]:
+    """The runs of spaces, or of other characters, that are longer than the limit. Such a run holds a multiple of the limit,
+    so that only what stands there is measured: to look at every character takes a third of the time of encoding."""
+    end = 0
+    for at in range(0, len(text), _LONGEST_RUN):
+        if at < end:
+            continue  # in the run that was measured last
+        space = text[at].isspace()
+        begin = at
+        while begin > end and text[begin - 1].isspace() == space:
+            begin -= 1
+        match = (_SPACES if space else _OTHERS).match(text, at)
+        assert match is not None
+        end = match.end()
+        if end - begin > _LONGEST_RUN:
+            yield range(begin, end)
 
 
 def _pieces(text: str) -> Iterator[str]:
     for start in range(0, len(text), _LONGEST_TEXT):
         piece = text[start : start + _LONGEST_TEXT]
-        cuts = [cut for run in _LONG_RUN.finditer(piece) for cut in range(run.start(), run.end(), _LONGEST_RUN)[1:]]
+        cuts = [cut for run in _long_runs(piece) for cut in run[::_LONGEST_RUN][1:]]
         yield from (piece[a:b] for a, b in itertools.pairwise([0, *cuts, len(piece)]))
 
 
 class TiktokenTokenizer:
     """Byte-pair encoding with Llama 3's split pattern and special tokens."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, take_over: Mapping[str, str] | None = None):
+        """take_over: new names -> those of reserved tokens, whose ids they get."""
         content = path.read_bytes()
         ranks = _ranks(content, path)
-        special = _special_tokens(first=len(ranks))
-        self.content = content
-        self._ranks, self._special = ranks, special
+        special = special_tokens_taking_over(_special_tokens(first=len(ranks)), take_over or {})
+        self.files = {"tokenizer.tiktoken": content}
+        self._ranks, self.special_tokens = ranks, special
         self._encoding = tiktoken.Encoding(
             path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -121,13 +154,21 @@ class TiktokenTokenizer:
         self.fingerprint = _fingerprint("tiktoken", content + "".join(rules).encode())
 
     def encode(self, text: str) -> list[int]:
-        return [token for piece in _pieces(text) for token in self._encoding.encode_ordinary(piece)]
+        return self.encode_array(text).tolist()
+
+    def encode_array(self, text: str) -> np.ndarray:
+        pieces = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in _pieces(text)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint32), *pieces])
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._encoding.decode(list(tokens))
 
+    def text_bytes(self) -> np.ndarray:
+        sizes = [len(self._encoding.decode_single_token_bytes(token)) for token in range(len(self._ranks))]
+        return np.array(sizes + [0] * NUM_SPECIAL)
+
     def huggingface_files(self) -> dict[str, bytes]:
-        whole = tokenizer_json(self._ranks, self._special, LLAMA3_PATTERN, bos="<|begin_of_text|>")
+        whole = tokenizer_json(self._ranks, self.special_tokens, LLAMA3_PATTERN, bos="<|begin_of_text|>")
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<|begin_of_text|>",
@@ -138,49 +179,156 @@ class TiktokenTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model, as Llama 2 uses it."""
+    """A sentencepiece model, as Llama 2 uses it. Its user-defined pieces are one token wherever a text has them: that is what
+    the library means by them, and part of the encoding; its control pieces are in no text."""
 
     def __init__(self, path: Path):
-        self.content = content = path.read_bytes()
-        self._processor = sentencepiece.SentencePieceProcessor()
+        content = path.read_bytes()
+        self.files = {"tokenizer.model": content}
+        self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
-            self._processor.LoadFromSerializedProto(content)
+            processor.LoadFromSerializedProto(content)
         except (RuntimeError, OSError):
             raise ConfigError("tokenizer.path", f"not a sentencepiece model: {path}") from None
-        self.vocab_size = self._processor.vocab_size()
-        self.bos = self._processor.bos_id()
-        self.eos = self._processor.eos_id()
+        self.vocab_size = processor.vocab_size()
+        self.bos = processor.bos_id()
+        self.eos = processor.eos_id()
         if self.bos < 0 or self.eos < 0:
             raise ConfigError("tokenizer.path", f"the model has no begin- or end-of-text token: {path}")
+        self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
+        special = self._control | user_defined(content)
+        self.special_tokens = {special[token]: token for token in sorted(special)}
         self.fingerprint = _fingerprint("sentencepiece", content)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), np.uint32)
+
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._processor.decode(list(tokens))
+        result, text = [], []
+        for token in tokens:
+            if token in self._control:  # which the library leaves out
+                result += [self._processor.decode(text), self._control[token]]
+                text = []
+            else:
+                text.append(token)
+        return "".join([*result, self._processor.decode(text)])
+
+    def text_bytes(self) -> np.ndarray:
+        processor = self._processor
+        silent = {*self._control, processor.unk_id()}
+        pieces = [processor.id_to_piece(token) for token in range(self.vocab_size)]
+        return np.array([0 if token in silent else _piece_bytes(piece) for token, piece in enumerate(pieces)])
 
     def huggingface_files(self) -> dict[str, bytes]:
         names = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": self._processor.unk_id()}
         about = {key: self._processor.id_to_piece(token) for key, token in names.items() if token >= 0}
         about |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False}
-        return {"tokenizer.model": self.content} | _json_files({"tokenizer_config.json": about})
+        return dict(self.files) | _json_files({"tokenizer_config.json": about})
+
+
+# Where Hugging Face's formats name the tokens that open and close a text, in the order in which they are looked at.
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What belongs to a tokenizer.json, and goes where it goes."""
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json, run by the package tokenizers."""
+
+    def __init__(self, path: Path):
+        """path: of the file or its folder."""
+        tokenizers = library("tokenizers", "tokenizer.kind")
+        path = path / "tokenizer.json" if path.is_dir() else path
+        content = path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception:  # the package raises no other kind
+            raise ConfigError("tokenizer.path", f"not a tokenizer.json: {path}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # as the text that they look like
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1  # there may be gaps
+        added = sorted(self._tokenizer.get_added_tokens_decoder().items())
+        self.special_tokens = {token.content: number for number, token in added if token.special}
+        self.bos = self._named(path, "bos", ids)
+        self.eos = self._named(path, "eos", ids)
+        self._beside = {name: file.read_bytes() for name in _BESIDE if (file := path.with_name(name)).is_file()}
+        # Where these ids came from may be a file of the model, which does not go with the tokenizer.
+        named = _json_files({"generation_config.json": {"bos_token_id": self.bos, "eos_token_id": self.eos}})
+        self.files = {"tokenizer.json": content} | self._beside | named
+        self.fingerprint = _fingerprint("huggingface", content + f"{self.bos} {self.eos}".encode())
+
+    def _named(self, path: Path, which: str, ids: Mapping[str, int]) -> int:
+        """The token that a file beside the tokenizer names bos or eos."""
+        for name in _NAMING:
+            about = _json_object(path.with_name(name))
+            token = about.get(f"{which}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            number = about.get(f"{which}_token_id")
+            number = number[0] if isinstance(number, list) and number else number
+            found = ids.get(token) if isinstance(token, str) else number
+            if isinstance(found, int) and 0 <= found < self.vocab_size:
+                return found
+        what = {"bos": "begin", "eos": "end"}[which]
+        raise ConfigError(
+            "tokenizer.path", f"no {what}-of-text token: {which}_token is in none of {', '.join(_NAMING)} beside it"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def text_bytes(self) -> np.ndarray:
+        by_letter = '"ByteLevel"' in json.dumps(json.loads(self.files["tokenizer.json"]).get("decoder"))
+        special = set(self.special_tokens.values())
+        pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        sizes = [len(piece) if by_letter else _piece_bytes(piece) for piece in pieces]
+        return np.array([0 if token in special else size for token, size in enumerate(sizes)])
+
+    def huggingface_files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": self.files["tokenizer.json"]} | self._beside
+
+
+def _piece_bytes(piece: str) -> int:
+    """Of the text of a sentencepiece token: <0x0A> is a byte, and the lower block is a space."""
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
+
+
+def _json_object(path: Path) -> dict:
+    """Empty where there is no such file, or it holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _json_files(contents: dict[str, dict]) -> dict[str, bytes]:
     return {name: json.dumps(content, ensure_ascii=False, indent=1).encode() for name, content in contents.items()}
 
 
-TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     "default": TiktokenTokenizer,
     "tiktoken": TiktokenTokenizer,
     "sentencepiece": SentencePieceTokenizer,
+    "huggingface": HuggingFaceTokenizer,
 }
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Raises ConfigError where the file is not what its kind says."""
+    path = Path(config.path) if config.path else DEFAULT_FILE
     try:
-        return TOKENIZERS[config.kind](Path(config.path) if config.path else DEFAULT_FILE)
+        kind = TOKENIZERS[config.kind]
+        return kind(path, config.take_over) if config.take_over else kind(path)
     except OSError as error:
         raise ConfigError("tokenizer.path", f"cannot be read ({error.strerror})") from None

@@ -16,9 +16,9 @@ from trainer.parallel.activation_checkpoint import (
     recompute_all_but,
     recompute_gathers,
 )
-from trainer.parallel.context import apply_context
+from trainer.parallel.attention import apply_attention
 from trainer.parallel.dims import Meshes
-from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.fsdp import DTYPES, apply_fsdp
 from trainer.parallel.pipeline import Stage, cut_to_stage
 from trainer.parallel.tensor import apply_tensor
 
@@ -32,9 +32,11 @@ def parallelize(
     checkpointing: ActivationCheckpointConfig,
     compiling: CompileConfig,
     dtype: str,
+    document_mask: bool,
+    on_gpu: bool,
 ) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
-    is one stage. dtype: of the computation ("bf16", "fp32").
+    is one stage. dtype: of the computation ("bf16", "fp32"); document_mask: attention ends at the borders of documents.
 
     FSDP comes last: it shards parameters as everything before it has left them. Compilation sees the cut matrices, and what is
     computed again only where it can make use of it.
@@ -47,16 +49,18 @@ def parallelize(
     def again(block: str) -> Again:
         return computed_again(int(block), checkpointing, gathers, compiled=compiling.enabled)
 
+    def gather_again(block: str) -> bool:
+        return again(block) == "gathers"
+
     parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_network()
         cut_to_stage(model, plan, stage)
         if tp.size() > 1:
-            apply_tensor(model, plan, tp, parallel.sequence_parallel, lambda block: again(block) == "gathers")
+            apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
+        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], on_gpu, gather_again)
         for name, block in model.get_submodule(plan.blocks).named_children():
-            if cp.size() > 1:
-                apply_context(block, plan, cp, again(name) == "gathers")
             block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         parts[stage] = model

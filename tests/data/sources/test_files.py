@@ -1,0 +1,76 @@
+"""Which files a path names."""
+
+import os
+
+import pytest
+
+from tests.data.sources.reading import read, refused
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("b.txt", "deep/a.md", "deep/c.txt", "other.bin"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+def test_a_folder_is_searched_through_and_a_file_or_pattern_names_itself(folder):
+    assert read("text", folder) == ["b.txt", "deep/a.md", "deep/c.txt"]
+    assert read("text", folder / "b.txt") == ["b.txt"]
+    assert read("text", f"{folder}/**/*.md") == ["deep/a.md"]
+    assert read("text", f"{folder}/*") == ["b.txt", "other.bin"]
+
+
+def test_patterns_of_the_current_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert read("text", "*.txt") == ["b.txt"]
+    assert read("text", "deep/*") == ["deep/a.md", "deep/c.txt"]
+
+
+def test_what_holds_no_file_is_refused(tmp_path):
+    (tmp_path / "x.csv").touch()
+    packed = {
+        "text": ".txt.gz or .md.gz or .txt.zst or .md.zst",
+        "jsonl": ".jsonl.gz or .json.gz or .jsonl.zst or .json.zst",
+    }
+    for dataset, suffixes in (
+        ("text", f".txt or .md or {packed['text']}"),
+        ("jsonl", f".jsonl or .json or {packed['jsonl']}"),
+        ("parquet", ".parquet"),
+        ("tokens", ".bin or .npy"),
+    ):
+        assert refused(dataset, tmp_path) == ("data.path", f"holds no file ending in {suffixes}")
+        assert refused(dataset, f"{tmp_path}/*.none") == ("data.path", f"holds no file ending in {suffixes}")
+
+
+def test_a_manifest_names_files_folders_and_patterns_from_where_it_lies(folder, monkeypatch):
+    (folder / "list.manifest").write_text("# the corpus\n\nb.txt\ndeep\n")
+    assert read("text", folder / "list.manifest") == ["b.txt", "deep/a.md", "deep/c.txt"]
+    (folder / "list.manifest").write_text(f"deep/*.md\r\n{folder}/b.txt\r\n")
+    monkeypatch.chdir(folder)
+    assert read("text", "list.manifest") == ["b.txt", "deep/a.md"]
+
+
+def test_a_manifest_that_is_wrong_is_told_by_its_line(folder):
+    manifest = folder / "list.manifest"
+    manifest.write_text("b.txt\n\nnone/*.txt\n")
+    assert refused("text", manifest) == ("data.path", f"{manifest}:3: none/*.txt names no file")
+    manifest.write_text("b.txt\ndeep/a.md\n*.txt\n")
+    assert refused("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is named in line 1 too")
+    manifest.write_text("# nothing\n")
+    assert refused("text", manifest)[1].startswith("holds no file ending in .txt or .md")
+    manifest.write_bytes(b"b\xff.txt\n")
+    assert refused("text", manifest) == ("data.path", f"{manifest}: not UTF-8 text (byte 1)")
+
+
+def test_a_folder_that_cannot_be_read_is_told_not_passed_over(folder, monkeypatch):
+    scandir = os.scandir
+
+    def locked(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", locked)
+    assert refused("text", folder) == ("data.path", f"{folder}/deep cannot be read (Permission denied)")

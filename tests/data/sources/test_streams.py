@@ -1,0 +1,112 @@
+"""Compressed files."""
+
+import gzip
+import io
+import json
+
+import pytest
+import zstandard
+
+from tests.data.sources.reading import opened, read, told
+from trainer.config import ConfigError
+from trainer.data import optional
+from trainer.data.sources.streams import open_stream
+
+TEXT = "".join(f'{{"text": "document {i}"}}\n' for i in range(5000))
+DOCUMENTS = [f"document {i}" for i in range(5000)]
+
+
+def packed(suffix: str, content: bytes) -> bytes:
+    if suffix == ".gz":
+        return gzip.compress(content)
+    out = io.BytesIO()  # in blocks, as a stream is written
+    with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
+        for start in range(0, len(content), 10_000):
+            writer.write(content[start : start + 10_000])
+            writer.flush(zstandard.FLUSH_BLOCK)
+    return out.getvalue()
+
+
+@pytest.fixture(params=[".gz", ".zst"])
+def suffix(request) -> str:
+    return request.param
+
+
+def test_compressed_lines_and_texts_are_read_as_if_they_were_plain(tmp_path, suffix):
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(packed(suffix, TEXT.encode()))
+    (tmp_path / f"x.txt{suffix}").write_bytes(packed(suffix, b"a text"))
+    assert read("jsonl", tmp_path) == DOCUMENTS
+    assert read("jsonl", tmp_path, step=100) == DOCUMENTS, "such a file is never cut"
+    assert read("text", tmp_path) == ["a text"]
+
+
+def test_streams_in_a_row_are_one_file(tmp_path, suffix):
+    lines = TEXT.encode().splitlines(keepends=True)
+    pieces = [b"".join(lines[i : i + 900]) for i in range(0, 5000, 900)]
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(b"".join(packed(suffix, piece) for piece in pieces) + b"\0" * 700)
+    assert read("jsonl", tmp_path) == DOCUMENTS
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
+def test_a_file_that_ends_too_early_gives_what_it_has_and_is_told(tmp_path, suffix, share):
+    file = tmp_path / f"x.jsonl{suffix}"
+    whole = packed(suffix, TEXT.encode())
+    file.write_bytes(whole[: int(len(whole) * share)])
+    found = read("jsonl", file)
+    documents, problems = [f for f in found if isinstance(f, str)], told(found)
+    assert documents == DOCUMENTS[: len(documents)]
+    kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
+    assert problems == [f"{file}:{len(documents) + 1}: its {kind} data ends too early"]
+
+
+@pytest.mark.parametrize("content", [b"plain text", b"\0" * 100])
+def test_a_file_that_is_not_compressed_is_told(tmp_path, suffix, content):
+    kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
+    for name in (f"x.txt{suffix}", f"x.jsonl{suffix}"):
+        (tmp_path / name).write_bytes(content)
+    assert told(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: not {kind} data, or damaged"]
+    assert told(read("jsonl", tmp_path)) == [f"{tmp_path}/x.jsonl{suffix}:1: not {kind} data, or damaged"]
+    (tmp_path / f"x.txt{suffix}").write_bytes(b"")
+    assert told(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: its {kind} data ends too early"]
+
+
+def test_numbers_of_lines_count_in_compressed_files_too(tmp_path, suffix):
+    file = tmp_path / f"x.jsonl{suffix}"
+    file.write_bytes(packed(suffix, b'{"text": "a"}\n\n{\n'))
+    expected = "not valid JSON: Expecting property name enclosed in double quotes (column 2)"
+    assert told(read("jsonl", file)) == [f"{file}:3: {expected}"]
+
+
+def test_a_bomb_is_unpacked_in_small_pieces(tmp_path, suffix):
+    """256 MiB of zeros: the text is too long, and most of it is never unpacked."""
+    file = tmp_path / f"x.txt{suffix}"
+    with open(file, "wb") as out:
+        writer = (
+            gzip.GzipFile(fileobj=out, mode="wb") if suffix == ".gz" else zstandard.ZstdCompressor().stream_writer(out)
+        )
+        with writer:
+            for _ in range(256):
+                writer.write(b"\0" * 2**20)
+    assert told(read("text", file)) == [f"{file}: longer than data.max_document_bytes = 33554432"]
+    with open_stream(str(file)) as stream:
+        stream.read(1)
+        assert len(stream.raw._out) <= 2**26
+
+
+def test_without_the_package_a_zst_file_is_refused_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "x.txt.zst").write_bytes(packed(".zst", b"a"))
+
+    def missing(name):
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(optional.importlib, "import_module", missing)
+    with pytest.raises(ConfigError) as error:
+        read("text", tmp_path)
+    assert str(error.value) == "data.path: needs the package zstandard: pip install zstandard"
+
+
+def test_a_source_tells_which_files_it_can_cut(tmp_path, suffix):
+    for name in ("a.jsonl", f"b.jsonl{suffix}"):
+        (tmp_path / name).write_bytes(packed(suffix, json.dumps({"text": "a"}).encode()))
+    source = opened("jsonl", tmp_path)
+    assert [len(list(source.spans(path, 100, 30))) for path in source.files] == [4, 1]

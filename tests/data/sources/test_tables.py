@@ -1,0 +1,214 @@
+"""Parquet tables and the Arrow files of Hugging Face's datasets."""
+
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from tests.data.sources.reading import opened, read, refused, told
+from trainer.config import ConfigError
+from trainer.data import optional
+from trainer.data.sources import Problem
+
+TEXTS = [f"row {i} ünï" for i in range(1000)]
+
+
+def write_parquet(path, column, name="text", **more):
+    pyarrow.parquet.write_table(pa.table({"id": list(range(len(column))), name: column}), path, **more)
+
+
+@pytest.mark.parametrize("step", [700, 5000, 2**40])
+def test_each_row_is_read_once_however_the_file_is_cut(tmp_path, step):
+    write_parquet(tmp_path / "x.parquet", TEXTS, row_group_size=70)
+    write_parquet(tmp_path / "y.parquet", ["one more"])
+    assert read("parquet", tmp_path, step) == [*TEXTS, "one more"]
+
+
+def test_a_piece_reads_its_own_groups_of_rows_only(tmp_path):
+    file = tmp_path / "x.parquet"
+    write_parquet(file, TEXTS, row_group_size=100)
+    size = os.path.getsize(file)
+    source = opened("parquet", file)
+    counts = [len(list(source.read(span, str))) for span in source.spans(str(file), size, size // 4)]
+    assert sum(counts) == 1000 and max(counts) <= 400
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_text_of_any_arrow_type(tmp_path, kind):
+    values = pa.array(["a", "b", None, "a", ""]).cast(kind)
+    table = pa.table({"text": values})
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(table, file)
+    found = read("parquet", file)
+    assert [f for f in found if isinstance(f, str)] == ["a", "b", "a"]
+    assert told(found) == [f"{file}:3: null in column 'text'", f"{file}:5: empty"]
+
+
+def test_rows_that_are_no_documents_have_their_numbers(tmp_path):
+    file = tmp_path / "x.parquet"
+    broken = pa.Array.from_buffers(
+        pa.string(), 3, [None, pa.array([0, 2, 4, 7], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xff\xfelon")]
+    )
+    pyarrow.parquet.write_table(
+        pa.table({"text": pa.chunked_array([broken, ["a" * 11, None]])}), file, row_group_size=2
+    )
+    assert told(read("parquet", file, max_document_bytes=10)) == [
+        f"{file}:2: not UTF-8 text (byte 0 of the value)",
+        f"{file}:4: longer than data.max_document_bytes = 10",
+        f"{file}:5: null in column 'text'",
+    ]
+
+
+def test_a_file_that_is_no_parquet_or_damaged_is_told(tmp_path):
+    file = tmp_path / "x.parquet"
+    for content in (b"", b"no parquet at all", b"PAR1" + b"\0" * 100 + b"PAR1"):
+        file.write_bytes(content)
+        (problem,) = read("parquet", file)
+        assert str(problem).startswith(f"{file}: not a parquet file, or damaged (")
+    write_parquet(file, TEXTS, row_group_size=100, compression="zstd")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 200] = b"\xff" * 200
+    file.write_bytes(content)
+    *documents, problem = read("parquet", file)
+    assert isinstance(problem, Problem) and documents == TEXTS[: len(documents)]
+    assert "not a parquet file, or damaged (" in str(problem)
+
+
+def test_a_table_without_the_column_or_with_another_type_is_refused(tmp_path):
+    file = tmp_path / "x.parquet"
+    write_parquet(file, ["a"], name="body")
+    key, rule = refused("parquet", file)
+    assert (key, rule) == ("data.text_field", f"{file} has no column 'text'; its columns: id, body")
+    assert read("parquet", file, text_field="body") == ["a"]
+    assert refused("parquet", file, text_field="id") == (
+        "data.text_field",
+        f"column 'id' of {file} holds int64, not text",
+    )
+    write_parquet(file, [["a"]])
+    assert refused("parquet", file)[1].startswith(f"column 'text' of {file} holds list<")
+
+
+def test_without_the_package_tables_are_refused_in_one_line(tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name=name)
+
+    monkeypatch.setattr(optional.importlib, "import_module", missing)
+    for dataset in ("parquet", "huggingface"):
+        assert refused(dataset, tmp_path) == ("data.dataset", "needs the package pyarrow: pip install pyarrow")
+
+
+# ---------------------------------------------------------------- Hugging Face
+
+
+def save_to_disk(folder, texts, shards=1):
+    """As the package datasets does."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
+    for i, name in enumerate(names):
+        table = pa.table({"text": texts[i * len(texts) // shards : (i + 1) * len(texts) // shards]})
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table, max_chunksize=100)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "cache-of-a-map.arrow").write_bytes(b"none of the dataset's")
+
+
+@pytest.mark.parametrize("step", [700, 5000, 2**40])
+def test_a_saved_dataset_is_read_once_however_its_files_are_cut(tmp_path, step):
+    save_to_disk(tmp_path / "saved", TEXTS, shards=3)
+    assert read("huggingface", tmp_path / "saved", step) == TEXTS
+
+
+def test_a_dataset_of_several_splits_gives_the_one_that_is_set(tmp_path):
+    save_to_disk(tmp_path / "train", ["a"])
+    save_to_disk(tmp_path / "test", ["b"])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert read("huggingface", tmp_path) == ["a"]
+    assert read("huggingface", tmp_path, split="test") == ["b"]
+    assert refused("huggingface", tmp_path, split="dev") == ("data.split", f"{tmp_path} has the splits train, test")
+
+
+def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_path):
+    save_to_disk(tmp_path / "saved", [*TEXTS, None, "end"])
+    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    assert told(read("huggingface", tmp_path / "saved", 5000)) == [f"{file}:1001: null in column 'text'"]
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    found = read("huggingface", tmp_path / "saved")
+    assert found[:-1] == TEXTS[: len(found) - 1]
+    assert f"{file}:{len(found) - 1}: not an Arrow stream, or damaged (" in str(found[-1])
+
+
+def test_damage_anywhere_in_a_mapped_file_is_a_problem_and_never_leads_out_of_it(tmp_path):
+    """Offsets that point beyond the file would end the process."""
+    save_to_disk(tmp_path / "saved", TEXTS[:300])
+    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    whole = file.read_bytes()
+    damaged = 0
+    for at in range(0, len(whole) - 4, 52):
+        file.write_bytes(whole[:at] + b"\xff\xff\xff\x7f" + whole[at + 4 :])
+        try:
+            problems = told(read("huggingface", tmp_path / "saved"))
+        except ConfigError as error:
+            assert error.key == "data.text_field", "what is damaged is the name or the type of the column"
+        else:
+            damaged += "not an Arrow stream, or damaged (" in "".join(problems)
+    assert damaged > 20
+    file.write_bytes(whole)
+    assert read("huggingface", tmp_path / "saved") == TEXTS[:300]
+
+
+def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
+    no_state = f"{tmp_path} is no dataset that save_to_disk of datasets wrote: it has no state.json"
+    assert refused("huggingface", tmp_path) == ("data.path", no_state)
+    state = tmp_path / "state.json"
+    for content, rule in {
+        "{": f"{state} is no JSON object",
+        "{}": f"{state} names no files of the dataset",
+        '{"_data_files": [{"filename": "../../etc/passwd"}]}': f"{state} names no files of the dataset",
+        '{"_data_files": [{"filename": "a.arrow"}]}': f"{tmp_path}/a.arrow is missing",
+    }.items():
+        state.write_text(content)
+        assert refused("huggingface", tmp_path) == ("data.path", rule)
+    assert refused("huggingface", "/no/such/folder") == ("data.path", "no such folder")
+
+
+class Datasets:
+    """Stands for the package: it knows one dataset."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.cache_files = [{"filename": str(folder / "data-00000-of-00001.arrow")}]
+
+    def load_dataset(self, name, subset, split):
+        if (name, subset, split) != ("user/name", "en", "validation"):
+            raise FileNotFoundError(f"Couldn't find {name} on the Hub.\nMore about it.")
+        return self
+
+
+def test_a_name_is_looked_up_by_the_package_datasets(tmp_path, monkeypatch):
+    save_to_disk(tmp_path / "cache", TEXTS)
+    library = optional.library
+    package = Datasets(tmp_path / "cache")
+    monkeypatch.setattr(
+        "trainer.data.sources.tables.library", lambda name, key: package if name == "datasets" else library(name, key)
+    )
+    assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS
+    rule = "no folder, and the package datasets does not find it: Couldn't find user/other on the Hub"
+    assert refused("huggingface", "user/other") == ("data.path", rule)
+    package.cache_files = []
+    rule = "the package datasets keeps it in memory only; save_to_disk it, and name the folder"
+    assert refused("huggingface", "user/name", subset="en", split="validation") == ("data.path", rule)
+
+
+def test_what_the_package_datasets_writes_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([5])}).save_to_disk(
+        tmp_path, num_shards={"train": 2, "test": 1}
+    )
+    assert read("huggingface", tmp_path) == TEXTS
+    assert read("huggingface", tmp_path, split="test") == [TEXTS[5]]

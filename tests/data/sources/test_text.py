@@ -1,0 +1,134 @@
+"""Text files and JSON lines."""
+
+import json
+import sysconfig
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from tests.data.sources.reading import opened, read, told
+from trainer.config import DataConfig, TokenizerConfig
+from trainer.data.sources import open_source
+from trainer.data.sources.source import Span, Unfit
+from trainer.data.tokenizers import load_tokenizer
+
+
+def test_the_standard_library_is_there_without_what_was_installed():
+    source = open_source(DataConfig(), load_tokenizer(TokenizerConfig()))
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {Path(p).relative_to(root).as_posix() for p in source.files}
+    assert {"os.py", "json/decoder.py"} <= names
+    assert not [n for n in names if "site-packages" in n or "dist-packages" in n or "__pycache__" in n]
+    assert list(source.files) == sorted(source.files)
+
+
+TEXTS = {
+    b"plain": "plain",
+    b"\xef\xbb\xbfwith a mark of byte order": "with a mark of byte order",
+    b"zeros \x00 are text": "zeros \x00 are text",
+    b"\n": "\n",
+    b"": "FILE: empty",
+    b"\xef\xbb\xbf": "FILE: empty",
+    b"one\ntwo\nth\xffree": "FILE:3: not UTF-8 text (byte 10 of the file)",
+    "utf-16".encode("utf-16"): "FILE:1: not UTF-8 text (byte 0 of the file)",
+    b"x" * 101: "FILE: longer than data.max_document_bytes = 100",
+    b"x" * 100: "x" * 100,
+}
+
+
+@pytest.mark.parametrize("content", TEXTS, ids=lambda c: ascii(c[:12]))
+def test_a_text_file_is_a_document_or_a_problem(tmp_path, content):
+    file = tmp_path / "x.txt"
+    file.write_bytes(content)
+    found = read("text", file, max_document_bytes=100)
+    assert [str(f) for f in found] == [TEXTS[content].replace("FILE", str(file))]
+
+
+LINES = {
+    b'{"text": "a"}': "a",
+    b'  {"text": "a", "id": 5}  \r': "a",
+    b'{"text": "a\\u0000b"}': "a\x00b",
+    b'{"text": ': "not valid JSON: Expecting value (column 10)",
+    b"{'text': 'a'}": "not valid JSON: Expecting property name enclosed in double quotes (column 2)",
+    b'{"text": "a"} {"text": "b"}': "not valid JSON: Extra data (column 15)",
+    b'{"text": "\x00"}': "not valid JSON: Invalid control character at (column 11)",
+    b'{"text": "a", "n": ' + b"1" * 5000 + b"}": "not valid JSON",
+    b"[" * 100_000: "not valid JSON",
+    b'{"body": "b"}': "no field 'text'",
+    b"[1]": "expected an object, found a list",
+    b"null": "expected an object, found null",
+    b'"text"': "expected an object, found text",
+    b'{"text": 5}': "field 'text' holds a number, not text",
+    b'{"text": null}': "field 'text' holds null, not text",
+    b'{"text": ["a"]}': "field 'text' holds a list, not text",
+    b'{"text": true}': "field 'text' holds true or false, not text",
+    b'{"text": {"text": "a"}}': "field 'text' holds an object, not text",
+    b'{"text": "\xff"}': "not UTF-8 text (byte 10 of the line)",
+    b'{"text": "\\ud800"}': "holds half of a surrogate pair",
+    b'{"text": ""}': "empty",
+    b'{"text": "' + b"x" * 200_000 + b'"}': "longer than data.max_document_bytes = 150000",
+}
+
+
+@pytest.mark.parametrize("step", [2**40, 64])
+@pytest.mark.parametrize("line", LINES, ids=lambda c: ascii(c[:24]))
+def test_a_line_is_a_document_or_a_problem_with_its_number(tmp_path, line, step):
+    file = tmp_path / "x.jsonl"
+    before, after = b'{"text": "before"}\n\n  \n', b'\n{"text": "after"}'
+    file.write_bytes(before + line + after)
+    found = read("jsonl", file, step, max_document_bytes=150_000)
+    assert (found[0], found[-1], len(found)) == ("before", "after", 3)
+    assert str(found[1]) in (LINES[line], f"{file}:4: {LINES[line]}")
+
+
+@pytest.mark.parametrize("step", [1, 7, 30, 1000, 2**40])
+def test_each_json_line_is_read_once_however_the_file_is_cut(tmp_path, step):
+    texts = ["one", "two\nlines", "ünï", "long " * 20, "last"]
+    (tmp_path / "x.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": t}) for t in texts))
+    assert read("jsonl", tmp_path, step) == texts
+
+
+@pytest.mark.parametrize("step", [50, 333, 2**40])
+def test_problems_have_the_numbers_of_their_lines_in_any_piece(tmp_path, step):
+    file = tmp_path / "x.jsonl"
+    lines = [f'{{"text": "{i}"}}' if i % 7 else "{" for i in range(1, 100)]
+    file.write_text("\n".join(lines))
+    expected = [f"{file}:{i}: not valid JSON" for i in range(7, 100, 7)]
+    assert [line.partition(": Expecting")[0] for line in told(read("jsonl", file, step))] == expected
+
+
+def test_a_line_of_50_mb_is_left_out_and_never_held_whole(tmp_path):
+    file = tmp_path / "x.jsonl"
+    with file.open("wb") as out:
+        out.write(b'{"text": "before"}\n{"text": "')
+        for _ in range(50):
+            out.write(b"x" * 2**20)
+        out.write(b'"}\n{"text": "after"}\n')
+    assert told(read("jsonl", file)) == [f"{file}:2: longer than data.max_document_bytes = 33554432"]
+    tracemalloc.start()
+    found = read("jsonl", file, max_document_bytes=2**20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found[0], found[2]) == ("before", "after")
+    assert str(found[1]) == f"{file}:2: longer than data.max_document_bytes = 1048576"
+    assert peak < 2**23
+
+
+def test_another_field_can_hold_the_text(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"body": "b"}\n')
+    assert read("jsonl", tmp_path, text_field="body") == ["b"]
+
+
+def test_a_document_of_which_nothing_can_be_made_has_its_line_too(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('\n{"text": "a"}\n{"text": "b"}\n')
+
+    def refuse_b(document):
+        if document == "b":
+            raise Unfit("no b here")
+        return document.upper()
+
+    found = list(opened("jsonl", file).read(Span(str(file), 0, 2**40), refuse_b))
+    assert found[0] == "A"
+    assert told(found) == [f"{file}:3: no b here"]

@@ -1,0 +1,395 @@
+import itertools
+import json
+from datetime import datetime
+
+import pytest
+
+from tests.data.chat_cases import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
+from trainer.config import ConfigError
+from trainer.data.chat import ChatFormat, load_chat_format
+from trainer.data.chat_files import BUILT_IN
+from trainer.data.chat_template import TemplateFailure
+from trainer.data.conversations import Pair
+
+# ---------------------------------------------------------------- token by token
+
+
+def test_llama_3_token_by_token(llama3):
+    user = ["<|start_header_id|>", "u", "ser", "<|end_header_id|>", "\n\n"]
+    assistant = ["<|start_header_id|>", "ass", "ist", "ant", "<|end_header_id|>", "\n\n"]
+    assert shown(llama3.encode(TALK)) == [
+        *["<|begin_of_text|>", "<|start_header_id|>", "sys", "tem", "<|end_header_id|>", "\n\n"],
+        *["B", "e", " k", "ind", ".", "<|eot_id|>"],
+        *[*user, "W", "ho", "?", "<|eot_id|>"],
+        *[*assistant, "+I", "+ a", "+m", "+.", "+<|eot_id|>"],
+        *[*user, "S", "o", "?", "<|eot_id|>"],
+        *[*assistant, "+Y", "+es", "+<|eot_id|>"],
+    ]
+
+
+def test_chatml_token_by_token(chatml):
+    start, end = CHATML_NAMES.values()
+    user = [start, "u", "ser", "\n"]
+    assistant = [start, "ass", "ist", "ant", "\n"]
+    assert shown(chatml.encode(TALK)) == [
+        *[start, "sys", "tem", "\n", " B", "e", " k", "ind", ".", " ", end, "\n"],
+        *[*user, " W", "ho", "?", " ", end, "\n"],
+        *[*assistant, "+I", "+ a", "+m", "+.", "+" + end, "\n"],
+        *[*user, "S", "o", "?", end, "\n"],
+        *[*assistant, "+ ", "+Y", "+es", "+" + end, "\n"],
+    ]
+
+
+def test_llama_2_token_by_token(letters):
+    talk = [
+        {"role": m["role"], "content": text} for m, text in zip(TALK, ["be", " fox ", "dog", "a?", " z "], strict=True)
+    ]
+    assert shown(load_chat_format("llama2", letters).encode(talk), letters) == [
+        *["<s>", *"▁[INST]▁<<SYS>>", "<0x0A>", *"be", "<0x0A>", *"<</SYS>>", "<0x0A>", "<0x0A>", *"▁fox▁[/INST]"],
+        *["+▁", "+d", "+o", "+g", "+▁", "+</s>"],
+        *["<s>", *"▁[INST]▁a?▁[/INST]"],
+        *["+▁", "+z", "+▁", "+</s>"],
+    ]
+
+
+FROM_A_FILE = """{%- for m in messages -%}
+{{ '<|start_header_id|>' if loop.first }}{{ m.role[0] }}: {% if m.role == 'assistant' %}{{ m.content + eos_token }}
+{% else %}
+{{ m.content }}|{% endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}a: {% endif -%}"""
+
+
+def test_a_template_of_a_hugging_face_folder_token_by_token(tmp_path):
+    config = {"chat_template": FROM_A_FILE, "eos_token": {"content": "<|eot_id|>"}, "bos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    chat = load_chat_format(str(tmp_path), DEFAULT)
+    assert shown(chat.encode(TALK)) == [
+        *[
+            "<|start_header_id|>",
+            "s",
+            ":",
+            " ",
+            " B",
+            "e",
+            " k",
+            "ind",
+            ".",
+            " |",
+            "u",
+            ":",
+            " ",
+            " W",
+            "ho",
+            "?",
+            " |",
+        ],
+        *["a", ":", " ", "+I", "+ a", "+m", "+.", "+<|eot_id|>", "\n", "u", ":", " S", "o", "?", "|"],
+        *["a", ":", " ", "+ ", "+Y", "+es", "+<|eot_id|>", "\n"],
+    ]
+    chat.check_targets()
+    assert chat.end_of_turn == (DEFAULT.special_tokens["<|eot_id|>"],)
+
+
+# ---------------------------------------------------------------- what equals what
+
+
+LONG_TALK = [SYSTEM] + [
+    {"role": role, "content": text}
+    for question, answer in [
+        ("the fox?", "\nno"),
+        ("\n\n ", "  dog\n"),
+        ("<|eot_id|>", "</s>Lazy"),
+        ("12", "\u00e9\U0001f642"),
+    ]
+    for role, text in (("user", question), ("assistant", answer))
+]
+
+
+def test_a_prompt_and_the_answer_behind_it_are_what_was_learned(each_format):
+    tokens, targets = each_format.encode(LONG_TALK)
+    for i in range(2, len(LONG_TALK), 2):
+        prompt = each_format.prompt(LONG_TALK[:i])
+        assert tokens[: len(prompt)] == prompt
+        assert targets[len(prompt)] and not targets[len(prompt) - 1]
+        rest = zip(tokens[len(prompt) :], targets[len(prompt) :], strict=True)
+        answer = [token for token, _ in itertools.takewhile(lambda pair: pair[1], rest)]
+        assert answer[-1] in each_format.end_of_turn
+        assert not set(answer[:-1]) & set(each_format.end_of_turn)
+
+
+def test_every_end_of_turn_is_a_target_and_nothing_of_a_user(each_format):
+    tokens, targets = each_format.encode(LONG_TALK)
+    ends = [is_target for t, is_target in zip(tokens, targets, strict=True) if t in each_format.end_of_turn]
+    assert ends.count(True) == 4
+    borders = [i for i in range(1, len(targets)) if targets[i - 1] and not targets[i]]
+    assert all(tokens[i - 1] in each_format.end_of_turn for i in borders)
+    each_format.check_targets()
+
+
+def test_llama_2_is_what_metas_code_makes_of_it(words):
+    """Each pair of question and answer is one text between <s> and </s>, and sentencepiece encodes it as one."""
+    talk = [m for m in LONG_TALK if m["role"] != "system"]
+    expected, system = [], "<<SYS>>\nthe quick\n<</SYS>>\n\n"
+    for question, answer in zip(talk[::2], talk[1::2], strict=True):
+        text = f"[INST] {(system + question['content']).strip()} [/INST] {answer['content'].strip()} "
+        expected += [words.bos, *words.encode(text), words.eos]
+        system = ""
+    assert load_chat_format("llama2", words).encode([{"role": "system", "content": "the quick"}, *talk])[0] == expected
+
+
+PLAIN_TALK = [
+    {"role": "system", "content": "Answer in one word, please."},
+    {"role": "user", "content": "What's   2 + 2?\n\nThink \u4e16\u754c."},
+    {"role": "assistant", "content": "Four \U0001f642"},
+    {"role": "user", "content": "def f(x):\n    return x"},
+    {"role": "assistant", "content": "Python."},
+]
+
+
+@pytest.mark.parametrize("name", ["llama3", "chatml", "llama2"])
+@pytest.mark.parametrize("messages", [PLAIN_TALK, PLAIN_TALK[1:3], PLAIN_TALK[:2]], ids=["all", "pair", "question"])
+def test_tokens_are_those_of_transformers(tmp_path, name, messages):
+    transformers = pytest.importorskip("transformers")
+    for file, content in CHATML.huggingface_files().items():
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "chat_template.jinja").write_text(BUILT_IN[name].read_text())
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_chat_format(name, CHATML)
+    asks = messages[-1]["role"] == "user"
+    expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=asks, return_dict=False)
+    assert (ours.prompt(messages) if asks else ours.encode(messages)[0]) == expected
+
+
+def test_generation_blocks_give_the_targets_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}<|end_header_id|>{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}\n{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant<|end_header_id|>{% endif %}"
+    )
+    for file, content in DEFAULT.huggingface_files().items():
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        PLAIN_TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    tokens, targets = load_chat_format(str(tmp_path), DEFAULT).encode(PLAIN_TALK)
+    assert tokens == theirs["input_ids"]
+    assert list(map(int, targets)) == theirs["assistant_masks"]
+
+
+# ---------------------------------------------------------------- tools, parts, pairs, documents
+
+
+def test_tool_calls_are_targets_and_their_results_are_not(llama3, chatml):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    for chat, header, said in [
+        (llama3, "ipython", ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "Two.<|eot_id|>"]),
+        (
+            chatml,
+            "tool",
+            [
+                '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|reserved_special_token_1|>',
+                "Two.<|reserved_special_token_1|>",
+            ],
+        ),
+    ]:
+        tokens, targets = chat.encode(talk)
+        assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "".join(said)
+        assert f"{header}" in DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if not target])
+    as_text = [{"function": {"name": "add", "arguments": '{"a": 1}'}}]
+    assert llama3.encode([talk[0], {"role": "assistant", "tool_calls": as_text}]) == llama3.encode(talk[:2])
+
+
+def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(letters, llama3):
+    chat = load_chat_format("llama2", letters)
+    assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"}), letters) == [
+        *["<s>", "▁", "a", "▁", "+d", "+o", "+g", "+</s>"],
+    ]
+    assert shown(chat.encode_pair(Pair("", "dog")), letters) == ["<s>", "+▁", "+d", "+o", "+g", "+</s>"]
+    assert shown(llama3.encode_pair(Pair("I is", "."))) == ["<|begin_of_text|>", "I", " is", "+.", "+<|end_of_text|>"]
+
+
+def test_answers_in_a_prompt_of_messages_are_not_learned(llama3):
+    tokens, targets = llama3.encode_document({"prompt": TALK[:4], "completion": TALK[4:]})
+    assert tokens == llama3.encode(TALK)[0]
+    assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "Yes<|eot_id|>"
+
+
+def test_a_document_that_cannot_be_learned_from_says_why(llama3, letters):
+    assert llama3.encode_document({"messages": []}) == "no messages"
+    tools = {"messages": TALK, "tools": [{"name": "f"}]}
+    assert llama3.encode_document(tools) == "the template has no place for tools"
+    two = {"messages": [TALK[1], TALK[1], TALK[2]]}
+    assert load_chat_format("llama2", letters).encode_document(two) == (
+        "Llama 2 has system, then user and assistant in turn, and no tools"
+    )
+    calls = {"role": "assistant", "content": "I call.", "tool_calls": [{"name": "f", "arguments": {}}]}
+    assert llama3.encode_document({"messages": [TALK[1], calls]}) == (
+        "Llama 3 makes one tool call in a turn, without text beside it"
+    )
+
+
+def test_a_question_at_the_end_is_no_target(llama3):
+    tokens, targets = llama3.encode(TALK[:4])
+    assert tokens[: len(llama3.encode(TALK[:3])[0])] == llama3.encode(TALK[:3])[0]
+    assert sum(targets) == sum(llama3.encode(TALK[:3])[1])
+
+
+# ---------------------------------------------------------------- templates that are not simple
+
+
+def test_a_default_system_message_and_the_date_are_as_the_template_says():
+    template = (
+        "{{ bos_token }}{% if messages[0].role != 'system' %}Today {{ strftime_now('%d %b %Y') }}<|eot_id|>{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    chat = ChatFormat(template, DEFAULT)
+    chat.check_targets()
+    assert DEFAULT.decode(chat.prompt(TALK[1:2])) == (
+        "<|begin_of_text|>Today 26 Jul 2024<|eot_id|>user: Who?<|eot_id|>assistant: "
+    )
+    assert DEFAULT.decode(chat.prompt(TALK[:2])) == (
+        "<|begin_of_text|>system: Be kind.<|eot_id|>user: Who?<|eot_id|>assistant: "
+    )
+    later = ChatFormat(template, DEFAULT, today=datetime(2030, 1, 2))
+    assert "02 Jan 2030" in DEFAULT.decode(later.prompt(TALK[1:2]))
+    assert later.fingerprint != chat.fingerprint == ChatFormat(template, DEFAULT).fingerprint
+
+
+# As Qwen 3's: only the last answer keeps its thoughts.
+FORGETFUL = (
+    "{% for m in messages %}{{ m.role }}<|end_header_id|>{% if m.role == 'assistant' %}BEGIN"
+    "{{ '(thinks)' if loop.last }}{{ m.content }}<|eot_id|>END{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant<|end_header_id|>{% endif %}"
+)
+
+
+def test_a_template_that_writes_earlier_turns_anew_is_refused_unless_it_marks_answers():
+    chat = ChatFormat(FORGETFUL.replace("BEGIN", "").replace("END", ""), DEFAULT)
+    rule = (
+        "the template writes message 2 in another way when it is asked for or followed by others; put {% generation %} ... "
+        "{% endgeneration %} around what the assistant says in a copy of it"
+    )
+    with pytest.raises(ConfigError) as error:
+        chat.check_targets()
+    assert str(error.value) == f"data.chat_template: {rule}"
+    assert chat.encode_document({"messages": TALK[1:]}) == rule
+    alone, learned = chat.encode(TALK[1:3])
+    assert DEFAULT.decode([t for t, target in zip(alone, learned, strict=True) if target]) == "(thinks)I am.<|eot_id|>"
+    assert DEFAULT.decode(chat.prompt(TALK[1:4])) == (
+        "user<|end_header_id|> Who? <|eot_id|>assistant<|end_header_id|>I am.<|eot_id|>"
+        "user<|end_header_id|>So?<|eot_id|>assistant<|end_header_id|>"
+    )
+
+    marked = FORGETFUL.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+    chat = ChatFormat(marked, DEFAULT)
+    chat.check_targets()
+    tokens, targets = chat.encode(TALK[1:])
+    assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == (
+        "I am.<|eot_id|>(thinks) Yes<|eot_id|>"
+    )
+    _, later = chat.encode(TALK[1:], trained=[False, False, False, True])
+    assert sum(later) < sum(targets) and later[-1]
+
+
+def test_a_generation_block_is_stretched_over_the_end_of_turn():
+    marked = FORGETFUL.replace("BEGIN", "{% generation %}").replace("<|eot_id|>END", "{% endgeneration %}<|eot_id|>")
+    whole = FORGETFUL.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+    assert ChatFormat(marked, DEFAULT).encode(TALK) == ChatFormat(whole, DEFAULT).encode(TALK)
+
+
+REFUSED = [
+    ("{% if %}", "line 1: Expected an expression, got 'end of statement block'"),
+    ("{{ messages[9].content }}", "list object has no element 9"),
+    (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}",
+        "the template ends an answer without a special token, so that it would never end",
+    ),
+    (
+        "{{ messages[0].content }}<|eot_id|>",
+        "the template ends an answer without a special token, so that it would never end",
+    ),
+    (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; tokenizer.take_over = "
+        '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } would give ids',
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "rule"), REFUSED, ids=range(len(REFUSED)))
+def test_templates_that_no_conversation_can_be_written_with_are_refused(template, rule):
+    with pytest.raises(ConfigError) as error:
+        ChatFormat(template, DEFAULT)
+    assert str(error.value) == f"data.chat_template: {rule}"
+
+
+HEADER = "{% for m in messages %}{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+NOT_FOR_TRAINING = [
+    (
+        HEADER,
+        "the template writes 'assistant<|end_header_id|>' before an answer, but not when add_generation_prompt asks",
+    ),
+    (
+        HEADER + "{% if add_generation_prompt %}assistant<|end_header_id|>(thinks){% endif %}",
+        "the template writes message 2 in another way when it is asked for or followed by others; put {% generation %} ... "
+        "{% endgeneration %} around what the assistant says in a copy of it",
+    ),
+    (
+        "{% generation %}" + HEADER + "{% endgeneration %}",
+        "the template's {% generation %} blocks do not hold the answers, each with its end-of-turn token",
+    ),
+    (
+        "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %} {{ m.content }}<|eot_id|>{% endfor %}",
+        "the template's {% generation %} blocks do not hold the answers, each with its end-of-turn token",
+    ),
+    (
+        "{% for m in messages %}{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}{{ m.content }}"
+        "<|eot_id|>{% endfor %}",
+        "the template has a {% generation %} block inside another",
+    ),
+    (
+        HEADER.replace("<|eot_id|>", "{{ '<|eot_id|>' if messages | length < 3 or m.role == 'user' or not loop.last }}")
+        + "{% if add_generation_prompt %}assistant<|end_header_id|>{% endif %}",
+        "the template ends an answer without a special token, so that it would never end",
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "rule"), NOT_FOR_TRAINING, ids=range(len(NOT_FOR_TRAINING)))
+def test_templates_that_would_teach_something_else_are_refused(template, rule):
+    chat = ChatFormat(template, DEFAULT)
+    with pytest.raises(ConfigError) as error:
+        chat.check_targets()
+    assert str(error.value) == f"data.chat_template: {rule}"
+
+
+def test_a_special_token_that_only_some_conversations_have_must_be_there_too():
+    chat = ChatFormat(
+        "{% for m in messages %}{{ '<|tool|>' if m.role == 'tool' }}{{ m.content }}<|eot_id|>{% endfor %}", DEFAULT
+    )
+    with pytest.raises(TemplateFailure, match=r"^the template writes <\|tool\|>, which the tokenizer does not have; "):
+        chat.encode([{"role": "tool", "content": "1"}, TALK[2]])
+
+
+def test_a_tokenizer_that_reads_special_tokens_in_text_is_found_out(llama3):
+    class Parsing(type(DEFAULT)):
+        def __init__(self):
+            self.__dict__ = DEFAULT.__dict__
+
+        def encode(self, text):
+            return [self.special_tokens["<|eot_id|>"]] if text == "<|eot_id|>" else DEFAULT.encode(text)
+
+    chat = load_chat_format("llama3", Parsing())
+    assert chat.encode_document({"messages": [TALK[1], {"role": "assistant", "content": "<|eot_id|>"}]}) == (
+        "the tokenizer reads a special token in plain text"
+    )

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from tests.data.chat_cases import CHATML, DEFAULT, TALK
+from trainer.config import ConfigError
+from trainer.data.chat import ChatFormat, load_chat_format
+from trainer.data.chat_files import BUILT_IN
+
+
+def test_a_template_is_found_in_each_of_its_forms(tmp_path, llama3):
+    text = BUILT_IN["llama3"].read_text()
+    expected = llama3.encode(TALK)
+    (tmp_path / "x.jinja").write_text(text)
+    assert load_chat_format(str(tmp_path / "x.jinja"), DEFAULT).encode(TALK) == expected
+    named = [{"name": "tool_use", "template": "{{ raise_exception('no') }}"}, {"name": "default", "template": text}]
+    for template in (text, named):
+        config = {
+            "chat_template": template,
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|eot_id|>",
+            "legacy": False,
+        }
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert load_chat_format(str(tmp_path / "tokenizer_config.json"), DEFAULT).encode(TALK) == expected
+        assert load_chat_format(str(tmp_path), DEFAULT).encode(TALK) == expected
+    config["chat_template"] = "{{ raise_exception('not this one') }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(text)
+    assert load_chat_format(str(tmp_path), DEFAULT).encode(TALK) == expected
+
+
+def test_files_without_a_template_are_refused(tmp_path):
+    def rule(choice) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_chat_format(str(choice), DEFAULT)
+        assert error.value.key == "data.chat_template"
+        return error.value.rule
+
+    config = tmp_path / "tokenizer_config.json"
+    assert rule("llama4") == "is neither of llama2, llama3, chatml nor a file or folder"
+    assert rule(tmp_path) == f"{tmp_path} holds neither chat_template.jinja nor tokenizer_config.json"
+    config.write_text("{")
+    assert rule(tmp_path) == f"{config} is not a JSON object"
+    config.write_text("{}")
+    assert rule(tmp_path) == f"{config} has no chat_template"
+    config.write_text('{"chat_template": [{"name": "rag", "template": "x"}]}')
+    assert rule(config) == f"{config} has several templates, and none of them is named default"
+    (tmp_path / "bad.jinja").write_bytes(b"ok\xff")
+    assert rule(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
+    (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
+    assert rule(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than 1000000 bytes"
+
+
+def test_the_fingerprint_follows_template_tokenizer_and_special_tokens(letters, llama3):
+    assert load_chat_format("llama3", DEFAULT).fingerprint == llama3.fingerprint
+    others = [
+        ChatFormat(BUILT_IN["llama3"].read_text() + " ", DEFAULT),
+        load_chat_format("llama3", CHATML),
+        load_chat_format("llama3", DEFAULT, special_in_content=["<|python_tag|>"]),
+        load_chat_format("llama2", DEFAULT),
+        load_chat_format("llama2", letters),
+    ]
+    assert len({chat.fingerprint for chat in [llama3, *others]}) == 6

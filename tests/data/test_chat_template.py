@@ -1,0 +1,139 @@
+from datetime import datetime
+
+import pytest
+
+from trainer.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
+
+DAY = datetime(2024, 7, 26)
+
+
+def rendered(source: str, **variables) -> str:
+    return ChatTemplate(source, DAY).render({"messages": [{"role": "user", "content": "hi"}], **variables})
+
+
+def refused(source: str) -> str:
+    with pytest.raises(TemplateFailure) as failure:
+        rendered(source)
+    return str(failure.value)
+
+
+def test_templates_have_what_transformers_gives_them():
+    assert rendered("{{ messages | tojson }}") == '[{"role": "user", "content": "hi"}]'
+    assert rendered("{{ {'b': '<é>', 'a': 1} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 1,\n "b": "<é>"\n}'
+    assert rendered("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+    assert rendered("{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
+    assert (
+        rendered("{% set n = namespace(x=1) %}{% for i in [1, 2] %}{% set n.x = n.x + i %}{% endfor %}{{ n.x }}") == "4"
+    )
+    assert rendered("{{ dict(a=1).a }}{{ bos_token }}", bos_token="<s>") == "1<s>"
+    assert rendered("  {% if true %}\na\n  {% endif %}\nb\n") == "a\nb"
+
+
+def test_loops_know_where_they_are():
+    source = "{% for m in items %}{{ loop.index }}/{{ loop.length }}{{ m }}{{ ',' if not loop.last }}{% else %}none{% endfor %}"
+    assert rendered(source, items=["a", "b"]) == "1/2a,2/2b"
+    assert rendered(source, items=[]) == "none"
+    assert rendered("{% for k, v in d.items() if v %}{{ k }}{% endfor %}", d={"a": 1, "b": 0}) == "a"
+
+
+def test_generation_blocks_are_marked():
+    template = ChatTemplate("a{% generation %}{% set x = 'b' %}\n{{ x }}{%- endgeneration %}c{{ x }}", DAY)
+    assert template.marks_answers
+    assert template.render({BEGIN_MARK: "[", END_MARK: "]"}) == "a[b]c"
+    assert not ChatTemplate("generation", DAY).marks_answers
+
+
+def test_errors_are_one_line():
+    assert refused("{{ raise_exception('roles must\nalternate') }}") == "roles must alternate"
+    assert refused("a\n{% if %}") == "line 2: Expected an expression, got 'end of statement block'"
+    assert refused("{% generation %}").startswith("line 1: Unexpected end of template")
+    assert refused("{{ 1 // 0 }}") == "ZeroDivisionError: integer division or modulo by zero"
+    assert refused("{{ messages[5].content.x }}") == "list object has no element 5"
+    assert refused("{% include '/etc/passwd' %}") == "TypeError: no loader for this environment specified"
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__['os'] }}",
+    "{{ namespace.__init__.__globals__['os'] }}",
+    "{{ namespace(__class__='x') }}",
+    "{{ dict.mro().pop() }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ raise_exception.__globals__['json'] }}",
+    "{{ strftime_now.__self__.__class__.__base__ }}",
+    "{{ (''|attr('__class__')).__mro__ }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ self.__init__.__globals__.x }}",
+    "{{ self._TemplateReference__context.environment.x }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='x') }}",
+    "{{ messages[0].pop('role') }}",
+    "{{ (messages | map('attr', '__class__') | list)[0].__mro__ }}",
+    "{{ loop.__class__.x }}",
+    "{% set x = range.__class__.__base__ %}{{ x.__subclasses__() }}",
+    "{% import 'os' as os %}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_the_sandbox_has_no_way_out(source):
+    assert any(
+        word in refused(source) for word in ("unsafe", "undefined", "entry", "no loader", "no element", "no attribute")
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '{x.__class__}'.format_map({'x': 1}) }}",
+        "{% set f = '{0.__class__}'.format %}{{ f(1) }}",
+        "{{ ('{0.__class__}' | attr('format'))(1) }}",
+    ],
+)
+def test_formatted_text_shows_nothing_of_the_inside(source):
+    assert rendered(source) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 1000000 steps",
+        ),
+        ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "RecursionError: maximum recursion depth exceeded"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "takes more than 1000000 steps",
+        ),
+        ("{{ 'a' * 10 ** 9 }}", "makes a text of more than 10000000 characters"),
+        ("{{ [1] * 10 ** 9 }}", "makes a text of more than 10000000 characters"),
+        ("{{ 2 ** 100000 }}", "raises to a power over 1000"),
+        ("{{ 'a'.center(10 ** 10) }}", "calls with a number over 10000000"),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "makes a text of more than 10000000 characters",
+        ),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "makes a text of more than 10000000 characters",
+        ),
+        (
+            "{% set x = 'a' * 10000 %}{% for i in range(2000) %}{{ x }}{% endfor %}",
+            "writes more than 10000000 characters",
+        ),
+        (
+            "{{ range(10 ** 7) }}",
+            "OverflowError: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
+        ),
+    ],
+)
+def test_a_template_has_a_budget(source, reason):
+    assert refused(source).startswith(reason)
+
+
+def test_each_rendering_has_its_own_budget():
+    template = ChatTemplate("{% for i in range(600) %}{% for j in range(1000) %}{% endfor %}{% endfor %}x", DAY)
+    assert [template.render({}) for _ in range(3)] == ["x"] * 3

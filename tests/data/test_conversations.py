@@ -1,0 +1,142 @@
+import pytest
+
+from trainer.data.conversations import Conversation, Pair, conversation_of
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def test_messages_are_read_with_all_that_a_template_may_ask_for():
+    system = {"role": "system", "content": "s", "name": None}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    found = conversation_of({"messages": [system, USER, ANSWER | {"reasoning_content": "r"}], "tools": tools})
+    assert found == Conversation(
+        ({"role": "system", "content": "s"}, USER, ANSWER | {"reasoning_content": "r"}),
+        (False, False, True),
+        ({"type": "function", "function": {"name": "f"}},),
+    )
+
+
+def test_sharegpt_data_is_read():
+    turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    assert conversation_of({"conversations": turns}) == Conversation(
+        ({"role": "system", "content": "s"}, USER, ANSWER), (False, False, True)
+    )
+
+
+def test_a_prompt_and_its_completion_are_text_or_messages():
+    assert conversation_of({"prompt": "p", "completion": "c"}) == Pair("p", "c")
+    assert conversation_of({"prompt": "", "completion": "c"}) == Pair("", "c")
+    found = conversation_of({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
+    assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
+
+
+def test_messages_count_before_a_prompt_beside_them():
+    assert conversation_of({"prompt": "p", "messages": [USER, ANSWER]}) == Conversation((USER, ANSWER), (False, True))
+
+
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert conversation_of({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages[0]["content"] == "ab"
+
+
+def test_a_tool_call_needs_no_content():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    found = conversation_of({"messages": [USER, call, {"role": "tool", "content": "1"}, ANSWER]})
+    assert found.trained == (False, True, False, True)
+    assert "content" not in found.messages[1]
+
+
+def test_answers_without_weight_are_not_learned():
+    found = conversation_of({"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]})
+    assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
+
+
+def test_a_conversation_may_end_with_a_question():
+    assert conversation_of({"messages": [USER, ANSWER, USER]}).trained == (False, True, False)
+
+
+def turns(*messages):
+    return {"messages": list(messages)}
+
+
+MALFORMED = [
+    ([1], "not a JSON object"),
+    ("text", "not a JSON object"),
+    ({"text": "t"}, "no messages, no conversations, no prompt and completion"),
+    ({"messages": None}, "no messages, no conversations, no prompt and completion"),
+    ({"messages": "hi"}, "messages is not a list"),
+    ({"messages": {"role": "user"}}, "messages is not a list"),
+    ({"conversations": "hi"}, "conversations is not a list"),
+    (turns(), "no messages"),
+    (turns("hi"), "message 1 is not an object"),
+    (turns({"content": "hi"}), "message 1 has no role"),
+    (
+        turns(USER, {"role": "bot", "content": "a"}),
+        "message 2 has the role 'bot'; known are system, user, assistant, tool",
+    ),
+    (
+        turns({"role": ["user"], "content": "a"}),
+        "message 1 has the role ['user']; known are system, user, assistant, tool",
+    ),
+    (turns({"role": "user"}, ANSWER), "message 1 has no content"),
+    (turns({"role": "user", "content": None}, ANSWER), "message 1 has no content"),
+    (turns({"role": "user", "content": 5}, ANSWER), "message 1 has content that is neither text nor a list of parts"),
+    (
+        turns({"role": "user", "content": [{"type": "image", "url": "u"}]}, ANSWER),
+        "message 1 has a part of type 'image'; only text can be read",
+    ),
+    (turns({"role": "user", "content": ["a"]}, ANSWER), "message 1 has a part of type None; only text can be read"),
+    (turns({"role": "user", "content": [{"type": "text"}]}, ANSWER), "message 1 has a part without text"),
+    (turns(USER, {"role": "assistant", "content": " \n"}), "message 2 is an empty answer"),
+    (turns(USER, {"role": "assistant", "content": []}), "message 2 is an empty answer"),
+    (turns(USER, USER), "no message of the assistant"),
+    (turns({"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ANSWER), "2 system messages"),
+    (
+        turns(USER, {"role": "system", "content": "b"}, ANSWER),
+        "message 2 is a system message, which only the first can be",
+    ),
+    (turns(USER, ANSWER | {"weight": 0}), "no message of the assistant that is to be learned"),
+    (turns(USER, ANSWER | {"weight": 0.5}), "message 2 has the weight 0.5, which is neither 0 nor 1"),
+    (turns(USER, {"role": "assistant", "tool_calls": "f"}), "message 2: tool_calls is not a list"),
+    (turns(USER | {"tool_calls": [{"name": "f"}]}, ANSWER), "message 1 has tool_calls, which only the assistant makes"),
+    (
+        turns(USER, {"role": "assistant", "tool_calls": [{"function": {}}]}),
+        "message 2 has a tool call without the name of a function",
+    ),
+    (turns(USER, {"role": "assistant", "tool_calls": []}), "message 2 has no content"),
+    (turns(USER, ANSWER) | {"tools": {"name": "f"}}, "tools is not a list of objects"),
+    (turns(USER, ANSWER) | {"tools": ["f"]}, "tools is not a list of objects"),
+    (turns({"role": "user", "content": "\ud800"}, ANSWER), "holds half of a surrogate pair"),
+    ({"conversations": ["hi"]}, "message 1 is not an object"),
+    ({"conversations": [{"value": "hi"}]}, "message 1 has no from"),
+    ({"conversations": [{"from": "human"}]}, "message 1 has no value"),
+    (
+        {"conversations": [{"from": ["human"], "value": "hi"}]},
+        "message 1 is from ['human']; known are system, human, user, gpt, assistant, tool, observation",
+    ),
+    (
+        {"conversations": [{"from": "narrator of a very long story, told at night", "value": "hi"}]},
+        "message 1 is from 'narrator of a very long story, told ...; "
+        "known are system, human, user, gpt, assistant, tool, observation",
+    ),
+    ({"completion": "c"}, "a completion without a prompt"),
+    ({"prompt": "p"}, "a prompt without a completion"),
+    ({"prompt": "p", "completion": ""}, "an empty completion"),
+    ({"prompt": "p", "completion": [ANSWER]}, "prompt and completion are neither both text nor both lists of messages"),
+    ({"prompt": 1, "completion": 2}, "prompt and completion are neither both text nor both lists of messages"),
+    ({"prompt": [USER, ANSWER], "completion": [USER]}, "no message of the assistant that is to be learned"),
+]
+
+
+@pytest.mark.parametrize(("document", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
+def test_malformed_conversations_are_told_in_a_few_words(document, reason):
+    assert conversation_of(document) == reason
+
+
+def test_what_is_nested_too_deep_is_told():
+    deep = value = []
+    for _ in range(100_000):
+        value.append([])
+        value = value[0]
+    assert conversation_of({"messages": [USER | {"extra": deep}, ANSWER]}) == "nested too deep"

@@ -1,0 +1,118 @@
+"""Documents into samples: nothing lost, nothing twice, and what is in one sample told apart."""
+
+import numpy as np
+import pytest
+
+from trainer.batch import IGNORED
+from trainer.config import ConfigError, DataConfig
+from trainer.data.packing import WrappedSamples, best_fit, cut_documents, efficiency, open_packed, pack
+from trainer.data.store import TokenStore
+
+
+def store_of(lengths, targets=None):
+    """Token i is i."""
+    return TokenStore(np.arange(sum(lengths)), np.cumsum([0, *lengths]), targets)
+
+
+def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split"):
+    pack(store, tmp_path / "packed", seq_len, DataConfig(packing=packing, long_documents=long_documents))
+    return open_packed(store, tmp_path / "packed", seq_len, restart=True)
+
+
+def whole(samples):
+    return samples.batch(np.arange(len(samples)))
+
+
+def test_packed_documents_are_whole_and_each_token_is_a_target_once(tmp_path):
+    lengths = np.random.default_rng(0).integers(2, 40, 200).tolist()
+    store = store_of(lengths)
+    batch = whole(packed(tmp_path, store, 100))
+    assert efficiency(packed(tmp_path, store, 100)) > 0.97
+    labels = sorted(batch.labels[batch.labels != IGNORED].tolist())
+    firsts = set(store.documents.tolist())
+    assert labels == [token for token in range(sum(lengths)) if token not in firsts]
+    assert ((batch.labels == batch.tokens + 1) | (batch.labels == IGNORED)).all()
+
+
+def test_positions_and_documents_tell_what_is_packed_apart(tmp_path):
+    batch = whole(packed(tmp_path, store_of([5, 4, 3]), 8))  # 4 + 3 positions in one sample, 2 in another
+    assert batch.tokens.tolist() == [[0, 1, 2, 3, 5, 6, 7, 0], [9, 10, 0, 0, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[1, 2, 3, 4, 6, 7, 8, -100], [10, 11, -100, -100, -100, -100, -100, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, -1], [0, 0, -1, -1, -1, -1, -1, -1]]
+
+
+def test_without_packing_a_sample_is_one_document_and_padding(tmp_path):
+    batch = whole(packed(tmp_path, store_of([3, 4]), 4, packing="none"))
+    assert batch.tokens.tolist() == [[0, 1, 0, 0], [3, 4, 5, 0]]
+    assert batch.labels.tolist() == [[1, 2, -100, -100], [4, 5, 6, -100]]
+
+
+@pytest.mark.parametrize(
+    ("long_documents", "pieces"),
+    [("split", [(0, 2), (3, 4), (7, 4), (11, 1)]), ("cut", [(0, 2), (3, 4)]), ("drop", [(0, 2)])],
+)
+def test_documents_longer_than_a_sample_are_treated_as_set(long_documents, pieces):
+    starts, lengths = cut_documents(store_of([3, 10, 1]), 4, long_documents)  # a document of one token has no target
+    assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == pieces
+
+
+def test_what_has_no_target_is_left_out_and_counted(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("trainer.data.packing.logging.warning", told.append)
+    targets = np.zeros(12, np.uint8)
+    targets[[2, 6]] = 1  # of the documents [0, 4) and [4, 8); none in [8, 12)
+    samples = packed(tmp_path, store_of([4, 4, 4], targets), 3, packing="none")
+    assert len(samples) == 2
+    assert whole(samples).labels.tolist() == [[-100, 2, -100], [-100, 6, -100]]
+    assert told == ["packed: 1 documents, or pieces of them, without a target were left out"]
+
+
+def test_best_fit_fills_like_the_definition():
+    def by_definition(lengths, capacity):
+        rooms = []
+        for length in sorted(lengths.tolist(), reverse=True):
+            fitting = [(room, number) for number, room in enumerate(rooms) if room >= length]
+            if fitting:
+                rooms[min(fitting)[1]] -= length
+            else:
+                rooms.append(capacity - length)
+        return sorted(capacity - room for room in rooms)
+
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        capacity = int(draw.integers(1, 40))
+        lengths = draw.integers(1, capacity + 1, draw.integers(1, 60))
+        filled = np.bincount(best_fit(lengths, capacity), lengths)
+        assert sorted(filled) == by_definition(lengths, capacity)
+
+
+def test_a_sample_without_targets_is_asked_for_by_minus_one(tmp_path):
+    for samples in (packed(tmp_path, store_of([5, 4]), 4), WrappedSamples(store_of([9]), 4, restart=True)):
+        assert (samples.batch(np.array([-1, 0])).labels == IGNORED).all(dim=1).tolist() == [True, False]
+
+
+def test_documents_in_a_row_restart_and_do_not_foretell_the_next():
+    batch = WrappedSamples(store_of([3, 4, 6]), 4, restart=True).batch(np.arange(3))
+    assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
+    assert batch.labels.tolist() == [[1, 2, -100, 4], [5, 6, -100, 8], [9, 10, 11, 12]]
+    assert batch.documents.tolist() == [[0, 0, 0, 1], [1, 1, 1, 2], [2, 2, 2, 2]]
+
+
+def test_a_packing_is_made_once_and_found_again(tmp_path):
+    store = store_of([5, 4, 3])
+    first = whole(packed(tmp_path, store, 8)).tokens.tolist()
+    changed = {p: p.stat().st_mtime_ns for p in (tmp_path / "packed").iterdir()}
+    assert whole(packed(tmp_path, store, 8)).tokens.tolist() == first
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "packed").iterdir()} == changed
+
+
+@pytest.mark.parametrize("file", ["starts.npy", "pieces.json", "samples.npy"])
+def test_a_packing_that_is_damaged_is_named(tmp_path, file):
+    store = store_of([5, 4, 3])
+    packed(tmp_path, store, 8)
+    (tmp_path / "packed" / file).write_bytes(b"")
+    with pytest.raises(ConfigError) as error:
+        open_packed(store, tmp_path / "packed", 8, restart=True)
+    assert error.value.rule == f"{tmp_path}/packed cannot be read; delete it"

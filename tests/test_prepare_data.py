@@ -1,0 +1,86 @@
+"""scripts/prepare_data.py and scripts/train_tokenizer.py, as users call them."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, write_corpus
+from trainer.config import TokenizerConfig
+from trainer.data.store import open_store
+from trainer.data.tokenizers import load_tokenizer
+
+
+def call(script, *words) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def settings(tmp_path) -> list[str]:
+    corpus = write_corpus(tmp_path / "corpus", 40)
+    return ["--data.dataset", "text", "--data.path", str(corpus), "--data.store_folder", str(tmp_path / "stores")]
+
+
+def test_a_store_is_prepared_told_found_again_and_verified(settings, tmp_path):
+    first = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
+    assert first.returncode == 0, first.stderr
+    (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
+    train, held_out = open_store(store, "train"), open_store(store, "held_out")
+    assert re.search(rf"^{store}: [0-9,]+ tokens per second$", first.stdout, re.MULTILINE)
+    assert first.stdout.splitlines()[-3:] == [
+        f"  training   {len(train.documents) - 1:>15,} documents {len(train.tokens):>19,} tokens",
+        f"  held out   {len(held_out.documents) - 1:>15,} documents {len(held_out.tokens):>19,} tokens",
+        f"  left out   {0:>15,} documents",
+    ]
+    again = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
+    assert again.stdout.splitlines()[0] == f"{store}: there already"
+    assert again.stdout.splitlines()[-1] == "  every file is as it was written"
+    tokens = store / "train.tokens"
+    tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
+    damaged = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
+    assert damaged.returncode == 2
+    assert f"{tokens} has another content than was written; delete the folder {store}" in damaged.stderr
+
+
+def test_machines_prepare_shares_that_a_run_joins(settings, tmp_path):
+    for machine in ("1/2", "2/2"):
+        assert call("prepare_data.py", "--share", machine, *settings).returncode == 0
+    joined = ["--data.dataset", "stores", "--data.path", settings[-1], "--data.store_folder", tmp_path / "joined"]
+    told = call("prepare_data.py", *joined, "--verify")
+    assert told.returncode == 0, told.stderr
+    counts = re.findall(r"([0-9]+) documents", told.stdout)
+    assert sum(map(int, counts[-3:])) == 40
+
+
+@pytest.mark.parametrize("share", ["0/4", "5/4", "4", "a/b"])
+def test_a_share_that_is_none_is_one_line(share):
+    ended = call("prepare_data.py", "--share", share)
+    assert (ended.returncode, ended.stderr) == (2, f"argument --share: {share}: expected I/N, as 1/4 to 4/4\n")
+
+
+def test_a_tokenizer_of_ones_own_is_trained_and_used(settings, tmp_path):
+    (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff")
+    path = tmp_path / "my.tiktoken"
+    trained = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
+    assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
+    first = f"{tmp_path}/corpus/bad.txt:1: not UTF-8 text (byte 0 of the file)"
+    assert trained.stderr == f"documents left out: 1; the first: {first}\n"
+    tokenizer = load_tokenizer(TokenizerConfig(kind="tiktoken", path=str(path)))
+    assert tokenizer.vocab_size == 540
+    text = (tmp_path / "corpus" / "0000.txt").read_text()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) < len(text) / 2
+    strict = call("train_tokenizer.py", path, "--vocab-size", "540", *settings, "--data.on_problem", "stop")
+    rule = f"documents that cannot be read: 1 or more, the first: {first}"
+    assert (strict.returncode, strict.stderr) == (2, f"--data.on_problem stop: {rule}\n")
+
+
+def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"\1\0\2\0")
+    for dataset in ("tokens", "stores"):
+        ended = call(
+            "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
+        )
+        assert (ended.returncode, ended.stderr) == (2, f"--data.dataset {dataset}: holds no text to learn from\n")

@@ -1,0 +1,78 @@
+"""Where chat templates come from: built in, or a file in one of Hugging Face's forms."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError
+
+SETTING = "data.chat_template"
+_FOLDER = Path(__file__).with_name("chat_templates")
+BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
+_MAX_BYTES = 1_000_000
+
+
+def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
+    """Jinja text, and the special tokens that it knows as bos_token, eos_token, ...; None: the tokenizer's own.
+
+    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (which counts) or
+    tokenizer_config.json. Raises ConfigError.
+    """
+    if choice in BUILT_IN:
+        return _read(BUILT_IN[choice]), None
+    path = Path(choice)
+    folder = path if path.is_dir() else path.parent
+    config = folder / "tokenizer_config.json" if path.is_dir() else path
+    if path.is_dir() and (path / "chat_template.jinja").is_file():
+        path = path / "chat_template.jinja"
+    elif path.is_dir() and not config.is_file():
+        raise ConfigError(SETTING, f"{path} holds neither chat_template.jinja nor tokenizer_config.json")
+    if path.is_file() and path.suffix != ".json":
+        beside = folder / "tokenizer_config.json"
+        return _read(path), _names(_json(beside)) if beside.is_file() else None
+    if not config.exists():
+        raise ConfigError(SETTING, f"is neither of {', '.join(BUILT_IN)} nor a file or folder")
+    content = _json(config)
+    return _template(content, config), _names(content)
+
+
+def _read(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        if len(content) > _MAX_BYTES:
+            raise ConfigError(SETTING, f"{path} is larger than {_MAX_BYTES} bytes")
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(SETTING, f"{path} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(SETTING, f"{path} cannot be read ({error.strerror})") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ConfigError(SETTING, f"{path} is not a JSON object")
+    return content
+
+
+def _template(config: dict[str, Any], path: Path) -> str:
+    """A text, or a list of named ones."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        if not isinstance(named.get("default"), str):
+            raise ConfigError(SETTING, f"{path} has several templates, and none of them is named default")
+        return named["default"]
+    if not isinstance(template, str):
+        raise ConfigError(SETTING, f"{path} has no chat_template")
+    return template
+
+
+def _names(config: dict[str, Any]) -> dict[str, str]:
+    """What transformers gives to a template: every special token of the configuration, as bos_token."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,0 +1,179 @@
+"""Chat templates: Jinja text of any origin, run in a sandbox, with the names that transformers gives to it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_STEPS = 1_000_000
+"""Turns of loops in one rendering; a call counts as many as it takes time."""
+_STEPS_OF_A_CALL = 10
+MAX_CHARACTERS = 10_000_000
+"""Of what one rendering writes, and of a text that it joins or repeats."""
+
+BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
+"""Template variables: what is written around the body of {% generation %}."""
+
+
+class TemplateFailure(Exception):
+    """A template that is none, or that could not render a conversation: one line."""
+
+    def __init__(self, reason: object):
+        super().__init__(" ".join(str(reason).split())[:300])
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} stands around what the assistant says, end of turn included."""
+
+    tags = {"generation"}  # noqa: RUF012  the type is Jinja's
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN_MARK, END_MARK))
+        return [begin.set_lineno(line), nodes.Scope(body).set_lineno(line), end.set_lineno(line)]
+
+
+class _Bounds(NodeTransformer):
+    """Loops are counted and joined texts measured, for the sandbox itself sees neither."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "counted", [], [], None, None)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+        self.generic_visit(node)
+        return nodes.Filter(node, "measured", [], [], None, None)
+
+
+class _Namespace(Namespace):
+    """A namespace whose names do not begin with an underscore, the door to Python's inside."""
+
+    def __init__(*args: Any, **kwargs: Any):  # a template may name an entry "self"
+        for name in dict(*args[1:], **kwargs):
+            _refuse_underscore(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace has no entry {name!r}")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a budget for each rendering. The size of a single operation is only bounded where a number
+    says it beforehand."""
+
+    intercepted_binops = frozenset({"*", "**", "+"})
+
+    def __init__(self, today: datetime):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.steps = 0
+        self.filters |= {"tojson": _to_json, "counted": self._counted, "measured": _measured}
+        del self.filters["random"], self.globals["lipsum"]  # the same conversation gives the same tokens
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": today.strftime,
+            "dict": _make_dict,
+            "namespace": _Namespace,
+        }
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        return super()._generate(_Bounds().visit(source), *args, **kwargs)
+
+    def spend(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > MAX_STEPS:
+            raise TemplateError(f"takes more than {MAX_STEPS} steps")
+
+    def _counted(self, items: Iterable) -> list:
+        result = list(items)
+        self.spend(len(result))
+        return result
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # a template may name an argument "self"
+        args[0].spend(_STEPS_OF_A_CALL)
+        for value in args[3:]:
+            if isinstance(value, int) and value > MAX_CHARACTERS:  # as in "x".center(10 ** 10)
+                raise TemplateError(f"calls with a number over {MAX_CHARACTERS}")
+        return ImmutableSandboxedEnvironment.call(*args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.spend(1)
+        if operator == "+":
+            return _measured(left + right)
+        sizes = [v if isinstance(v, int) else len(v) if hasattr(v, "__len__") else 0 for v in (left, right)]
+        numbers = all(isinstance(v, int | float) for v in (left, right))
+        if operator == "*" and not numbers and sizes[0] * sizes[1] > MAX_CHARACTERS:
+            raise TemplateError(f"makes a text of more than {MAX_CHARACTERS} characters")
+        if operator == "**" and max(map(abs, sizes)) > 1000:
+            raise TemplateError("raises to a power over 1000")
+        return super().call_binop(context, operator, left, right)
+
+
+def _measured(value: Any) -> Any:
+    if hasattr(value, "__len__") and len(value) > MAX_CHARACTERS:
+        raise TemplateError(f"makes a text of more than {MAX_CHARACTERS} characters")
+    return value
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # Jinja's own filter writes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict:
+    # The class itself has methods that make things of other classes.
+    return dict(*args, **kwargs)
+
+
+class ChatTemplate:
+    """A compiled template."""
+
+    def __init__(self, source: str, today: datetime):
+        """today: what strftime_now() tells. Raises TemplateFailure where the text is no template."""
+        self._environment = _Sandbox(today)
+        try:
+            tree = self._environment.parse(source)
+            self._template = self._environment.from_string(source)
+        except Exception as error:  # what Jinja does not expect in a template ends in any of Python's
+            line = f"line {error.lineno}: " if getattr(error, "lineno", None) else ""
+            raise TemplateFailure(f"{line}{error}") from None
+        loaded = {name.name for name in tree.find_all(nodes.Name)}
+        self.marks_answers = BEGIN_MARK in loaded
+        """Whether it says itself, by {% generation %}, what the assistant's are."""
+        self.asks_for_date = "strftime_now" in loaded
+        self.takes_tools = "tools" in loaded
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Raises TemplateFailure."""
+        self._environment.steps = 0
+        written: list[str] = []
+        size = 0
+        try:
+            for text in self._template.generate(variables):
+                written.append(text)
+                size += len(text)
+                if size > MAX_CHARACTERS:
+                    raise TemplateError(f"writes more than {MAX_CHARACTERS} characters")
+        except Exception as error:  # a template can raise what Python can
+            name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise TemplateFailure(f"{name}{error}") from None
+        return "".join(written)

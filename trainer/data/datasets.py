@@ -1,0 +1,122 @@
+"""The datasets of a configuration: prepared once, then opened by every rank, packed and mixed."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data.mixture import CombinedSamples, Stage, stages_of
+from trainer.data.packing import PackedSamples, Samples, WrappedSamples, open_packed, pack
+from trainer.data.prepare import prepare
+from trainer.data.sources import DATASETS
+from trainer.data.store import TokenStore, identity, open_store
+from trainer.data.tokenizers import Tokenizer
+from trainer.settings import nearest_name
+
+ALONE = "data"
+"""Name of a dataset that is the only one."""
+KINDS = (*DATASETS, "stores")
+
+
+def members(data: DataConfig) -> dict[str, DataConfig]:
+    """Each dataset by its name, as if it were the only one. Raises ConfigError."""
+    if not data.datasets:
+        return {ALONE: data}
+    return {name: _member(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
+
+
+def held_out_members(data: DataConfig, sets: Mapping[str, str]) -> dict[str, DataConfig]:
+    """The datasets that are for evaluation alone, all of their documents."""
+    chosen = {name: _member(data, f"evaluation.sets.{name}", text) for name, text in sets.items()}
+    return {name: replace(member, held_out_fraction=0.0) for name, member in chosen.items()}
+
+
+def _member(data: DataConfig, key: str, text: str) -> DataConfig:
+    kind, _, path = text.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(key, f"expected KIND:PATH, KIND one of {', '.join(KINDS)}{nearest_name(kind, KINDS)}")
+    if bool(path) == (kind == "python_stdlib") and kind != "chat":
+        raise ConfigError(key, "python_stdlib has no path" if path else f"expected a path behind {kind}:")
+    return replace(data, dataset=kind, path=path, datasets={}, mixture=())
+
+
+# ---------------------------------------------------------------- made once
+
+
+def prepare_all(
+    data: DataConfig, sets: Mapping[str, str], tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, seq_len: int
+) -> str:
+    """Make every store and packing that is not there. Returns where they are, for `open_all`: JSON, name -> folder."""
+    stores = {}
+    for kind, chosen in (("train", members(data)), ("evaluation", held_out_members(data, sets))):
+        for name, member in chosen.items():
+            folder = prepare(member, tokenizer_config, tokenizer)
+            stores[f"{kind}/{name}"] = str(folder)
+            for split in _splits(member):
+                if data.packing != "wrapped":
+                    pack(open_store(folder, split), _packing(folder, split, data, seq_len), seq_len, data)
+    return json.dumps(stores)
+
+
+def _splits(member: DataConfig) -> tuple[str, ...]:
+    return ("train", "held_out") if member.held_out_fraction or member.dataset == "stores" else ("train",)
+
+
+def _packing(store: Path, split: str, data: DataConfig, seq_len: int) -> Path:
+    name = f"{identity(store)}-{split}-{seq_len}-{data.packing}-{data.long_documents}"
+    return Path(data.store_folder) / "packings" / name
+
+
+# ---------------------------------------------------------------- opened by every rank
+
+
+@dataclass(frozen=True)
+class Datasets:
+    training: Samples
+    sizes: tuple[int, ...]
+    """Samples of each dataset in it."""
+    stages: tuple[Stage, ...]
+    held_out: dict[str, Samples]
+    """By name; those of the training datasets, then those for evaluation alone."""
+    name: str
+    """Changes with any content."""
+
+
+def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
+    """stores: as prepare_all gave it. Raises ConfigError where a dataset has less than one sample."""
+    folders = {name: Path(folder) for name, folder in json.loads(stores).items()}
+
+    def opened(name: str, split: str) -> Samples:
+        return _open(folders[name], split, data, seq_len)
+
+    chosen = members(data)
+    stages = stages_of(data.mixture, list(chosen))
+    training = {name: opened(f"train/{name}", "train") for name in chosen}
+    for number, (name, samples) in enumerate(training.items()):
+        if not len(samples) and any(stage.quotas[number] for stage in stages):
+            tokens = len(samples.store.tokens)
+            of = "" if name == ALONE else f" of {name}"
+            raise ConfigError(
+                "training.seq_len", f"the training documents{of} have {tokens} tokens, less than one sample"
+            )
+    held_out = {name: opened(f"train/{name}", "held_out") for name in chosen if "held_out" in _splits(chosen[name])}
+    if list(chosen) == [ALONE] and held_out:
+        held_out = {"held_out": held_out[ALONE]}
+    held_out |= {name: opened(f"evaluation/{name}", "train") for name in sets}
+    parts = list(training.values())
+    names = [folders[f"train/{name}"].name for name in chosen]
+    return Datasets(
+        training=parts[0] if len(parts) == 1 else CombinedSamples(parts),
+        sizes=tuple(map(len, parts)),
+        stages=stages,
+        held_out=held_out,
+        name=names[0] if list(chosen) == [ALONE] else ", ".join(f"{n} {s}" for n, s in zip(chosen, names, strict=True)),
+    )
+
+
+def _open(folder: Path, split: str, data: DataConfig, seq_len: int) -> WrappedSamples | PackedSamples:
+    store: TokenStore = open_store(folder, split)
+    if data.packing == "wrapped":
+        return WrappedSamples(store, seq_len, restart=data.document_mask)
+    return open_packed(store, _packing(folder, split, data, seq_len), seq_len, restart=data.document_mask)

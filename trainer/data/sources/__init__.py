@@ -1,0 +1,25 @@
+"""Readers of documents. A source is a list of files and a way to read a piece of one."""
+
+from collections.abc import Callable
+
+from trainer.config import DataConfig
+from trainer.data.sources import tables, text, tokens
+from trainer.data.sources.source import Document, Problem, Source, Span
+from trainer.data.tokenizers import Tokenizer
+
+__all__ = ["DATASETS", "Document", "Problem", "Source", "Span", "open_source"]
+
+DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
+    "python_stdlib": lambda config, _: text.python_stdlib(config),
+    "text": lambda config, _: text.text(config),
+    "jsonl": lambda config, _: text.jsonl(config),
+    "parquet": lambda config, _: tables.parquet(config),
+    "huggingface": lambda config, _: tables.huggingface(config),
+    "tokens": tokens.tokens,
+    "chat": lambda config, _: text.records(config),
+}
+
+
+def open_source(config: DataConfig, tokenizer: Tokenizer) -> Source:
+    """tokenizer: whose tokens a file of tokens holds. Raises ConfigError where there is nothing to read."""
+    return DATASETS[config.dataset](config, tokenizer)
