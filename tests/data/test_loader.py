@@ -1,15 +1,17 @@
 """Which samples a step sees, and what is in them."""
 
+import hashlib
 from itertools import islice
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.batch import IGNORED
 from trainer.config import DataConfig
 from trainer.data.loader import Cut, SampleOrder, held_out_batches, training_batches
-from trainer.data.mixture import stages_of
-from trainer.data.packing import WrappedSamples
+from trainer.data.mixture import CombinedSamples, stages_of
+from trainer.data.packing import WrappedSamples, open_packed, pack
 from trainer.data.store import TokenStore
 
 SEQ = 4
@@ -102,3 +104,72 @@ def test_samples_that_are_passed_over_are_left_out_of_the_order():
     places = [p for p in range(40) if not (3 <= p < 5 or 8 <= p < 14)]
     assert some(np.arange(len(places))).tolist() == whole(np.array(places)).tolist()
     assert some.place(np.arange(len(places))).tolist() == places
+
+
+# ------------------------------------------------------------ mixed and packed
+
+
+LENGTHS = {"a": 5, "b": 3, "c": 6}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Three datasets of documents, packed and mixed in two stages; each document has tokens of its own."""
+    folder, parts, first = tmp_path_factory.mktemp("packings"), [], 0
+    for name, longest in LENGTHS.items():
+        lengths = np.random.default_rng(longest).integers(2, 2 + longest, 400)
+        store = TokenStore(first + np.arange(lengths.sum()), np.cumsum([0, *lengths]))
+        pack(store, folder / name, 8, DataConfig(packing="best-fit"))
+        parts.append(open_packed(store, folder / name, 8, restart=True))
+        first += int(lengths.sum())
+    stages = stages_of(("0: a=0.5 b=0.3 c=0.2", "1500: a=0.1 c=0.9"), list(LENGTHS))
+    samples = CombinedSamples(parts)
+    return samples, SampleOrder(tuple(map(len, parts)), stages, seed=7, shuffle=True)
+
+
+def read(mixed, ranks, first_step, last_step, workers=0):
+    """Hash of the tokens of each step: accumulation by accumulation, rank by rank."""
+    samples, order = mixed
+    per_rank = []
+    for rank in range(ranks):
+        mine = cut(rank, ranks, global_batch_size=16)
+        config = DataConfig(num_workers=workers)
+        batches = training_batches(samples, order, mine, (first_step - 1) * 16, config, pin_memory=False)
+        per_rank.append(list(islice(batches, (last_step - first_step + 1) * mine.grad_accum)))
+    leaves = [batch.tokens for of_all in zip(*per_rank, strict=True) for batch in of_all]
+    each = len(leaves) // (last_step - first_step + 1)
+    steps = [torch.cat(leaves[i : i + each]) for i in range(0, len(leaves), each)]
+    return [hashlib.sha256(step.numpy().tobytes()).hexdigest() for step in steps]
+
+
+@pytest.mark.parametrize(
+    "stretches",
+    [
+        [(2, 1, 200, 0)],
+        [(4, 1, 200, 0)],
+        [(1, 1, 200, 2)],
+        [(2, 1, 200, 2)],
+        [(1, 1, 40, 0), (1, 41, 111, 0), (1, 112, 200, 0)],
+        [(2, 1, 76, 2), (4, 77, 150, 0), (1, 151, 200, 2)],
+    ],
+)
+def test_two_hundred_steps_are_the_same_whoever_reads_them(mixed, stretches):
+    """stretches: ranks, first and last step, workers; with every stretch the run is started again."""
+    expected = read(mixed, 1, 1, 200)
+    assert len(set(expected)) == 200
+    assert [step for stretch in stretches for step in read(mixed, *stretch)] == expected
+
+
+def test_mixed_and_packed_no_document_is_missing_or_comes_twice_in_an_epoch(mixed):
+    samples, order = mixed
+    numbers = order(np.arange(4000))
+    for dataset, part in enumerate(samples.parts):
+        first = int(samples.firsts[dataset])
+        mine = numbers[(numbers >= first) & (numbers < first + len(part))] - first
+        assert len(mine) > 2 * len(part)
+        for epoch in range(len(mine) // len(part)):
+            batch = part.batch(mine[epoch * len(part) : (epoch + 1) * len(part)])
+            targets = batch.labels[batch.labels != IGNORED]
+            documents = part.store.documents
+            assert len(targets) == len(part.store.tokens) - (len(documents) - 1)
+            assert len(targets.unique()) == len(targets)

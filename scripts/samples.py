@@ -1,0 +1,79 @@
+"""Say which samples a step of a run saw: python scripts/samples.py RUN_FOLDER STEP
+
+For each sample: its place in the order, its dataset, its number there, and how its text begins. The order is computed from
+config.toml, the run's records say where the step began, and its newest checkpoint what was passed over on purpose.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+
+from scripts.arguments import Arguments, count
+from trainer.checkpoint import steps_in
+from trainer.config import Config, ConfigError
+from trainer.data.datasets import members, open_all, prepare_all
+from trainer.data.loader import SampleOrder
+from trainer.data.tokenizers import load_tokenizer
+from trainer.load_config import exit_with, load_config
+
+_SHOWN = 60
+"""Characters of each text."""
+
+
+def consumed_before(run: Path, step: int, seq_len: int) -> tuple[int, int]:
+    """Samples that the steps before it had consumed, and that it consumed itself, by the run's records."""
+    records = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    known = [(0, 0), *((r["step"], r["tokens_seen"] // seq_len) for r in records if r["kind"] == "train")]
+    for (first, before), (last, after) in itertools.pairwise(known):
+        if first < step <= last:
+            size, rest = divmod(after - before, last - first)
+            if rest:
+                raise ConfigError(
+                    "", f"the batch size changed between steps {first} and {last}, which have the records"
+                )
+            return before + (step - 1 - first) * size, size
+    raise ConfigError("", f"{run}: has no record of step {step}; the last one is of step {known[-1][0]}")
+
+
+def order_of(run: Path, config: Config, sizes: tuple[int, ...], stages: tuple) -> SampleOrder:
+    checkpoints = steps_in(run / "checkpoints")
+    passed_over = json.loads((checkpoints[0] / "train_state.json").read_text())["passed_over"] if checkpoints else []
+    return SampleOrder(sizes, stages, config.run.seed, config.data.shuffle, tuple(map(tuple, passed_over)))
+
+
+def show(run: Path, step: int) -> None:
+    config = load_config(["--config", str(run / "config.toml")])
+    seq_len, data = config.training.seq_len, config.data
+    before, size = consumed_before(run, step, seq_len)
+    tokenizer = load_tokenizer(config.tokenizer)
+    opened = open_all(data, {}, prepare_all(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
+    order = order_of(run, config, opened.sizes, opened.stages)
+    places = np.arange(before, before + size)
+    numbers = order(places)
+    firsts, names = np.cumsum([0, *opened.sizes]), list(members(data))
+    for place, number in zip(order.place(places).tolist(), numbers.tolist(), strict=True):
+        dataset = int(np.searchsorted(firsts, number, side="right")) - 1
+        text = tokenizer.decode(opened.training.batch(np.array([number])).tokens[0].tolist())
+        print(f"{place:>10}  {names[dataset]}  {number - int(firsts[dataset])}  {text[:_SHOWN]!r}")
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("step", type=count)
+    chosen = parser.parse_args()
+    if not (chosen.run / "metrics.jsonl").is_file():
+        exit_with(f"{chosen.run}: no run's folder (metrics.jsonl)")
+    try:
+        show(chosen.run, chosen.step)
+    except ConfigError as error:
+        exit_with(str(error))
+
+
+if __name__ == "__main__":
+    main()
