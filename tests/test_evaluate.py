@@ -1,0 +1,92 @@
+"""Several sets, each by all of its targets alike; the best checkpoint stays."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.gloo_pool import RankError
+from tests.conftest import write_corpus
+from tests.runs import records, train
+from trainer.checkpoint import step_of, steps_in
+from trainer.config import DataConfig, TokenizerConfig
+from trainer.data.datasets import open_all, prepare_all
+from trainer.data.tokenizers import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def two_sets(tiny, tmp_path_factory):
+    """Arguments of a run with a set of its own, and the folder of its texts."""
+    folder = tmp_path_factory.mktemp("sets")
+    write_corpus(folder / "other", 40, seed=5)
+    (folder / "sets.toml").write_text(
+        Path(tiny[1]).read_text() + f'[evaluation]\ninterval_steps = 2\nsets = {{ other = "text:{folder}/other" }}\n'
+    )
+    return ["--config", str(folder / "sets.toml")], folder
+
+
+def run(ranks, argv, folder, *more, size=1):
+    ranks(size).run(train, [*argv, "--run.output_folder", str(folder), "--run.name", "run", *more])
+    return folder / "run"
+
+
+def test_every_set_is_evaluated_on_any_number_of_ranks_alike(ranks, two_sets, tmp_path):
+    argv, _ = two_sets
+    one, two = (records(run(ranks, argv, tmp_path / str(size), size=size), "eval") for size in (1, 2))
+    assert [(r["step"], r["set"]) for r in one] == [(2, "held_out"), (2, "other"), (4, "held_out"), (4, "other")]
+    for a, b in zip(one, two, strict=True):
+        assert a["num_targets"] == b["num_targets"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
+        assert a["perplexity"] == pytest.approx(math.exp(a["loss"]))
+
+
+def test_bits_per_byte_are_those_of_the_text(ranks, two_sets, tmp_path):
+    """Whatever the tokenizer: here the bytes are counted in the text that the targets stand for."""
+    argv, folder = two_sets
+    record = records(run(ranks, argv, tmp_path), "eval")[-1]
+    tokenizer = load_tokenizer(TokenizerConfig())
+    sets = {"other": f"text:{folder}/other"}
+    data = DataConfig(dataset="text", path=str(folder / "other"), store_folder=str(tmp_path / "stores"))
+    samples = open_all(data, sets, prepare_all(data, sets, TokenizerConfig(), tokenizer, 32), 32).held_out["other"]
+    labels = samples.batch(np.arange(len(samples))).labels
+    special = set(tokenizer.special_tokens.values())
+    text = tokenizer.decode([token for token in labels.flatten().tolist() if token not in special])
+    bits = record["loss"] * record["num_targets"] / math.log(2)
+    assert labels.numel() == record["num_targets"]
+    assert record["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-6)
+
+
+def test_the_best_checkpoint_is_written_and_kept(ranks, two_sets, tmp_path):
+    """A learning rate that spoils the model after some steps makes an early step the best."""
+    more = ["--evaluation.best", "other", "--checkpoint.interval_steps", "5", "--checkpoint.keep", "1"]
+    more += ["--training.steps", "15", "--optimizer.lr", "1.0", "--evaluation.interval_steps", "1"]
+    folder = run(ranks, two_sets[0], tmp_path, *more, "--lr_schedule.warmup_steps", "14")
+    losses = {r["step"]: r["loss"] for r in records(folder, "eval") if r["set"] == "other"}
+    best = min(losses, key=losses.get)
+    assert best < 15
+    assert sorted(step_of(path) for path in steps_in(folder / "checkpoints")) == [best, 15]
+
+
+def test_a_best_of_no_set_is_refused(ranks, two_sets, tmp_path):
+    with pytest.raises(RankError, match=r"evaluation\.best: is no set; there are: held_out, other"):
+        run(ranks, two_sets[0], tmp_path, "--evaluation.best", "ohter")
+
+
+# ------------------------------------------------------------ stages of a mixture
+
+
+def mixed(ranks, tiny, folder, mixture, steps):
+    for name, seed in (("a", 1), ("b", 2)):
+        write_corpus(folder / name, 60, seed)
+    lines = [line for line in Path(tiny[1]).read_text().splitlines() if not line.startswith(("dataset", "path"))]
+    two = f'[data]\ndatasets = {{ a = "text:{folder}/a", b = "text:{folder}/b" }}\nmixture = {list(mixture)}'
+    (folder / "two.toml").write_text("\n".join(lines).replace("[data]", two.replace("'", '"')))
+    run(ranks, ["--config", str(folder / "two.toml")], folder, "--training.steps", str(steps))
+
+
+def test_a_stage_that_has_not_begun_may_change_and_one_that_has_may_not(ranks, tiny, tmp_path):
+    mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "64: b=1"], 3)  # 48 samples
+    mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "48: a=1"], 4)
+    with pytest.raises(RankError, match=r"data\.mixture: stages that have begun cannot change: .* from sample 64 on"):
+        mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "50: a=1"], 5)
