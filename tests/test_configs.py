@@ -32,6 +32,8 @@ def load(file, tmp_path):
     (tmp_path / "tokenizer.model").touch()
     if document["data"].get("path"):
         names += ["--data.path", str(tmp_path / "data")]
+    if document.get("checkpoint", {}).get("initial"):
+        names += ["--checkpoint.initial", str(tmp_path / "data")]
     if document.get("tokenizer", {}).get("path"):
         names += ["--tokenizer.path", str(tmp_path / "tokenizer.model")]
     return load_config(names)

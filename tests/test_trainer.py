@@ -1,6 +1,8 @@
 """Whole runs: the same on any number of ranks, after any stop."""
 
+import base64
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from scripts.gloo_pool import RankError
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
 from tests.runs import hash_of, largest_deviation, leaves_of_step, records, train
 from trainer import logging
+from trainer.data.tokenizers import DEFAULT_FILE
 from trainer.load_config import load_config
 from trainer.run_folder import resume_point
 from trainer.setup import set_up
@@ -272,6 +275,25 @@ def test_resuming_with_another_meaning_is_refused_with_every_difference(ranks, t
         f"cannot resume from {checkpoint}: data.shuffle was true, is false; run.seed was 0, is 3; "
         "another --run.name starts a new run" in str(error.value)
     )
+
+
+def test_resuming_with_another_tokenizer_or_other_data_is_refused(ranks, tiny, corpus, tmp_path):
+    own, ranks_file = tmp_path / "corpus", tmp_path / "own.tiktoken"
+    shutil.copytree(corpus, own)
+    ranks_file.write_bytes(DEFAULT_FILE.read_bytes())
+    (tmp_path / "own.toml").write_text(Path(tiny[1]).read_text().replace(str(corpus), str(own)))
+    more = ["--tokenizer.kind", "tiktoken", "--tokenizer.path", str(ranks_file), "--training.steps"]
+    argv = ["--config", str(tmp_path / "own.toml")]
+    run(ranks, 1, argv, tmp_path / "run", *more, "2")
+    (own / "new.txt").write_text("one more document\n")
+    with pytest.raises(RankError, match=r"cannot resume from .*: data was \S+, is \S+; another --run\.name"):
+        run(ranks, 1, argv, tmp_path / "run", *more, "4")
+    (own / "new.txt").unlink()
+    *lines, last = ranks_file.read_bytes().splitlines()
+    changed = base64.b64encode(b"@@@@@") + b" " + last.split()[1]
+    ranks_file.write_bytes(b"\n".join([*lines, changed]) + b"\n")
+    with pytest.raises(RankError, match=r"cannot resume from .*: tokenizer was \S+, is \S+; another --run\.name"):
+        run(ranks, 1, argv, tmp_path / "run", *more, "4")
 
 
 def test_a_refused_resume_leaves_the_record_of_the_run_as_it_was(ranks, tiny, tmp_path):

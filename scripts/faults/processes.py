@@ -187,3 +187,29 @@ def row_14(bench: Bench, draw: Draw) -> None:
     expect(ended.code == 1, f"ended with {ended.code}")
     expect("of 2 ranks, 1 did not come within 6 s" in ended.err, f"not named: {ended.err}")
     few_lines(ended)
+
+
+def row_38(bench: Bench, draw: Draw) -> None:
+    """Killed it is told at once, standing still by the watchdog."""
+    number = draw.choice((signal.SIGKILL, signal.SIGSTOP))
+    more = ["--data.num_workers", "1"]
+    run = bench.run(bench.fresh("row-38"), 1, [*more, "--resilience.hang_timeout_s", "4"])
+    run.await_step(draw.randrange(2, 60))
+    workers = [pid for pid, _ in run.below() if pid != run.process.pid]
+    expect(len(workers) == 1, f"{len(workers)} workers")
+    os.kill(workers[0], number)
+    before = time.monotonic()
+    ended = run.wait(60)
+    expect(ended.code == 1, f"ended with {ended.code}: {ended.err[-300:]}")
+    expect(time.monotonic() - before < 15, f"ended after {time.monotonic() - before:.0f} s")
+    told = "DataLoader worker" if number == signal.SIGKILL else "no step has ended for"
+    expect(told in ended.err, f"does not say so: {ended.err[-500:]}")
+    bench.finish("row-38", 1, more)
+
+
+def row_39(bench: Bench, draw: Draw) -> None:
+    run = bench.run(bench.fresh("row-39"), 1, ["--data.num_workers", "2", "--data.prefetch", str(draw.randrange(1, 5))])
+    run.await_step(draw.randrange(1, 100))
+    run.process.send_signal(signal.SIGTERM)
+    expect(run.wait(60).code == 0, "it did not stop")
+    bench.finish("row-39", 1, [])

@@ -12,7 +12,7 @@ def held_by(words: str, *files: str) -> Callable[[Bench, Draw], str]:
     """A row that whole runs would show no better than tests do. words: as of pytest's -k."""
 
     def row(bench: Bench, draw: Draw) -> str:
-        command = [sys.executable, "-m", "pytest", "-q", "-k", words, *(f"tests/{file}" for file in files)]
+        command = [sys.executable, "-m", "pytest", "-k", words, *(f"tests/{file}" for file in files)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         expect(done.returncode == 0, f"{' '.join(command)}: {done.stdout[-300:]}")
         return done.stdout.splitlines()[-1].strip("= ")
@@ -53,7 +53,19 @@ ROWS: dict[int, tuple[str, Callable[[Bench, Draw], str | None]]] = {
     29: ("no numbers on one rank: update left out on all; several times: rolled back", values.row_29),
     30: ("a spike: left out or rolled back, as set", values.row_30),
     32: ("the same run twice: bit by bit", values.row_32),
+    33: (
+        "bad lines, bytes, fields: counted and listed with file and line, or the end, as set",
+        held_by("problem or line or early or compressed", "data/sources", "data/test_prepare.py"),
+    ),
+    34: (
+        "tokens that the tokenizer has not, other types, files cut short: refused with file and place",
+        held_by("refused or width or has_not", "data/sources/test_tokens.py"),
+    ),
+    35: ("another tokenizer since the checkpoint: refused", held_by("another_tokenizer", "test_trainer.py")),
+    36: ("other data since the checkpoint: refused", held_by("another_tokenizer", "test_trainer.py")),
     37: ("4, 2, 1, 2 ranks after each other: the same losses", values.row_37),
+    38: ("a data worker is killed or stands still: told, ended; the same end", processes.row_38),
+    39: ("another number of data workers when the run goes on: the same end", processes.row_39),
     40: ("every setting with a typo is refused, with the right name", values.row_40),
     41: ("settings of any value (250 configurations a trial): a plan or one line, within 2 s", values.row_41),
     42: ("every mesh on up to 64 ranks: it fits or is refused", values.row_42),
