@@ -157,6 +157,36 @@ def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, 
     assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(1, []), (4, []), (2, ["--parallel.tp", "2"]), (4, ["--parallel.tp", "2", "--parallel.pp", "2"])],
+)
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_vocabulary_grows_by_the_mean_of_its_rows(ranks, tiny, tmp_path, theirs, size, layout, ours):
+    folder = Folder(theirs, MODELS["llama3"])
+    names = parameter_names(MODELS["llama3"], folder.sizes)
+    expected = {name: folder.rows(name, 0, 10**9) for name in names}
+    source = theirs
+    if ours:
+        source = tmp_path / "imported"
+        import_folder(folder, "llama3", names, source, GIB, lambda n: None)
+    larger = folder.sizes.vocab_size + 37
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(source), *layout]
+    argv += ["--model.overrides.vocab_size", str(larger)]
+    with pytest.raises(RankError, match=f"vocab_size is {larger - 37} there, {larger} here"):
+        ranks(size).run(initial_weights, argv)
+    found = {}
+    for weights, _ in ranks(size).run(initial_weights, [*argv, "--checkpoint.grow_vocabulary", "true"]):
+        found |= weights
+    for name, weight in found.items():
+        if name in ("tok_embeddings.weight", "output.weight"):
+            assert torch.equal(weight[:-37], expected[name])
+            mean = expected[name].double().mean(0).float()
+            torch.testing.assert_close(weight[-37:], mean.expand(37, -1), rtol=0, atol=1e-7)
+        else:
+            assert torch.equal(weight, expected[name])
+
+
 def test_what_is_excluded_stays_as_it_was_drawn(ranks, tiny, tmp_path, theirs):
     more = [*tiny, "--run.output_folder", str(tmp_path)]
     drawn = ranks(1).run(initial_weights, [*more, "--run.name", "a"])[0][0]

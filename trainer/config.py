@@ -87,6 +87,8 @@ class TokenizerConfig:
     take_over: Annotated[Mapping[str, str], FIXED] = field(default_factory=dict)
     """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with kind =
     default or tiktoken."""
+    add: Annotated[tuple[str, ...], FIXED] = ()
+    """New special tokens behind the vocabulary; vocab_size must have room for them."""
     path: Annotated[str, LOCAL] = ""
     """The tokenizer's file, with kind = huggingface also its folder; not with kind = default."""
 
@@ -282,6 +284,8 @@ class CheckpointConfig:
     """Go back to this step, once: newer checkpoints of the run are moved aside; 0: the newest."""
     initial: str = ""
     """Where a new run takes its weights from: a run, a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
+    grow_vocabulary: bool = False
+    """Take weights of a smaller vocabulary too: rows that are not there get the mean of those that are; only with initial."""
     exclude: tuple[str, ...] = ()
     """Parameters that stay random nevertheless, as output.weight or layers.7.*; only with initial."""
     export_huggingface: bool = False

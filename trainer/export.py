@@ -47,7 +47,8 @@ def tokenizer_of(checkpoint: Path, model: Model) -> Tokenizer:
         kind, file = next(((kinds[name], name) for name in kinds if name in files), ("", ""))
     if not kind:
         raise ConfigError("", f"{checkpoint}: has no tokenizer")
-    return load_tokenizer(TokenizerConfig(kind=kind, path=str(checkpoint / file), take_over=model.take_over))
+    path = str(checkpoint / file)
+    return load_tokenizer(TokenizerConfig(kind=kind, path=path, take_over=model.take_over, add=model.add))
 
 
 def export_run(run_folder: Path, only_missing: bool = False) -> None:

@@ -66,7 +66,8 @@ class Model:
     special: Mapping[str, Any]
     """bos_token_id, eos_token_id."""
     take_over: Mapping[str, str]
-    """As in TokenizerConfig."""
+    add: tuple[str, ...]
+    """Both as in TokenizerConfig."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -79,7 +80,7 @@ class Model:
             files = tuple(values["tokenizer_files"])
             for name in files:
                 manifest.require_name(name, MODEL_FILE)
-            return cls(**values | {"tokenizer_files": files})
+            return cls(**values | {"tokenizer_files": files, "add": tuple(values["add"])})
         except (ValueError, TypeError, KeyError, RecursionError):
             raise Damaged(f"{MODEL_FILE} does not describe a model") from None
 
@@ -347,7 +348,7 @@ def import_folder(
         there = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
         longest = int(folder.config.get("max_position_embeddings", 2048))
         special = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
-        model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special, {})
+        model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special, {}, ())
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():

@@ -6,7 +6,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models import MODELS
 from models.spec import ModelSpec
@@ -15,10 +17,13 @@ from trainer.checkpoint import Tensors
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.huggingface import Folder, FolderReader, Model
 from trainer.manifest import Damaged
+from trainer.parallel.initialize import local_region
 from trainer.settings import nearest_name
-from trainer.shards import ShardReader, read_index
+from trainer.shards import ShardReader, Stored, read_index, read_rows
 
 _KEY = "checkpoint.initial"
+_ROWS = 4096
+"""Read together."""
 
 
 class Weights:
@@ -44,15 +49,43 @@ class Weights:
             rule = "is neither a checkpoint (manifest.json) nor a model of Hugging Face's (config.json)"
             raise ConfigError("", f"{folder}: {rule}")
 
-    def fill(self, parameters: Tensors) -> None:
-        """On all ranks together; each reads its shards alone. Raises ConfigError for what does not fit."""
-        wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
+    def fill(self, parameters: Tensors, grow: bool = False) -> None:
+        """On all ranks together; each reads its shards alone. grow: rows of the vocabulary that are not there get the mean of
+        those that are (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError for what does not fit."""
         if self.theirs is None:
-            checkpoint.fill(self.folder, ShardReader(self.folder, self.index), self.index, wanted, cast=True)
+            index = self.index
+            reader = ShardReader(self.folder, index)
         else:
             index = {f"model/{name}": stored for name, stored in self.theirs.index(parameters).items()}
             reader = FolderReader(self.theirs, index, prefix="model/")
-            checkpoint.fill(self.folder, reader, index, wanted, cast=True)
+        wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
+        for name in [name for name in wanted if grow and self._is_smaller(index.get(name), wanted[name])]:
+            self._fill_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
+        checkpoint.fill(self.folder, reader, index, wanted, cast=True)
+
+    def _is_smaller(self, stored: Stored | None, parameter: Tensor) -> bool:
+        there, here = stored.shape if stored else (), tuple(parameter.shape)
+        return there[:1] == (self.sizes.vocab_size,) and there[1:] == here[1:] and there[0] < here[0]
+
+    @torch.no_grad()
+    def _fill_rows(self, name: str, stored: Stored, parameter: Tensor) -> None:
+        """Of a parameter that has more rows than there are, those of this rank."""
+        local, _, offset = local_region(parameter)
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
+        sums, there = torch.zeros(stored.shape[1:], dtype=torch.float64), stored.shape[0]
+        for start in range(0, there, _ROWS):
+            stop = min(start + _ROWS, there)
+            rows = self._rows(name, stored, start, stop)
+            sums += rows.double().sum(0)
+            first, last = max(start, offset[0]), min(stop, offset[0] + local.shape[0])
+            if first < last:
+                local[first - offset[0] : last - offset[0]].copy_(rows[(slice(first - start, last - start), *columns)])
+        local[max(0, there - offset[0]) :].copy_((sums / there)[columns].to(local.dtype))
+
+    def _rows(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
+        if self.theirs is not None:
+            return self.theirs.rows(name, start, stop)
+        return read_rows(self.folder, f"model/{name}", stored, start, stop)
 
 
 def newest(folder: Path) -> Path:
@@ -71,8 +104,12 @@ def load_initial(
     excluded = _excluded(config.exclude, names)
     try:
         weights = Weights(newest(Path(config.initial)), spec)
-        _require_same(asdict(weights.sizes), asdict(sizes))
-        weights.fill({name: p for name, p in parameters.items() if name not in excluded})
+        there = asdict(weights.sizes)
+        if config.grow_vocabulary and there.get("vocab_size", 0) < sizes.vocab_size:
+            there["vocab_size"] = sizes.vocab_size
+        _require_same(there, asdict(sizes))
+        chosen = {name: p for name, p in parameters.items() if name not in excluded}
+        weights.fill(chosen, grow=config.grow_vocabulary)
     except ConfigError as error:
         raise ConfigError(_KEY, error.rule) from None
     kept = f", without {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""

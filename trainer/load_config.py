@@ -277,6 +277,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
             "[lr_schedule] name = warmup_stable_decay",
         ),
         ("checkpoint.exclude", config.checkpoint.initial != "", "[checkpoint] initial"),
+        ("checkpoint.grow_vocabulary", config.checkpoint.initial != "", "[checkpoint] initial"),
     )
 
 

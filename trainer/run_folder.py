@@ -108,6 +108,7 @@ def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
         tokenizer_files=tuple(files),
         special=special,
         take_over=dict(config.tokenizer.take_over),
+        add=config.tokenizer.add,
     )
     template = {CHAT_TEMPLATE: setup.chat.template.encode()} if setup.chat else {}
     return {MODEL_FILE: model.text().encode(), **files, **template}

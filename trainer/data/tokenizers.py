@@ -14,6 +14,7 @@ import sentencepiece
 import tiktoken
 
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.added_tokens import WithAddedTokens
 from trainer.data.optional import library
 from trainer.data.sentencepiece_model import user_defined
 from trainer.data.special_tokens import special_tokens_taking_over
@@ -329,6 +330,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     path = Path(config.path) if config.path else DEFAULT_FILE
     try:
         kind = TOKENIZERS[config.kind]
-        return kind(path, config.take_over) if config.take_over else kind(path)
+        tokenizer = kind(path, config.take_over) if config.take_over else kind(path)
     except OSError as error:
         raise ConfigError("tokenizer.path", f"cannot be read ({error.strerror})") from None
+    return WithAddedTokens(tokenizer, config.add) if config.add else tokenizer

@@ -22,7 +22,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int) -> None:
     model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
-            local, shape, offset = _local_region(parameter)
+            local, shape, offset = local_region(parameter)
             if local.numel() == 0:
                 continue
             last = offset[0] + local.shape[0]
@@ -36,7 +36,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int) -> None:
                 local[start - offset[0] : stop - offset[0]].copy_(wanted)
 
 
-def _local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     """This rank's values, the shape of the whole parameter, and where in it they stand."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(parameter.shape), (0,) * parameter.dim()

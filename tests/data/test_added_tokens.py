@@ -1,0 +1,55 @@
+"""New special tokens behind a vocabulary: in no text, decoded by name, and the same in Hugging Face's libraries."""
+
+import pytest
+
+from tests.data.chat_cases import DEFAULT
+from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.chat import load_chat_format
+from trainer.data.tokenizers import load_tokenizer
+
+NAMES = ("<|im_start|>", "<|im_end|>")
+
+
+def test_added_tokens_follow_the_vocabulary_and_are_in_no_text():
+    tokenizer = load_tokenizer(TokenizerConfig(add=NAMES))
+    assert tokenizer.vocab_size == DEFAULT.vocab_size + 2
+    assert [tokenizer.special_tokens[name] for name in NAMES] == [DEFAULT.vocab_size, DEFAULT.vocab_size + 1]
+    text = "a <|im_start|> b"
+    assert tokenizer.encode(text) == DEFAULT.encode(text)
+    first = DEFAULT.vocab_size
+    assert tokenizer.decode([first, *DEFAULT.encode("é!"), first + 1, first]) == "<|im_start|>é!<|im_end|><|im_start|>"
+    assert tokenizer.text_bytes()[-3:].tolist() == [0, 0, 0] and len(tokenizer.text_bytes()) == tokenizer.vocab_size
+    assert tokenizer.fingerprint != DEFAULT.fingerprint
+    chat = load_chat_format("chatml", tokenizer)
+    assert chat.end_of_turn == (first + 1,)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (("<|eot_id|>",), "<|eot_id|> is a special token already"),
+        (("<a>", "<a>"), "<a> is a special token already"),
+        (("x",), "'x' is too short for the name of a special token"),
+    ],
+)
+def test_names_that_cannot_be_added_are_refused(names, problem):
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(TokenizerConfig(add=names))
+    assert (error.value.key, error.value.rule) == ("tokenizer.add", problem)
+
+
+@pytest.mark.parametrize("kind", ["default", "sentencepiece"])
+def test_transformers_has_them_too(tmp_path, words, kind):
+    transformers = pytest.importorskip("transformers")
+    config = TokenizerConfig(add=NAMES)
+    if kind == "sentencepiece":
+        (tmp_path / "m.model").write_bytes(words.files["tokenizer.model"])
+        config = TokenizerConfig(kind=kind, path=str(tmp_path / "m.model"), add=NAMES)
+    ours = load_tokenizer(config)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, content in ours.huggingface_files().items():
+        (folder / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert [theirs.convert_tokens_to_ids(name) for name in NAMES] == [ours.special_tokens[name] for name in NAMES]
+    assert theirs("<|im_start|>", add_special_tokens=False).input_ids[-1] == ours.special_tokens["<|im_start|>"]
