@@ -60,7 +60,8 @@ from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
 from trainer.data.sources import open_source
 from trainer.data.store import open_store, read_description
-from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
 from trainer.device import GIB
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.fsdp import DTYPES

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from trainer import checkpoint as checkpoints
 from trainer import logging, manifest
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.tokenizers import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizers import load_tokenizer
 from trainer.device import GIB
 from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model
 from trainer.manifest import Damaged

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.chat import ChatFormat, load_chat_format
-from trainer.data.tokenizers import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizers import load_tokenizer
 from trainer.export import tokenizer_of
 from trainer.huggingface import CHAT_TEMPLATE, Model
 from trainer.initial import Weights, newest

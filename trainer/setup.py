@@ -13,7 +13,8 @@ from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.chat import ChatFormat
 from trainer.data.datasets import members
 from trainer.data.encode import chat_format
-from trainer.data.tokenizers import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizers import load_tokenizer
 from trainer.parallel.dims import ParallelDims
 from trainer.parallel.fit import hidden_shape, require_fit, require_supported
 from trainer.parallel.pipeline import Stage, refuse_microbatches, stages

@@ -4,20 +4,17 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.config import ConfigError
-
-if TYPE_CHECKING:
-    from trainer.data.tokenizers import Tokenizer
+from trainer.data.tokenizer import Tokenizer
 
 
 class WithAddedTokens:
     """A tokenizer, and tokens with ids from its vocab_size on, which no text has."""
 
-    def __init__(self, base: "Tokenizer", names: Sequence[str]):
+    def __init__(self, base: Tokenizer, names: Sequence[str]):
         """Raises ConfigError for names that are taken or too short."""
         for name in names:
             if name in base.special_tokens or names.count(name) > 1:

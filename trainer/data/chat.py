@@ -17,7 +17,7 @@ from trainer.data.chat_files import SETTING, read_template
 from trainer.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
 from trainer.data.conversations import Message, Pair, conversation_of
 from trainer.data.special_tokens import SpecialNames, lacking_special_tokens, reserved_names
-from trainer.data.tokenizers import Tokenizer
+from trainer.data.tokenizer import Tokenizer
 
 TODAY = datetime(2024, 7, 26)
 """What templates are told in training (Llama 3.1 has this date as its own default), lest the tokens change with the day."""

@@ -11,7 +11,7 @@ from trainer.data.packing import PackedSamples, Samples, WrappedSamples, open_pa
 from trainer.data.prepare import prepare
 from trainer.data.sources import DATASETS
 from trainer.data.store import TokenStore, identity, open_store
-from trainer.data.tokenizers import Tokenizer
+from trainer.data.tokenizer import Tokenizer
 from trainer.settings import nearest_name
 
 ALONE = "data"

@@ -8,7 +8,7 @@ from trainer.config import DataConfig
 from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.sources.source import Document, Unfit
 from trainer.data.store import Encoded
-from trainer.data.tokenizers import Tokenizer
+from trainer.data.tokenizer import Tokenizer
 
 Encode = Callable[[Document], Encoded]
 """Raises Unfit for a document of which nothing can be made."""

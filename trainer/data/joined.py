@@ -13,7 +13,7 @@ import numpy as np
 from trainer import logging
 from trainer.config import ConfigError, DataConfig
 from trainer.data.store import SPLITS, VERSION, identity, open_store, read_description, token_dtype
-from trainer.data.tokenizers import Tokenizer
+from trainer.data.tokenizer import Tokenizer
 from trainer.manifest import digest_of
 from trainer.system import sync, write_durably
 

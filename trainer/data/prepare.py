@@ -33,7 +33,8 @@ from trainer.data.parts import Part, PartWriter, part_file, problems_of, read_pa
 from trainer.data.shuffle import write_split
 from trainer.data.sources import Document, Problem, Source, Span, open_source
 from trainer.data.store import SPLITS, VERSION, Encoded, read_description, token_dtype
-from trainer.data.tokenizers import Tokenizer, load_tokenizer
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizers import load_tokenizer
 from trainer.manifest import digest_of
 from trainer.system import cores, die_with_parent, leave_signals_to_parent, sync, write_durably
 

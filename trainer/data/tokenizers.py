@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import sentencepiece
@@ -18,6 +17,7 @@ from trainer.data.added_tokens import WithAddedTokens
 from trainer.data.optional import library
 from trainer.data.sentencepiece_model import user_defined
 from trainer.data.special_tokens import special_tokens_taking_over
+from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_json import tokenizer_json
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
@@ -41,36 +41,6 @@ _NAMED = {
     10: "<|python_tag|>",
 }
 NUM_SPECIAL = 256
-
-
-class Tokenizer(Protocol):
-    vocab_size: int
-    bos: int
-    """Token that opens a document."""
-    eos: int
-    """Token that closes a document."""
-    fingerprint: str
-    """Changes when any text could be encoded differently."""
-    files: Mapping[str, bytes]
-    """Name -> content of what makes the same tokenizer again, the file that its path is to name first."""
-
-    special_tokens: Mapping[str, int]
-    """Name -> id of the tokens that no text has."""
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of plain text: what looks like a special token in it is text, and none is added."""
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """The same, (tokens,) uint32: without a Python object for each."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens as their names: nothing is left out."""
-
-    def text_bytes(self) -> np.ndarray:
-        """(vocab_size,): bytes of the text that each token stands for; 0 for special ones."""
-
-    def huggingface_files(self) -> dict[str, bytes]:
-        """Name -> content of the files that make the same tokenizer for Hugging Face's libraries."""
 
 
 def _special_tokens(first: int) -> dict[str, int]:
