@@ -15,7 +15,7 @@ import numpy as np
 
 from scripts.arguments import Arguments, count
 from trainer.checkpoint import steps_in
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.data.datasets import members, open_all, prepare_all
 from trainer.data.loader import SampleOrder
 from trainer.data.tokenizers import load_tokenizer
@@ -40,10 +40,10 @@ def consumed_before(run: Path, step: int, seq_len: int) -> tuple[int, int]:
     raise ConfigError("", f"{run}: has no record of step {step}; the last one is of step {known[-1][0]}")
 
 
-def order_of(run: Path, config: Config, sizes: tuple[int, ...], stages: tuple) -> SampleOrder:
+def passed_over(run: Path) -> tuple[tuple[int, int], ...]:
     checkpoints = steps_in(run / "checkpoints")
-    passed_over = json.loads((checkpoints[0] / "train_state.json").read_text())["passed_over"] if checkpoints else []
-    return SampleOrder(sizes, stages, config.run.seed, config.data.shuffle, tuple(map(tuple, passed_over)))
+    ranges = json.loads((checkpoints[0] / "train_state.json").read_text())["passed_over"] if checkpoints else []
+    return tuple(map(tuple, ranges))
 
 
 def show(run: Path, step: int) -> None:
@@ -52,7 +52,7 @@ def show(run: Path, step: int) -> None:
     before, size = consumed_before(run, step, seq_len)
     tokenizer = load_tokenizer(config.tokenizer)
     opened = open_all(data, {}, prepare_all(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
-    order = order_of(run, config, opened.sizes, opened.stages)
+    order = SampleOrder(opened.sizes, opened.stages, config.run.seed, data.shuffle, passed_over(run))
     places = np.arange(before, before + size)
     numbers = order(places)
     firsts, names = np.cumsum([0, *opened.sizes]), list(members(data))
