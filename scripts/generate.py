@@ -38,6 +38,9 @@ from trainer.generation import Sampling, Speaker, TextStream
 from trainer.load_config import exit_with
 from trainer.parallel.fsdp import DTYPES
 
+_PATIENCE_S = 7 * 24 * 3600.0
+"""How long the other ranks wait for a line of the user."""
+
 
 def number(text: str) -> float:
     """A number from 0 on."""
@@ -104,7 +107,7 @@ def talk(speaker: Speaker, chat: ChatFormat, chosen: argparse.Namespace) -> None
 
 def run(chosen: argparse.Namespace) -> None:
     device = devices.pick(chosen.device)
-    distributed.start(DistributedConfig(), device)
+    distributed.start(DistributedConfig(timeout_s=_PATIENCE_S), device)
     dtype = DTYPES[chosen.dtype or ("bf16" if device.type != "cpu" else "fp32")]
     speaker = Speaker(chosen.path, dtype, device, chosen.longest, chosen.template)
     if chosen.chat:

@@ -17,10 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.arguments import Arguments
+from trainer.data.datasets import held_out_members, members, prepare_all
 from trainer.data.prepare import prepare
 from trainer.data.store import check_content, read_description
 from trainer.data.tokenizers import load_tokenizer
-from trainer.load_config import config_from_command_line, one_line_errors
+from trainer.load_config import config_from_command_line, exit_with, one_line_errors
 
 
 def share(text: str) -> tuple[int, int]:
@@ -53,14 +54,20 @@ def main() -> None:
     config = config_from_command_line(settings)
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)
-        before = set(Path(config.data.store_folder).glob("*"))
-        begin = time.perf_counter()
-        folder = prepare(config.data, config.tokenizer, tokenizer, arguments.share)
-        seconds = time.perf_counter() - begin
-        print(told(folder, None if folder in before else seconds))
-        if arguments.verify:
-            check_content(folder)
-            print("  every file is as it was written")
+        datasets = [*members(config.data).values(), *held_out_members(config.data, config.evaluation.sets).values()]
+        if arguments.share != (0, 1) and any(member.dataset == "stores" for member in datasets):
+            exit_with("--share: stores that were prepared before are not shared out")
+        for member in datasets:
+            before = set(Path(member.store_folder).glob("*"))
+            begin = time.perf_counter()
+            folder = prepare(member, config.tokenizer, tokenizer, arguments.share)
+            seconds = time.perf_counter() - begin
+            print(told(folder, None if folder in before else seconds))
+            if arguments.verify:
+                check_content(folder)
+                print("  every file is as it was written")
+        if arguments.share == (0, 1):
+            prepare_all(config.data, config.evaluation.sets, config.tokenizer, tokenizer, config.training.seq_len)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Needs the optional package `tokenizers` (pip install tokenizers). Settings of th
 
 import argparse
 import base64
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data.datasets import members
 from trainer.data.prepare import require_few
 from trainer.data.sources import Problem, open_source
 from trainer.data.tokenizer_json import letters
@@ -30,7 +32,8 @@ except ModuleNotFoundError:
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
     """Those that can be read; the others are told. Raises ConfigError where there are more of them than data.max_problems."""
     problems = []
-    for document in open_source(data, load_tokenizer(tokenizer)).documents():
+    sources = [open_source(member, load_tokenizer(tokenizer)) for member in members(data).values()]
+    for document in itertools.chain.from_iterable(source.documents() for source in sources):
         if isinstance(document, Problem):
             problems.append(document)
             require_few(data, len(problems), iter(problems))

@@ -43,6 +43,15 @@ def spoken(ranks, tiny, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def tied(ranks, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied") / "run"
+    more = ["--model.overrides.tied_embeddings", "true", "--training.steps", "10", "--optimizer.lr", "1e-2"]
+    ranks(1).run(train, [*tiny, "--run.output_folder", str(folder.parent), "--run.name", "run", *more])
+    ranks(1).run(export_run, folder)
+    return folder
+
+
 def said(folder, prompt, most=12, sampling=GREEDY, longest=0):
     speaker = Speaker(folder, torch.float32, CPU, longest, "")
     return list(speaker.generate(prompt, sampling, 0, (), most))
@@ -67,6 +76,23 @@ def test_kept_keys_and_cut_matrices_change_nothing(ranks, spoken, size):
         expected = ranks(1).run(one_by_one, spoken, PROMPT, 12, sampling)[0]
         assert ranks(size).run(said, spoken, PROMPT, 12, sampling) == [expected] * size
     assert len(set(expected)) > 6
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tied_models_speak_too(ranks, tied, size):
+    expected = ranks(1).run(one_by_one, tied, PROMPT, 12, WARM)[0]
+    for folder in (tied, tied / "huggingface"):
+        kept = ranks(size).run(said, folder, PROMPT, 12, WARM)
+        assert folder != tied or kept == [expected] * size
+        assert len(set(kept[0])) > 6
+
+
+def test_an_exported_chat_model_ends_its_turns_by_itself(spoken):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM.from_pretrained(spoken / "huggingface")
+    tokenizer = load_tokenizer(TokenizerConfig())
+    ends = [tokenizer.special_tokens[name] for name in ("<|end_of_text|>", "<|eot_id|>")]
+    assert model.generation_config.eos_token_id == ends
 
 
 def test_transformers_says_the_same(ranks, spoken):

@@ -254,3 +254,12 @@ def test_help_does_not_wait_for_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--training.steps: a whole number; default 1000 (steps, at least 1, at most 1000000000000)" in done.stdout
+
+
+def test_special_tokens_are_taken_over_by_any_name_and_come_back(tmp_path):
+    text = """[tokenizer]\ntake_over = { "<|im_start|>" = "<|reserved_special_token_0|>" }\n"""
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(["--config", str(tmp_path / "run.toml")])
+    assert dict(config.tokenizer.take_over) == {"<|im_start|>": "<|reserved_special_token_0|>"}
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--config", str(tmp_path / "again.toml")]).tokenizer == config.tokenizer

@@ -5,6 +5,7 @@ checks of single values are made from these declarations (settings.py); rules be
 values are used, and raise `ConfigError` too.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -38,6 +39,8 @@ class Rule:
     """A run that resumes from a checkpoint must have the same value: the saved state means something else without it."""
     local: bool = False
     """The machines of one run may differ in it."""
+    any_key: bool = False
+    """Of a table: its entries may have any name."""
 
 
 FIXED = Rule(fixed=True)
@@ -84,7 +87,7 @@ class TokenizerConfig:
     kind: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
     """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file; huggingface: a
     tokenizer.json, by the package tokenizers."""
-    take_over: Annotated[Mapping[str, str], FIXED] = field(default_factory=dict)
+    take_over: Annotated[Mapping[str, str], Rule(fixed=True, any_key=True)] = field(default_factory=dict)
     """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with kind =
     default or tiktoken."""
     add: Annotated[tuple[str, ...], FIXED] = ()
@@ -372,6 +375,10 @@ class Config:
         return f"{origin}: {error.rule}"
 
 
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
 def toml_value(value) -> str:
     """One value as TOML; None, which TOML has not, as the string that settings accept for it."""
     if value is None:
@@ -384,5 +391,5 @@ def toml_value(value) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)

@@ -17,7 +17,7 @@ from trainer.data.tokenizers import load_tokenizer
 from trainer.export import tokenizer_of
 from trainer.huggingface import CHAT_TEMPLATE, Model
 from trainer.initial import Weights, newest
-from trainer.parallel.tensor import apply_tensor
+from trainer.parallel.tensor import apply_tensor, tie, tied_names
 
 
 class CachedAttention(nn.Module):
@@ -86,7 +86,9 @@ class Speaker:
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
             apply_tensor(self.network, plan, mesh, sequence_parallel=False, regather=lambda block: False)
+        tied = tied_names(self.network)
         self.network.to_empty(device=device).eval()
+        tie(self.network, tied)
         weights.fill(dict(self.network.named_parameters()))
         self.caches = []
         for block in self.network.get_submodule(plan.blocks).children():

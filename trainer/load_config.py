@@ -47,7 +47,7 @@ class _Values:
 
     def put_member(self, setting: Setting, member: str, value: Any, origin: str) -> None:
         """One entry of a table setting."""
-        if not member.isidentifier():
+        if not (member.isidentifier() or (setting.rule.any_key and member.isprintable() and member)):
             raise ConfigError("", f"{origin}: {member!r} is no name")
         self.values[setting.section].setdefault(setting.name, {})[member] = value
         self.origins[f"{setting.section}.{setting.name}.{member}"] = origin
@@ -244,7 +244,8 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
     one flag shall be enough to do without it."""
     dataset = config.data.dataset
-    kinds = {dataset, *(text.partition(":")[0] for text in config.data.datasets.values())}
+    named = [*config.data.datasets.values(), *config.evaluation.sets.values()]
+    kinds = {dataset, *(text.partition(":")[0] for text in named)}
     chats = "chat" in kinds
     return (
         (

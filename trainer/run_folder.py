@@ -99,7 +99,8 @@ def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
     """What makes a checkpoint a model by itself: the network's sizes, and the tokenizer."""
     kind = config.tokenizer.kind
     files = setup.tokenizer.files
-    special = {"bos_token_id": setup.tokenizer.bos, "eos_token_id": setup.tokenizer.eos}
+    ends = list(dict.fromkeys([setup.tokenizer.eos, *(setup.chat.end_of_turn if setup.chat else ())]))
+    special = {"bos_token_id": setup.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     model = Model(
         family=config.model.name,
         sizes=asdict(setup.sizes),
@@ -110,7 +111,7 @@ def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
         take_over=dict(config.tokenizer.take_over),
         add=config.tokenizer.add,
     )
-    template = {CHAT_TEMPLATE: setup.chat.template.encode()} if setup.chat else {}
+    template = {CHAT_TEMPLATE: setup.chat.standalone().encode()} if setup.chat else {}
     return {MODEL_FILE: model.text().encode(), **files, **template}
 
 

@@ -56,8 +56,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Best:
-    """The step with the lowest loss on the set that evaluation.best names; 0: none yet."""
+    """The saved step with the lowest loss on a set; 0: none yet."""
 
+    of: str
+    """The set, and how much of it was looked at."""
     step: int = 0
     loss: float = math.inf
 
@@ -92,7 +94,9 @@ class Trainer:
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
 
-        self.best = Best()
+        self.best = self.best_before = Best(f"{config.evaluation.best}/{config.evaluation.max_samples}")
+        self.better: float | None = None
+        """A lower loss than that of the best, which is not saved yet."""
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
         self.identity = setup.identity | {"data": self.data.name}
@@ -172,7 +176,7 @@ class Trainer:
         data, sets, seq_len = config.data, config.evaluation.sets, config.training.seq_len
         stores = once_per_machine(lambda: prepare_all(data, sets, config.tokenizer, setup.tokenizer, seq_len))
         self.data = open_all(data, sets, stores, seq_len)
-        require_agreement({"data": self.data.name})
+        require_agreement({"data": self.data.name, "evaluation.sets": self.data.held_out_name})
         self.order = SampleOrder(self.data.sizes, self.data.stages, config.run.seed, data.shuffle)
         self.held_out = held_out_sets(self.data.held_out, config.evaluation, setup.tokenizer.text_bytes)
 
@@ -236,7 +240,7 @@ class Trainer:
             with self.watchdog.paused():
                 self.evaluate()
         last = stopped or self.steps_done == self.config.training.steps
-        if last or self._save_due() or self.best.step == self.steps_done:
+        if last or self._save_due() or self.better is not None:
             self._save_if_good(verdicts[-1], last)
         else:
             self._record_saves(self.saver.ended())
@@ -341,7 +345,7 @@ class Trainer:
                 record["bits_per_byte"] = result.bits_per_byte
             self.metrics.record_event(record | {"evaluation_time_s": lap.seconds})
             if held_out.name == self.config.evaluation.best and result.loss < self.best.loss:
-                self.best = Best(self.steps_done, result.loss)
+                self.better = result.loss
 
     # ------------------------------------------------------------ what outlives the process
 
@@ -358,6 +362,9 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Begin to save. last: the run ends with it."""
+        if self.better is not None:
+            self.best_before, self.best = self.best, replace(self.best, step=self.steps_done, loss=self.better)
+            self.better = None
         tensors = self._all_tensors()
         state = {
             "step": self.steps_done,
@@ -368,7 +375,7 @@ class Trainer:
             "passed_over": self.order.passed_over,
             "rollbacks": self.rollbacks,
             "mixture": [[stage.start, *stage.quotas] for stage in self.data.stages],
-            "best": [self.best.step, self.best.loss] if self.best.step else [],
+            "best": [self.best.of, self.best.step, self.best.loss] if self.best.step else [],
             "random": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("random/")),
         }
         files = {
@@ -389,6 +396,7 @@ class Trainer:
         succeed either."""
         for save in ended:
             if save.failure is not None:
+                self.best = self.best_before if save.step == self.best.step else self.best
                 if (
                     (last and save.step == self.steps_done)
                     or self.config.checkpoint.on_failure == "stop"
@@ -423,7 +431,10 @@ class Trainer:
         load(saved.path, tensors, self.stored_names | {"guard", "random"})
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
-        self.rollbacks, self.best = state["rollbacks"], Best(*state["best"])
+        self.rollbacks = state["rollbacks"]
+        known = state["best"]
+        self.best = Best(*known) if known[:1] == [self.best.of] else Best(self.best.of)
+        self.better = None
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         begun = int(self.order.place(np.array([self.cursor]))[0])
         require_same_past(state["mixture"], self.data.stages, begun)

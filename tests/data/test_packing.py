@@ -53,7 +53,9 @@ def test_without_packing_a_sample_is_one_document_and_padding(tmp_path):
     [("split", [(0, 2), (3, 4), (7, 4), (11, 1)]), ("cut", [(0, 2), (3, 4)]), ("drop", [(0, 2)])],
 )
 def test_documents_longer_than_a_sample_are_treated_as_set(long_documents, pieces):
-    starts, lengths = cut_documents(store_of([3, 10, 1]), 4, long_documents)  # a document of one token has no target
+    # A document of one token has no target.
+    starts, lengths, not_whole = cut_documents(store_of([3, 10, 1]), 4, long_documents)
+    assert not_whole == (1 if long_documents == "split" else 2)
     assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == pieces
 
 
@@ -65,7 +67,10 @@ def test_what_has_no_target_is_left_out_and_counted(tmp_path, monkeypatch):
     samples = packed(tmp_path, store_of([4, 4, 4], targets), 3, packing="none")
     assert len(samples) == 2
     assert whole(samples).labels.tolist() == [[-100, 2, -100], [-100, 6, -100]]
-    assert told == ["packed: 1 documents, or pieces of them, without a target were left out"]
+    assert told == [
+        "0 documents are longer than training.seq_len 3, or of a single token, and were cut or left out; 1 pieces have no "
+        "target, and were left out"
+    ]
 
 
 def test_best_fit_fills_like_the_definition():

@@ -101,7 +101,7 @@ def test_a_new_special_token_takes_the_id_of_a_reserved_one():
     ("take_over", "rule"),
     [
         ({"<|eot_id|>": "<|reserved_special_token_0|>"}, "<|eot_id|> is a special token already"),
-        ({"<|im_end|>": "<|reserved|>"}, "the tokenizer has no special token <|reserved|>"),
+        ({"<|im_end|>": "<|reserved|>"}, "the tokenizer has no reserved token <|reserved|>"),
         ({"x": "<|reserved_special_token_0|>"}, "'x' is too short for the name of a special token"),
         (
             {"<|a|>": "<|reserved_special_token_0|>", "<|b|>": "<|reserved_special_token_0|>"},

@@ -127,6 +127,16 @@ def test_stores_of_many_machines_are_one(stores):
     assert prepare(replace(data, path=str(folders[0])), DEFAULT) != folder
 
 
+def test_joined_stores_beside_those_that_they_join_change_nothing(stores):
+    data, folders = stores
+    beside = replace(data, store_folder=data.path)
+    made = [prepare(beside, DEFAULT) for _ in range(3)]
+    assert len(set(made)) == 1
+    assert len(open_store(made[0], "train").tokens) == sum(len(open_store(f, "train").tokens) for f in folders)
+    with pytest.raises(ConfigError, match="is a joined store; name those that it joins"):
+        prepare(replace(beside, path=str(made[0])), DEFAULT)
+
+
 def test_joined_stores_are_known_by_their_names_and_contents_wherever_they_lie(stores, tmp_path):
     data, folders = stores
     folder = prepare(data, DEFAULT)

@@ -88,6 +88,11 @@ class ChatFormat:
             shape.append(today.isoformat())
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
+    def standalone(self) -> str:
+        """The template with the names of its tokens in it, wherever it is read."""
+        names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
+        return f'{names}{{{{ "" }}}}{self.template}'
+
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, trained: Sequence[bool] | None = None
     ) -> Encoded:

@@ -80,7 +80,9 @@ class Datasets:
     held_out: dict[str, Samples]
     """By name; those of the training datasets, then those for evaluation alone."""
     name: str
-    """Changes with any content."""
+    """Changes with any content of the training datasets."""
+    held_out_name: str
+    """With any content of those for evaluation alone."""
 
 
 def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
@@ -101,16 +103,23 @@ def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: in
                 "training.seq_len", f"the training documents{of} have {tokens} tokens, less than one sample"
             )
     held_out = {name: opened(f"train/{name}", "held_out") for name in chosen if "held_out" in _splits(chosen[name])}
+    # Stores that were prepared before may hold nothing out.
+    held_out = {name: samples for name, samples in held_out.items() if chosen[name].dataset != "stores" or len(samples)}
     if list(chosen) == [ALONE] and held_out:
         held_out = {"held_out": held_out[ALONE]}
-    held_out |= {name: opened(f"evaluation/{name}", "train") for name in sets}
+    for name in sets:
+        if name in held_out:
+            raise ConfigError(f"evaluation.sets.{name}", "is the name of what a training dataset holds out")
+        held_out[name] = opened(f"evaluation/{name}", "train")
     parts = list(training.values())
     names = [folders[f"train/{name}"].name for name in chosen]
+    others = ", ".join(f"{name} {folders[f'evaluation/{name}'].name}" for name in sets)
     return Datasets(
         training=parts[0] if len(parts) == 1 else CombinedSamples(parts),
         sizes=tuple(map(len, parts)),
         stages=stages,
         held_out=held_out,
+        held_out_name=others,
         name=names[0] if list(chosen) == [ALONE] else ", ".join(f"{n} {s}" for n, s in zip(chosen, names, strict=True)),
     )
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,14 @@ def join(data: DataConfig, tokenizer: Tokenizer) -> Path:
 
 
 def _members(path: str) -> list[Path]:
-    found = [path] if os.path.isfile(os.path.join(path, "store.json")) else []
-    found = found or glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
+    if os.path.isfile(os.path.join(path, "store.json")):
+        if read_description(Path(path))["stores"]:
+            raise ConfigError("data.path", "is a joined store; name those that it joins")
+        return [Path(path)]
+    found = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
     members = [Path(folder) for folder in found if os.path.isfile(os.path.join(folder, "store.json"))]
+    # Joined ones may stand beside those that they join.
+    members = [folder for folder in members if not read_description(folder)["stores"]]
     if not members:
         raise ConfigError("data.path", "holds no prepared store (a folder with a store.json)")
     return sorted(members, key=lambda folder: (folder.name, str(folder)))
@@ -56,7 +62,7 @@ def _described(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 def _write(
     folder: Path, members: list[Path], descriptions: list[dict[str, Any]], places: list[dict], tokenizer: Tokenizer
 ) -> None:
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.aside")
+    aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.aside")
     aside.mkdir(parents=True)
     splits, files = {}, {}
     for split in SPLITS:

@@ -29,7 +29,7 @@ class Stage:
     @cached_property
     def pattern(self) -> tuple[np.ndarray, np.ndarray]:
         """For each place of a period: the dataset, and how many of its samples come before in the period. The samples of each
-        dataset stand as evenly as can be, so that any stretch has the shares to within one sample of each."""
+        dataset stand as evenly as can be, so that any stretch has about the shares."""
         ideal = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas if quota])
         dataset = np.repeat(np.arange(len(self.quotas)), self.quotas)
         nth = np.concatenate([np.arange(quota) for quota in self.quotas])

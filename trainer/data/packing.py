@@ -1,8 +1,10 @@
 """Token store -> samples of a fixed length: documents in a row and cut, packed whole, or one by one."""
 
+import itertools
 import json
-import os
 import shutil
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -140,9 +142,9 @@ class PackedSamples:
         return _batch(tokens, labels, positions, documents)
 
 
-def cut_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the pieces of all documents. long_documents: what becomes of those that have more than seq_len
-    positions: "split" (several pieces), "cut" (the first), "drop" (none)."""
+def cut_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """Starts and lengths of the pieces of all documents, and how many documents are not whole in them. long_documents: what
+    becomes of those that have more than seq_len positions: "split" (several pieces), "cut" (the first), "drop" (none)."""
     positions = np.diff(store.documents) - 1  # the last token is a label only
     if long_documents == "split":
         counts = -(-positions // seq_len)
@@ -151,7 +153,8 @@ def cut_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a piece in its document
     starts = np.repeat(store.documents[:-1], counts) + number * seq_len
     lengths = np.minimum(np.repeat(positions, counts) - number * seq_len, seq_len)
-    return starts, lengths
+    longer = int((positions > seq_len).sum()) if long_documents != "split" else 0
+    return starts, lengths, longer + int((positions <= 0).sum())
 
 
 def with_targets(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -159,15 +162,22 @@ def with_targets(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> 
     if store.targets is None:
         return np.ones(len(starts), bool)
     found = np.zeros(len(starts), bool)
-    block = 2**16
-    for first in range(0, len(starts), block):  # so that memory stays small
-        here = slice(first, first + block)
+    block_of = np.cumsum(lengths) // 2**22  # so that memory stays small
+    for here in _runs(block_of):
         own = lengths[here]
         places = np.repeat(starts[here] + 1, own) + np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
         targets = np.concatenate([[0], np.cumsum(store.targets[places] != 0)])
         ends = np.cumsum(own)
         found[here] = targets[ends] > targets[ends - own]
     return found
+
+
+def _runs(numbers: np.ndarray) -> Iterator[slice]:
+    """Where the same number stands in a row."""
+    borders = np.flatnonzero(np.diff(numbers)) + 1
+    for first, last in itertools.pairwise([0, *borders.tolist(), len(numbers)]):
+        if first < last:
+            yield slice(first, last)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -211,11 +221,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 def _whole_samples(store: TokenStore, seq_len: int, packing: str, long_documents: str) -> tuple[Pieces, dict[str, int]]:
     """And what was left out."""
-    starts, lengths = cut_documents(store, seq_len, long_documents)
+    starts, lengths, not_whole = cut_documents(store, seq_len, long_documents)
     kept = with_targets(store, starts, lengths)
     starts, lengths = starts[kept], lengths[kept]
     documents = len(store.documents) - 1
     without = {"pieces": len(starts), "without_target": int((~kept).sum()), "documents": documents}
+    without["cut_or_dropped"] = not_whole
     if packing == "none":
         return Pieces(starts, lengths.astype(np.int32), np.arange(len(starts) + 1)), without
     bins = best_fit(lengths, seq_len)
@@ -232,7 +243,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
     if folder.exists():
         return
     pieces, counts = _whole_samples(store, seq_len, config.packing, config.long_documents)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir(parents=True)
     for name in ("starts", "lengths", "samples"):
         np.save(aside / f"{name}.npy", getattr(pieces, name))
@@ -242,9 +253,15 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
         aside.rename(folder)
     except OSError:  # another was quicker
         shutil.rmtree(aside)
-    left_out = counts["without_target"]
-    if left_out:
-        logging.warning(f"{folder.name}: {left_out} documents, or pieces of them, without a target were left out")
+    share = 100 * counts["positions"] / max(1, counts["samples"] * seq_len)
+    logging.info(
+        f"packed {counts['documents']} documents into {counts['samples']} samples, {share:.1f} % of them full: {folder}"
+    )
+    if counts["cut_or_dropped"] or counts["without_target"]:
+        logging.warning(
+            f"{counts['cut_or_dropped']} documents are longer than training.seq_len {seq_len}, or of a single token, and were "
+            f"cut or left out; {counts['without_target']} pieces have no target, and were left out"
+        )
 
 
 def open_packed(store: TokenStore, folder: Path, seq_len: int, restart: bool) -> PackedSamples:

@@ -30,8 +30,8 @@ def special_tokens_taking_over(special_tokens: Mapping[str, int], take_over: Map
             raise ConfigError(key, f"{name} is a special token already")
         if len(name) < 2:
             raise ConfigError(key, f"{name!r} is too short for the name of a special token")
-        if reserved not in special_tokens:
-            raise ConfigError(key, f"the tokenizer has no special token {reserved}")
+        if reserved not in reserved_names(special_tokens):
+            raise ConfigError(key, f"the tokenizer has no reserved token {reserved}")
         if reserved not in result:
             raise ConfigError(key, f"{reserved} is taken over twice")
         result[name] = result.pop(reserved)

@@ -22,6 +22,7 @@ SAVED = {
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_attention_math_for_mps.default,
+        torch.ops.higher_order.flex_attention,
     ),
     # without sequence parallelism an all-reduce stands in its place
     "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),

@@ -4,7 +4,7 @@ Shoeybi et al. 2019 (arXiv:1909.08053) cut the matrices, Korthikanti et al. 2022
 them. Parameters are DTensors of their whole shape, so a checkpoint does not know the degree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,22 +110,27 @@ def apply_tensor(
 
     regather: name of a block -> whether it shall gather the inputs of its column-wise matrices again in backward.
     """
-    tied = _tied_names(model)
+    tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
     for name, word in plan.tensor.items():
         module = model.get_submodule(name)
         if any(True for _ in module.parameters()):  # a pipeline stage has not all of them
             parallelize_module(module, mesh, outside[word], src_data_rank=None)
-    for name, first in tied.items():
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
+    tie(model, tied)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
         inside = styles(sequence_parallel, regather(block_name))
         for name, word in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[word], src_data_rank=None)
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
+def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """One parameter under both names again, where what was done to the model has parted them. tied: by tied_names, before."""
+    for name, first in tied.items():
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Second name of a parameter -> the name it is known by."""
     known: dict[nn.Parameter, str] = {}
     names = ((name, known.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False))

@@ -184,7 +184,7 @@ class Datasets:
         self.cache_files = [{"filename": str(folder / "data-00000-of-00001.arrow")}]
 
     def load_dataset(self, name, subset, split):
-        if (name, subset, split) != ("user/name", "en", "validation"):
+        if (name, subset, split.partition("[")[0]) != ("user/name", "en", "validation"):
             raise FileNotFoundError(f"Couldn't find {name} on the Hub.\nMore about it.")
         return self
 
@@ -199,6 +199,8 @@ def test_a_name_is_looked_up_by_the_package_datasets(tmp_path, monkeypatch):
     assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS
     rule = "no folder, and the package datasets does not find it: Couldn't find user/other on the Hub"
     assert refused("huggingface", "user/other") == ("data.path", rule)
+    rule = "names a part of a split, or several; its files hold all of it"
+    assert refused("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", rule)
     package.cache_files = []
     rule = "the package datasets keeps it in memory only; save_to_disk it, and name the folder"
     assert refused("huggingface", "user/name", subset="en", split="validation") == ("data.path", rule)

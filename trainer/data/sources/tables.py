@@ -203,9 +203,12 @@ def _by_name(config: DataConfig) -> list[str]:
     try:
         found = datasets.load_dataset(config.path, config.subset or None, split=config.split)
         files = [entry["filename"] for entry in found.cache_files]
+        chosen = getattr(found, "_indices", None) is not None
     except Exception as error:  # of any kind, as its many parts raise them
         why = f"no folder, and the package datasets does not find it: {_first_line(error)}"
         raise ConfigError("data.path", why) from None
+    if chosen or any(letter in config.split for letter in "[]+"):
+        raise ConfigError("data.split", "names a part of a split, or several; its files hold all of it")
     if not files:
         raise ConfigError(
             "data.path", "the package datasets keeps it in memory only; save_to_disk it, and name the folder"
