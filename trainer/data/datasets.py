@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.mixture import CombinedSamples, Stage, stages_of
 from trainer.data.packing import PackedSamples, Samples, WrappedSamples, open_packed, pack
-from trainer.data.prepare import prepare
+from trainer.data.prepare import prepare, writing
 from trainer.data.sources import DATASETS
 from trainer.data.store import TokenStore, identity, open_store
 from trainer.data.tokenizer import Tokenizer
@@ -53,9 +53,10 @@ def prepare_all(
         for name, member in chosen.items():
             folder = prepare(member, tokenizer_config, tokenizer)
             stores[f"{kind}/{name}"] = str(folder)
-            for split in _splits(member):
-                if data.packing != "wrapped":
-                    pack(open_store(folder, split), _packing(folder, split, data, seq_len), seq_len, data)
+            if data.packing != "wrapped":
+                with writing(Path(data.store_folder)):
+                    for split in _splits(member):
+                        pack(open_store(folder, split), _packing(folder, split, data, seq_len), seq_len, data)
     return json.dumps(stores)
 
 

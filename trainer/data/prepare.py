@@ -57,7 +57,7 @@ def prepare(
     than allowed, or the store cannot be written.
     """
     stores = Path(data.store_folder)
-    with _writing(stores):
+    with writing(stores):
         stores.mkdir(parents=True, exist_ok=True)
         if data.dataset == "stores":
             with _lock(stores / "stores.lock"):
@@ -81,7 +81,7 @@ def _share(source: Source, number: int, shares: int) -> Source:
 
 
 @contextlib.contextmanager
-def _writing(stores: Path) -> Iterator[None]:
+def writing(stores: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
