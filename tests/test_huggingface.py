@@ -129,6 +129,15 @@ def test_a_model_of_theirs_gives_the_same_logits_here(theirs, tmp_path):
     assert_same_logits(our_logits(tmp_path / "c", TOKENS), their_logits(theirs, TOKENS))
 
 
+def a_model(theirs, tmp_path, ours):
+    """A folder of theirs, or a checkpoint that was made of it; and the parameters in it."""
+    folder = Folder(theirs, MODELS["llama3"])
+    names = parameter_names(MODELS["llama3"], folder.sizes)
+    if ours:
+        import_folder(folder, "llama3", names, tmp_path / "imported", GIB, lambda n: None)
+    return tmp_path / "imported" if ours else theirs, {name: folder.rows(name, 0, 10**9) for name in names}
+
+
 def initial_weights(argv):
     config = load_config(argv)
     setup = set_up(config, torch.distributed.get_world_size())
@@ -142,19 +151,13 @@ def initial_weights(argv):
 )
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, size, layout, ours):
-    folder = Folder(theirs, MODELS["llama3"])
-    names = parameter_names(MODELS["llama3"], folder.sizes)
-    expected = {name: folder.rows(name, 0, 10**9) for name in names}
-    source = theirs
-    if ours:
-        source = tmp_path / "imported"
-        import_folder(folder, "llama3", names, source, GIB, lambda n: None)
+    source, expected = a_model(theirs, tmp_path, ours)
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(source), *layout]
     found = {}
     for weights, _ in ranks(size).run(initial_weights, argv):
         found |= weights
-    assert set(found) == names
-    assert all(torch.equal(found[name], expected[name]) for name in names)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +166,8 @@ def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, 
 )
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_vocabulary_grows_by_the_mean_of_its_rows(ranks, tiny, tmp_path, theirs, size, layout, ours):
-    folder = Folder(theirs, MODELS["llama3"])
-    names = parameter_names(MODELS["llama3"], folder.sizes)
-    expected = {name: folder.rows(name, 0, 10**9) for name in names}
-    source = theirs
-    if ours:
-        source = tmp_path / "imported"
-        import_folder(folder, "llama3", names, source, GIB, lambda n: None)
-    larger = folder.sizes.vocab_size + 37
+    source, expected = a_model(theirs, tmp_path, ours)
+    larger = len(expected["output.weight"]) + 37
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(source), *layout]
     argv += ["--model.overrides.vocab_size", str(larger)]
     with pytest.raises(RankError, match=f"vocab_size is {larger - 37} there, {larger} here"):

@@ -38,18 +38,18 @@ def export_of(checkpoint: Path, dtype: torch.dtype) -> Export:
 
 def tokenizer_of(checkpoint: Path, model: Model) -> Tokenizer:
     """Raises ConfigError where there is none."""
-    kinds = {
-        "tokenizer.json": "huggingface",
-        "tokenizer.model": "sentencepiece",
-    }  # of what came from Hugging Face as it was
-    files = model.tokenizer_files
-    kind, file = model.tokenizer, files[0] if files else ""
-    if not kind:
-        kind, file = next(((kinds[name], name) for name in kinds if name in files), ("", ""))
-    if not kind:
-        raise ConfigError("", f"{checkpoint}: has no tokenizer")
-    path = str(checkpoint / file)
-    return load_tokenizer(TokenizerConfig(kind=kind, path=path, take_over=model.take_over, add=model.add))
+    if not model.tokenizer:
+        return their_tokenizer(checkpoint)  # what came from Hugging Face is there as it was
+    path = str(checkpoint / model.tokenizer_files[0])
+    return load_tokenizer(TokenizerConfig(kind=model.tokenizer, path=path, take_over=model.take_over, add=model.add))
+
+
+def their_tokenizer(folder: Path) -> Tokenizer:
+    """Of a folder that holds Hugging Face's files. Raises ConfigError where it has none."""
+    for file, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
+        if (folder / file).exists():
+            return load_tokenizer(TokenizerConfig(kind=kind, path=str(folder / file)))
+    raise ConfigError("", f"{folder}: has neither of tokenizer.json, tokenizer.model")
 
 
 def export_run(run_folder: Path, only_missing: bool = False) -> None:

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.config import ConfigError
 from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokenizers import load_tokenizer
-from trainer.export import tokenizer_of
+from trainer.export import their_tokenizer, tokenizer_of
 from trainer.huggingface import CHAT_TEMPLATE, Model
 from trainer.initial import Weights, newest
 from trainer.parallel.tensor import apply_tensor, tie, tied_names
@@ -166,12 +165,7 @@ def _text_side(folder: Path, weights: Weights) -> tuple[Tokenizer, str, int]:
     if weights.theirs is None:
         model = Model.read(folder)
         return tokenizer_of(folder, model), own_template, model.seq_len
-    kinds = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
-    kind, name = next(((kinds[n], n) for n in kinds if (folder / n).exists()), ("", ""))
-    if not kind:
-        raise ConfigError("", f"{folder}: has neither of {', '.join(kinds)}")
-    tokenizer = load_tokenizer(TokenizerConfig(kind=kind, path=str(folder / name)))
     about = folder / "tokenizer_config.json"
     if not own_template and about.exists() and '"chat_template"' in about.read_text():
         own_template = str(about)
-    return tokenizer, own_template, int(weights.theirs.config.get("max_position_embeddings", 2048))
+    return their_tokenizer(folder), own_template, int(weights.theirs.config.get("max_position_embeddings", 2048))

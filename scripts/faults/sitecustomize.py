@@ -208,69 +208,64 @@ class Count:
             self.action()
 
 
-def kind_crash(module) -> None:
-    """SIGKILL at a named point of a save."""
-    point = FAULT["point"]
-    name = module.__name__
-    if name == "trainer.checkpoint":
-        simple = {"before the folder": "prepare", "before the plan": "write", "written, not committed": "_commit"}
-        if point in simple:
-            before(module, simple[point], Count(die))
-        if point == "folder made":
-            after(module, "prepare", Count(die))
-        if point == "old moved aside":
-            original = Path.rename
-            count = Count(die)
+def crash_before_or_after(module, points) -> None:
+    """points: name of a point of a save -> when to SIGKILL (before, after), and the function."""
+    if FAULT["point"] in points:
+        when, name = points[FAULT["point"]]
+        when(module, name, Count(die))
 
-            def rename(path, target):
-                result = original(path, target)
-                if str(target).endswith(".old"):
-                    count()
-                return result
 
-            Path.rename = rename
-        if point == "renamed":
-            count = Count(die)
-            original_sync = module.sync
+def crash_in_checkpoint(checkpoint) -> None:
+    crash_before_or_after(
+        checkpoint,
+        {
+            "before the folder": (before, "prepare"),
+            "folder made": (after, "prepare"),
+            "before the plan": (before, "write"),
+            "written, not committed": (before, "_commit"),
+            "committed": (before, "retain"),
+        },
+    )
+    count = Count(die)
+    if FAULT["point"] == "old moved aside":
+        original = Path.rename
 
-            def sync(path):
-                if path.name == "checkpoints":
-                    count()
-                original_sync(path)
-
-            module.sync = sync
-        if point == "committed":
-            before(module, "retain", Count(die))
-    if name == "trainer.shards":
-        if point in ("header written", "half of a shard"):
-            blocks = module._blocks
-            count = Count(die)
-
-            def dying(head, entries):
-                entries = list(entries)
-                for number, block in enumerate(blocks(head, entries)):
-                    yield block
-                    if number == (0 if point == "header written" else len(entries) // 2):
-                        count()
-
-            module._blocks = dying
-        if point == "shard written":
-            after(module, "write_safetensors", Count(die))
-    if name == "trainer.manifest":
-        if point == "before the manifest":
-            before(module, "write", Count(die))
-        if point == "half of the manifest":
-            original = module.write_durably
-            count = Count(die)
-
-            def half(path, text):
-                path.write_text(text[: len(text) // 2])
+        def rename(path, target):
+            result = original(path, target)
+            if str(target).endswith(".old"):
                 count()
-                original(path, text)
+            return result
 
-            module.write_durably = half
-        if point == "manifest written":
-            after(module, "write", Count(die))
+        Path.rename = rename
+    if FAULT["point"] == "renamed":
+        before(checkpoint, "sync", lambda path: count() if path.name == "checkpoints" else None)
+
+
+def crash_in_shards(shards) -> None:
+    crash_before_or_after(shards, {"shard written": (after, "write_safetensors")})
+    if FAULT["point"] in ("header written", "half of a shard"):
+        blocks, count = shards._blocks, Count(die)
+
+        def dying(head, entries):
+            entries = list(entries)
+            for number, block in enumerate(blocks(head, entries)):
+                yield block
+                if number == (0 if FAULT["point"] == "header written" else len(entries) // 2):
+                    count()
+
+        shards._blocks = dying
+
+
+def crash_in_manifest(manifest) -> None:
+    crash_before_or_after(manifest, {"before the manifest": (before, "write"), "manifest written": (after, "write")})
+    if FAULT["point"] == "half of the manifest":
+        count = Count(die)
+
+        def half(path, text):
+            path.write_text(text[: len(text) // 2])
+            count()
+
+        before(manifest, "write_durably", half)
 
 
 def kind_slow_save(checkpoint) -> None:
@@ -303,7 +298,11 @@ KINDS = {
     "slow_rank": {"trainer.trainer": kind_slow_rank},
     "gradient": {"trainer.trainer": kind_gradient},
     "on_order": dict.fromkeys(("trainer.trainer", "trainer.shards"), kind_on_order),
-    "crash": dict.fromkeys(("trainer.checkpoint", "trainer.shards", "trainer.manifest"), kind_crash),
+    "crash": {
+        "trainer.checkpoint": crash_in_checkpoint,
+        "trainer.shards": crash_in_shards,
+        "trainer.manifest": crash_in_manifest,
+    },
     "slow_save": {"trainer.checkpoint": kind_slow_save},
     "write_error": {"trainer.shards": kind_write_error},
 }

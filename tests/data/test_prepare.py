@@ -26,16 +26,20 @@ def prepare(data, tokenizer_config):
     return module.prepare(data, tokenizer_config, load_tokenizer(tokenizer_config))
 
 
-@pytest.fixture
-def data(tmp_path) -> DataConfig:
-    corpus = write_corpus(tmp_path / "corpus", 60)
+def of_texts(folder, documents) -> DataConfig:
+    """A dataset of so many texts, which are written."""
     return DataConfig(
         dataset="text",
-        path=str(corpus),
-        store_folder=str(tmp_path / "stores"),
+        path=str(write_corpus(folder / "corpus", documents)),
+        store_folder=str(folder / "stores"),
         held_out_fraction=0.2,
         prepare_processes=1,
     )
+
+
+@pytest.fixture
+def data(tmp_path) -> DataConfig:
+    return of_texts(tmp_path, 60)
 
 
 def documents(folder, split):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import write_corpus
-from tests.data.test_prepare import DEFAULT, documents, prepare
+from tests.data.test_prepare import DEFAULT, documents, of_texts, prepare
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data import prepare as module
 from trainer.data.store import Encoded, Joined, check_content, open_store, read_description
@@ -17,14 +17,7 @@ from trainer.data.tokenizers import DEFAULT_FILE
 
 @pytest.fixture
 def data(tmp_path) -> DataConfig:
-    corpus = write_corpus(tmp_path / "corpus", 20)
-    return DataConfig(
-        dataset="text",
-        path=str(corpus),
-        store_folder=str(tmp_path / "stores"),
-        held_out_fraction=0.2,
-        prepare_processes=1,
-    )
+    return of_texts(tmp_path, 20)
 
 
 def refused(work, *arguments) -> tuple[str, str]:

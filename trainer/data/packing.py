@@ -253,7 +253,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
         aside.rename(folder)
     except OSError:  # another was quicker
         shutil.rmtree(aside)
-    share = 100 * counts["positions"] / max(1, counts["samples"] * seq_len)
+    share = 100 * efficiency(PackedSamples(store, seq_len, pieces, restart=False))
     logging.info(
         f"packed {counts['documents']} documents into {counts['samples']} samples, {share:.1f} % of them full: {folder}"
     )
