@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.faults.bench import write_corpus
 from scripts.gloo_pool import RankError
-from tests.conftest import write_corpus
 from tests.runs import records, train
 from trainer.checkpoint import step_of, steps_in
 from trainer.config import DataConfig, TokenizerConfig

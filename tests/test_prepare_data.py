@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT, write_corpus
+from scripts.faults.bench import write_corpus
+from tests.conftest import ROOT
 from trainer.config import TokenizerConfig
 from trainer.data.store import open_store
 from trainer.data.tokenizers import load_tokenizer

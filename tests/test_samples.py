@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.conftest import ROOT, write_corpus
+from scripts.faults.bench import write_corpus
+from tests.conftest import ROOT
 from tests.runs import train
 from trainer.config import TokenizerConfig
 from trainer.data.tokenizers import load_tokenizer

@@ -76,6 +76,45 @@ class HeldOut:
         return Evaluation(loss_sum / max(1, num_targets), num_targets, bits_per_byte)
 
 
+class Best:
+    """The saved step with the lowest loss on a set, whose checkpoint is kept."""
+
+    def __init__(self, config: EvaluationConfig):
+        self.name = config.best
+        self.of = f"{config.best}/{config.max_samples}"
+        self._saved = self._before = (0, math.inf)
+        self._better: float | None = None
+
+    @property
+    def step(self) -> int:
+        """0: none yet."""
+        return self._saved[0]
+
+    @property
+    def to_save(self) -> bool:
+        """Whether a lower loss was seen since the last save."""
+        return self._better is not None
+
+    def see(self, name: str, loss: float) -> None:
+        if name == self.name and loss < self._saved[1]:
+            self._better = loss
+
+    def before_save(self, step: int) -> None:
+        if self._better is not None:
+            self._before, self._saved, self._better = self._saved, (step, self._better), None
+
+    def after_failed_save(self, step: int) -> None:
+        if step == self.step:
+            self._saved = self._before
+
+    def state(self) -> list:
+        return [self.of, *self._saved] if self.step else []
+
+    def load_state(self, state: list) -> None:
+        """What was best on another set, or on another part of it, does not count."""
+        self._saved, self._better = (state[1], state[2]) if state[:1] == [self.of] else (0, math.inf), None
+
+
 def held_out_sets(
     sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
 ) -> list[HeldOut]:

@@ -1,7 +1,6 @@
 """The training loop, and the one place where every part of a run meets."""
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from trainer.data.datasets import open_all, prepare_all
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.mixture import require_same_past
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
-from trainer.evaluate import held_out_sets
+from trainer.evaluate import Best, held_out_sets
 from trainer.export import export_run
 from trainer.initial import load_initial
 from trainer.lineage import Saved
@@ -54,16 +53,6 @@ class StepResult:
     """For Verdicts."""
 
 
-@dataclass(frozen=True)
-class Best:
-    """The saved step with the lowest loss on a set; 0: none yet."""
-
-    of: str
-    """The set, and how much of it was looked at."""
-    step: int = 0
-    loss: float = math.inf
-
-
 class Trainer:
     """One run, from a started process group on."""
 
@@ -94,9 +83,7 @@ class Trainer:
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
 
-        self.best = self.best_before = Best(f"{config.evaluation.best}/{config.evaluation.max_samples}")
-        self.better: float | None = None
-        """A lower loss than that of the best, which is not saved yet."""
+        self.best = Best(config.evaluation)
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
         self.identity = setup.identity | {"data": self.data.name}
@@ -240,7 +227,7 @@ class Trainer:
             with self.watchdog.paused():
                 self.evaluate()
         last = stopped or self.steps_done == self.config.training.steps
-        if last or self._save_due() or self.better is not None:
+        if last or self._save_due() or self.best.to_save:
             self._save_if_good(verdicts[-1], last)
         else:
             self._record_saves(self.saver.ended())
@@ -344,8 +331,7 @@ class Trainer:
             if result.bits_per_byte is not None:
                 record["bits_per_byte"] = result.bits_per_byte
             self.metrics.record_event(record | {"evaluation_time_s": lap.seconds})
-            if held_out.name == self.config.evaluation.best and result.loss < self.best.loss:
-                self.better = result.loss
+            self.best.see(held_out.name, result.loss)
 
     # ------------------------------------------------------------ what outlives the process
 
@@ -362,9 +348,7 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Begin to save. last: the run ends with it."""
-        if self.better is not None:
-            self.best_before, self.best = self.best, replace(self.best, step=self.steps_done, loss=self.better)
-            self.better = None
+        self.best.before_save(self.steps_done)
         tensors = self._all_tensors()
         state = {
             "step": self.steps_done,
@@ -375,7 +359,7 @@ class Trainer:
             "passed_over": self.order.passed_over,
             "rollbacks": self.rollbacks,
             "mixture": [[stage.start, *stage.quotas] for stage in self.data.stages],
-            "best": [self.best.of, self.best.step, self.best.loss] if self.best.step else [],
+            "best": self.best.state(),
             "random": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("random/")),
         }
         files = {
@@ -396,7 +380,7 @@ class Trainer:
         succeed either."""
         for save in ended:
             if save.failure is not None:
-                self.best = self.best_before if save.step == self.best.step else self.best
+                self.best.after_failed_save(save.step)
                 if (
                     (last and save.step == self.steps_done)
                     or self.config.checkpoint.on_failure == "stop"
@@ -432,9 +416,7 @@ class Trainer:
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]
-        known = state["best"]
-        self.best = Best(*known) if known[:1] == [self.best.of] else Best(self.best.of)
-        self.better = None
+        self.best.load_state(state["best"])
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         begun = int(self.order.place(np.array([self.cursor]))[0])
         require_same_past(state["mixture"], self.data.stages, begun)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import write_corpus
+from scripts.faults.bench import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data import corpus
 from trainer.data import prepare as module

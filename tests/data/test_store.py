@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.conftest import write_corpus
+from scripts.faults.bench import write_corpus
 from tests.data.test_prepare import DEFAULT, documents, of_texts, prepare
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data import prepare as module

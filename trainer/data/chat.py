@@ -29,7 +29,7 @@ _QUESTION = {"role": "user", "content": "A question?"}
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
 _ANCHOR = "\ue000"  # in no vocabulary, so it is a token, or some, of its own
 
-Encoded = tuple[list[int], list[bool]]
+Labelled = tuple[list[int], list[bool]]
 """Tokens, and for each whether it is to be learned."""
 
 
@@ -95,7 +95,7 @@ class ChatFormat:
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, trained: Sequence[bool] | None = None
-    ) -> Encoded:
+    ) -> Labelled:
         """A whole conversation. trained: (messages,), which of the assistant's are to be learned; else all.
 
         Raises TemplateFailure where the template cannot write it, or leaves open what the assistant said.
@@ -114,13 +114,13 @@ class ChatFormat:
         rendered = self._render(messages, tools, answer_next=True, strict=False)
         return self._tokens(rendered, [False] * len(rendered.turns))[0]
 
-    def encode_pair(self, pair: Pair) -> Encoded:
+    def encode_pair(self, pair: Pair) -> Labelled:
         """Without the template: begin of text, prompt; completion and end of text are to be learned."""
         prompt = [self.tokenizer.bos, *self._text(pair.prompt, opens=True)]
         completion = [*self._text(pair.completion, opens=not pair.prompt), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
-    def encode_document(self, document: Any) -> Encoded | str:
+    def encode_document(self, document: Any) -> Labelled | str:
         """One JSON value of any kind that conversation_of reads, or why it cannot be learned from."""
         found = conversation_of(document)
         if isinstance(found, str):
@@ -192,7 +192,7 @@ class ChatFormat:
 
     # ---------------------------------------------------------------- tokens
 
-    def _tokens(self, rendered: _Rendered, chosen: Sequence[bool]) -> Encoded:
+    def _tokens(self, rendered: _Rendered, chosen: Sequence[bool]) -> Labelled:
         """chosen: (turns,), which of them are to be learned."""
         tokens: list[int] = []
         targets: list[bool] = []
