@@ -78,6 +78,19 @@ def test_a_file_that_is_no_parquet_or_damaged_is_told(tmp_path):
     assert "not a parquet file, or damaged (" in str(problem)
 
 
+@pytest.mark.parametrize("step", [50, 2**40])
+def test_a_damaged_table_is_told_once_however_it_is_cut(tmp_path, step):
+    file = tmp_path / "x.parquet"
+    file.write_bytes(b"PAR1" + b"\0" * 1000 + b"PAR1")
+    assert len(told(read("parquet", file, step))) == 1
+    save_to_disk(tmp_path / "saved", TEXTS)
+    arrow = min((tmp_path / "saved").glob("data-*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
+    assert len(told(read("huggingface", tmp_path / "saved", step))) == 1
+    arrow.write_bytes(b"\xff" * 5000)
+    assert len(told(read("huggingface", tmp_path / "saved", step))) == 1
+
+
 def test_a_table_without_the_column_or_with_another_type_is_refused(tmp_path):
     file = tmp_path / "x.parquet"
     write_parquet(file, ["a"], name="body")

@@ -64,7 +64,7 @@ class ParquetFiles:
 
     def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | Problem]:
         arrow, parquet = library("pyarrow", "data.dataset"), library("pyarrow.parquet", "data.dataset")
-        row = 0
+        row = begin = 0  # what is wrong with the whole file belongs to where it begins
         try:
             # A buffer: else a whole column of a group is read at once, however large.
             file = parquet.ParquetFile(span.path, buffer_size=2**20, pre_buffer=False)
@@ -72,7 +72,8 @@ class ParquetFiles:
                 self.column.require_text(span.path, file.schema_arrow)
                 for group in range(file.num_row_groups):
                     about = file.metadata.row_group(group)
-                    if span.start <= _begin(about) < span.stop:
+                    if span.start <= (group_begin := _begin(about)) < span.stop:
+                        begin = group_begin
                         batches = file.iter_batches(_ROWS, [group], columns=[self.column.name], use_threads=False)
                         for batch in batches:
                             yield from self.column.read(span.path, batch, row, take)
@@ -82,7 +83,8 @@ class ParquetFiles:
         except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise  # of the file system
-            yield Problem(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
+            if begin >= span.start:
+                yield Problem(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
 
 
 def _begin(group: Any) -> int:
@@ -100,11 +102,10 @@ class ArrowFiles:
 
     def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | Problem]:
         arrow = library("pyarrow", "data.dataset")
-        row = 0
+        row = begin = 0  # the first batch belongs to where the file begins
         try:
             with arrow.memory_map(span.path) as file, arrow.ipc.open_stream(file) as stream:
                 self.column.require_text(span.path, stream.schema)
-                begin = 0  # the first batch belongs to where the file begins
                 while begin < span.stop:
                     try:
                         batch = stream.read_next_batch()  # mapped: of one that is passed over only the header is read
@@ -118,7 +119,8 @@ class ArrowFiles:
         except (arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
-            yield Problem(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
+            if begin >= span.start:  # else the span before has told it
+                yield Problem(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
 
 
 def _require_sound(column: Any) -> None:
