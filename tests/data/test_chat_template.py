@@ -25,6 +25,10 @@ def test_templates_have_what_transformers_gives_them():
     assert (
         rendered("{% set n = namespace(x=1) %}{% for i in [1, 2] %}{% set n.x = n.x + i %}{% endfor %}{{ n.x }}") == "4"
     )
+    assert (
+        rendered("{{ '%05.1f|%s' % (2.25, 'x') }}{{ '{:>4}{{}}'.format(7) }}{{ '%d' | format(5 % 3) }}")
+        == "002.2|x   7{}2"
+    )
     assert rendered("{{ dict(a=1).a }}{{ bos_token }}", bos_token="<s>") == "1<s>"
     assert rendered("  {% if true %}\na\n  {% endif %}\nb\n") == "a\nb"
 
@@ -112,6 +116,13 @@ def test_formatted_text_shows_nothing_of_the_inside(source):
         ("{{ [1] * 10 ** 9 }}", "makes a text of more than 10000000 characters"),
         ("{{ 2 ** 100000 }}", "raises to a power over 1000"),
         ("{{ 'a'.center(10 ** 10) }}", "calls with a number over 10000000"),
+        ("{{ 'a' | center(width=10 ** 10) }}", "calls with a number over 10000000"),
+        ("{{ ['a'] | tojson(indent=10 ** 10) }}", "calls with a number over 10000000"),
+        ("{{ '%9999999999d' % 1 }}", "formats a text with a width"),
+        ("{{ '%*d' % (9999999999, 1) }}", "formats a text with a width"),
+        ("{{ '%9999999999d' | format(1) }}", "formats a text with a width"),
+        ("{{ '{:9999999999}'.format(1) }}", "formats a text with a width"),
+        ("{{ '{:{}}'.format('a', '9999999999') }}", "formats a text with a width"),
         (
             "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
             "makes a text of more than 10000000 characters",

@@ -1,13 +1,16 @@
 """Chat templates: Jinja text of any origin, run in a sandbox, with the names that transformers gives to it."""
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -74,16 +77,16 @@ def _refuse_underscore(name: object) -> None:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a budget for each rendering. The size of a single operation is only bounded where a number
-    says it beforehand."""
+    """Jinja's sandbox, with a budget for each rendering, and a bound on what a single operation makes."""
 
-    intercepted_binops = frozenset({"*", "**", "+"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, today: datetime):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.steps = 0
         self.filters |= {"tojson": _to_json, "counted": self._counted, "measured": _measured}
         del self.filters["random"], self.globals["lipsum"]  # the same conversation gives the same tokens
+        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": today.strftime,
@@ -106,15 +109,27 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(*args: Any, **kwargs: Any) -> Any:  # a template may name an argument "self"
         args[0].spend(_STEPS_OF_A_CALL)
-        for value in args[3:]:
-            if isinstance(value, int) and value > MAX_CHARACTERS:  # as in "x".center(10 ** 10)
-                raise TemplateError(f"calls with a number over {MAX_CHARACTERS}")
+        _require_small([*args[3:], *kwargs.values()])
         return ImmutableSandboxedEnvironment.call(*args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable | None:
+        """Of "...".format and the like."""
+        format_safely = super().wrap_str_format(value)
+        if format_safely is None:
+            return None
+
+        def format_narrow(*args: Any, **kwargs: Any) -> str:
+            _require_narrow(value.__self__)
+            return format_safely(*args, **kwargs)
+
+        return format_narrow
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.spend(1)
         if operator == "+":
             return _measured(left + right)
+        if operator == "%" and isinstance(left, str):
+            _require_narrow(left)
         sizes = [v if isinstance(v, int) else len(v) if hasattr(v, "__len__") else 0 for v in (left, right)]
         numbers = all(isinstance(v, int | float) for v in (left, right))
         if operator == "*" and not numbers and sizes[0] * sizes[1] > MAX_CHARACTERS:
@@ -122,6 +137,32 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**" and max(map(abs, sizes)) > 1000:
             raise TemplateError("raises to a power over 1000")
         return super().call_binop(context, operator, left, right)
+
+
+def _bounded(function: Callable) -> Callable:
+    """A filter that makes nothing huge of a number or a format."""
+
+    @functools.wraps(function)  # Jinja has noted on it what it takes
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _require_small([*args, *kwargs.values()])
+        if function is FILTERS["format"]:
+            _require_narrow(args[0])
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _require_small(values: Iterable) -> None:
+    """Of arguments: widths and counts among them, as in "x".center(10 ** 10)."""
+    for value in values:
+        if isinstance(value, int) and value > MAX_CHARACTERS:
+            raise TemplateError(f"calls with a number over {MAX_CHARACTERS}")
+
+
+def _require_narrow(text: Any) -> None:
+    """Of a format: no field as wide as memory, and none that is as wide as something else says."""
+    if re.search(r"[0-9]{6,}|%[^a-zA-Z%]*\*|\{[^{}]*\{", str(text).replace("{{", "")):
+        raise TemplateError("formats a text with a width over 99999, or one that is computed")
 
 
 def _measured(value: Any) -> Any:
