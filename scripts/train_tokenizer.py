@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.datasets import members
-from trainer.data.prepare import require_few
 from trainer.data.sources import Problem, open_source
 from trainer.data.tokenizer_json import letters
 from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
+from trainer.data.tokenizing import require_few
 from trainer.load_config import config_from_command_line, exit_with, one_line_errors
 
 try:
