@@ -1,4 +1,4 @@
-"""Measure pieces of the trainer: python scripts/benchmark.py loss | checkpoint | data [...]
+"""Measure pieces of the trainer: python scripts/benchmark.py loss | checkpoint | initial | data [...]
 
 loss         peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits,
              chunk by chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits
@@ -16,6 +16,11 @@ checkpoint   how long training stands still for a save, in every mode, taken in 
     --ranks N          ranks that hold it, on this CPU (2)
     --repeats N        saves of each mode (7)
     --folder PATH      where to save (a temporary folder)
+
+initial      memory of each rank that takes its shards of a model's weights, as a run does with checkpoint.initial.
+    FOLDER             a model in Hugging Face's format, or a checkpoint
+    --ranks N          ranks that share it, on this CPU (default: 2)
+    --tp N             of them, those that cut the matrices between them (1)
 
 data         tokens per second, each beside what it is built on, in turns; of the repeats the median. Preparing the Python
              standard library's source, from JSON lines to a finished store, beside tiktoken's own batches of the same texts
@@ -55,16 +60,29 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scripts.arguments import Arguments, count, positive
 from scripts.gloo_pool import GlooPool
 from scripts.operators import Memory
-from trainer.config import CheckpointConfig, DataConfig, TokenizerConfig
+from trainer.config import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    CompileConfig,
+    ConfigError,
+    DataConfig,
+    ParallelConfig,
+    TokenizerConfig,
+)
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.packing import WrappedSamples
 from trainer.data.sources import open_source
 from trainer.data.store import open_store, read_description
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
-from trainer.device import GIB
+from trainer.device import GIB, memory_now, memory_peak
+from trainer.initial import Weights
 from trainer.loss import CrossEntropyHead
+from trainer.parallel.dims import Meshes, ParallelDims
 from trainer.parallel.fsdp import DTYPES
+from trainer.parallel.initialize import initialize
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.pipeline import stages
 from trainer.saver import WRITERS, Saver
 from trainer.system import cores
 
@@ -164,6 +182,46 @@ def checkpoint_table(gib: float, ranks: int, repeats: int, folder: str | None) -
         )
 
 
+def taken_over(folder: Path, tp: int) -> tuple[int, int, int] | str:
+    """Bytes of this rank: of the process before, of the shards, and the peak of all; or why there are none."""
+    try:
+        return _taken_over(folder, tp)
+    except ConfigError as error:
+        return str(error)
+
+
+def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
+    cpu = torch.device("cpu")
+    before = memory_now(cpu)
+    parallel = ParallelConfig(tp=tp)
+    weights = Weights(folder)
+    spec, sizes = weights.spec, weights.sizes
+    with torch.device("meta"):
+        whole_pipeline = stages(spec.network(sizes), spec.plan(sizes), parallel)
+    meshes = Meshes(ParallelDims.of(parallel, dist.get_world_size()), cpu)
+    layout = (spec.plan(sizes), whole_pipeline, meshes, parallel, ActivationCheckpointConfig(), CompileConfig(), "fp32")
+    (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, on_gpu=False).values()
+    parameters = dict(network.named_parameters())
+    initialize(network, cpu, 0, loaded=parameters)
+    weights.fill(parameters)
+    shards = sum(p.to_local().numel() * p.element_size() for p in parameters.values() if isinstance(p, DTensor))
+    return before, shards, memory_peak(cpu)
+
+
+def initial_table(folder: Path, ranks: int, tp: int) -> None:
+    pool = GlooPool(ranks)
+    try:
+        of_ranks = pool.run(taken_over, folder, tp)
+    finally:
+        pool.close()
+    if isinstance(of_ranks[0], str):
+        raise ConfigError("", of_ranks[0])
+    print(f"{'':<8} {'process':>12} {'its shards':>12} {'peak':>12} {'beyond both':>12}")
+    for rank, (before, shards, most) in enumerate(of_ranks):
+        columns = (f"{value / 2**20:>8,.0f} MiB" for value in (before, shards, most, most - before - shards))
+        print(f"rank {rank:<3} {' '.join(columns)}")
+
+
 def in_turns(works: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, list[float]]:
     """Tokens per second of each work, which returns its tokens; the first turn, which warms up, does not count."""
     rates: dict[str, list[float]] = {name: [] for name in works}
@@ -249,39 +307,48 @@ def data_table(mib: int, local_batch: int, seq: int, repeats: int, folder: str |
         print(f"{name:<24} {middle:>13,.0f} {spread:>29} {100 * middle / alone:>11.0f} %")
 
 
-def main() -> None:
-    parser = Arguments(__doc__)
-    kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
-    loss = kinds.add_parser("loss")
-    for name, default in (("seq", 8192), ("vocab", 128_256), ("dim", 4096), ("chunk-tokens", 1024)):
-        loss.add_argument(f"--{name}", type=count, default=default)
-    loss.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
-    loss.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    checkpoint = kinds.add_parser("checkpoint")
-    checkpoint.add_argument("--gib", type=positive, default=1.2)
-    checkpoint.add_argument("--ranks", type=count, default=2)
-    checkpoint.add_argument("--repeats", type=count, default=7)
-    checkpoint.add_argument("--folder")
-    data = kinds.add_parser("data")
-    for name, default in (("mib", 64), ("local-batch", 8), ("seq", 4096), ("repeats", 3)):
-        data.add_argument(f"--{name}", type=count, default=default)
-    data.add_argument("--folder")
-    chosen = parser.parse_args()
-    if chosen.what == "data":
-        data_table(chosen.mib, chosen.local_batch, chosen.seq, chosen.repeats, chosen.folder)
-        return
-    if chosen.what == "checkpoint":
-        checkpoint_table(chosen.gib, chosen.ranks, chosen.repeats, chosen.folder)
-        return
-    if (max(chosen.tp) - 1) * -(-chosen.vocab // max(chosen.tp)) >= chosen.vocab:
-        parser.error(f"--tp {max(chosen.tp)}: leaves a rank without a row of --vocab {chosen.vocab}")
-    table = loss_table(chosen.seq, chosen.vocab, chosen.dim, chosen.tp, chosen.chunk_tokens, chosen.dtype)
+def loss_and_its_parts(seq: int, vocab: int, dim: int, chunk_tokens: int, tp: list[int], dtype: str) -> None:
+    if (max(tp) - 1) * -(-vocab // max(tp)) >= vocab:
+        raise ConfigError("", f"--tp {max(tp)}: leaves a rank without a row of --vocab {vocab}")
+    table = loss_table(seq, vocab, dim, tp, chunk_tokens, dtype)
     print(f"{'':<34} {'activations':>12} {'of whole':>9} {'with the gradient of the weight':>32}")
     for name, activations, everything in table:
         share = table[0][1] / activations
         print(
             f"{name:<34} {activations / GIB:>8.2f} GiB {'1/' + format(share, '.1f'):>9} {everything / GIB:>28.2f} GiB"
         )
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
+    loss = kinds.add_parser("loss")
+    loss.set_defaults(show=loss_and_its_parts)
+    for name, default in (("seq", 8192), ("vocab", 128_256), ("dim", 4096), ("chunk-tokens", 1024)):
+        loss.add_argument(f"--{name}", type=count, default=default)
+    loss.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
+    loss.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    checkpoint = kinds.add_parser("checkpoint")
+    checkpoint.set_defaults(show=checkpoint_table)
+    checkpoint.add_argument("--gib", type=positive, default=1.2)
+    checkpoint.add_argument("--ranks", type=count, default=2)
+    checkpoint.add_argument("--repeats", type=count, default=7)
+    checkpoint.add_argument("--folder")
+    initial = kinds.add_parser("initial")
+    initial.set_defaults(show=initial_table)
+    initial.add_argument("folder", type=Path)
+    initial.add_argument("--ranks", type=count, default=2)
+    initial.add_argument("--tp", type=count, default=1)
+    data = kinds.add_parser("data")
+    data.set_defaults(show=data_table)
+    for name, default in (("mib", 64), ("local-batch", 8), ("seq", 4096), ("repeats", 3)):
+        data.add_argument(f"--{name}", type=count, default=default)
+    data.add_argument("--folder")
+    chosen = vars(parser.parse_args())
+    try:
+        chosen.pop("show")(**{name: value for name, value in chosen.items() if name != "what"})
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,11 @@ def newest(folder: Path) -> Path:
     return steps[0] if steps else folder
 
 
+def initial_names(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
+    """Those of the network's parameters that a new run does not draw. Raises ConfigError."""
+    return set(names) - _excluded(config.exclude, names) if config.initial else set()
+
+
 def load_initial(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:

@@ -21,7 +21,7 @@ from trainer.data.mixture import require_same_past
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
 from trainer.evaluate import Best, held_out_sets
 from trainer.export import export_run
-from trainer.initial import load_initial
+from trainer.initial import initial_names, load_initial
 from trainer.lineage import Saved
 from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
@@ -78,7 +78,8 @@ class Trainer:
         self.batch_group = batch_axis.get_group()
         self._open_data(setup)
 
-        self._build(setup)
+        names = setup.parameter_names
+        self._build(setup, loaded=initial_names(config.checkpoint, names) if saved is None else set(names))
 
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
@@ -87,12 +88,12 @@ class Trainer:
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
         self.identity = setup.identity | {"data": self.data.name}
-        self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in setup.parameter_names}
+        self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in names}
         self.model_files = model_files(config, setup)
         if saved is not None:
             self._resume(saved)
         elif config.checkpoint.initial:
-            load_initial(config.checkpoint, setup.spec, setup.sizes, self.parameters, setup.parameter_names)
+            load_initial(config.checkpoint, setup.spec, setup.sizes, self.parameters, names)
         self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
@@ -109,8 +110,8 @@ class Trainer:
         )
         self.metrics = self.open_metrics(first_step=self.steps_done)
 
-    def _build(self, setup: Setup) -> None:
-        """The network, cut for this rank, and what trains it."""
+    def _build(self, setup: Setup, loaded: set[str]) -> None:
+        """The network, cut for this rank, and what trains it. loaded: parameters that get their values afterwards."""
         config, device = self.config, self.device
         plan, parallel = setup.spec.plan(setup.sizes), config.parallel
         stages = stages_of_rank(setup.stages, self.meshes.model["pp"].get_local_rank(), parallel)
@@ -127,7 +128,7 @@ class Trainer:
             device.type != "cpu",
         )
         for part in self.parts.values():
-            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed)
+            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed, loaded)
         self.parameters = {name: p for part in self.parts.values() for name, p in part.named_parameters()}
         self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
         self.step = self._make_step(setup)

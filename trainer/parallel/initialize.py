@@ -1,6 +1,7 @@
 """Memory and initial values for a model that was parallelised on the meta device."""
 
 import hashlib
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -13,8 +14,9 @@ _ROWS = 1024
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Allocate the parameters and draw their values.
+def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collection[str] = ()) -> None:
+    """Allocate the parameters and draw their values. loaded: names of those that get theirs from elsewhere; nothing is drawn for
+    them.
 
     Every block of rows of every parameter has a generator of its own, seeded by (seed, name, block), on the CPU. So each
     rank draws just what its shard needs, and the weights are the same on any layout, world size and device.
@@ -23,7 +25,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int) -> None:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
             local, shape, offset = local_region(parameter)
-            if local.numel() == 0:
+            if local.numel() == 0 or name in loaded:
                 continue
             last = offset[0] + local.shape[0]
             blocks = range(offset[0] // _ROWS, -(-last // _ROWS))
