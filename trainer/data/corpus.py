@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.data.progress import progress
 from trainer.data.sources import Source
 from trainer.manifest import digest_of
 
@@ -16,13 +17,15 @@ def fingerprint(source: Source, shape: list, caches: Path) -> str:
     """Changes with the content or the names of the files, and with `shape`: what else makes a store what it is."""
     running = hashlib.sha256(json.dumps(shape).encode())
     cache = caches / f"digests-{hashlib.sha256(source.root.encode(errors='surrogateescape')).hexdigest()[:16]}.jsonl"
-    for entry in _digests(source, cache):
-        running.update(json.dumps(entry).encode())
+    with progress(None, "B", "looking at the corpus") as bar:
+        for *entry, size in _digests(source, cache):
+            running.update(json.dumps(entry).encode())
+            bar.update(size)
     return running.hexdigest()[:16]
 
 
-def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str]]:
-    """Name and digest of each file, in order. One whose size and time of change are those of the last look is not read
+def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
+    """Name, digest and size of each file, in order. One whose size and time of change are those of the last look is not read
     again. Cache and files are in the same order and go by side by side, so that millions of them need no memory."""
     known = _known(cache)
     last = next(known, None)
@@ -41,7 +44,7 @@ def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str]]:
             else:
                 digest, changed = _digest(path), True
             out.write(json.dumps([*looked, digest]) + "\n")
-            yield name, digest
+            yield name, digest, stat.st_size
     if changed or last is not None:
         aside.replace(cache)
     else:

@@ -22,6 +22,7 @@ from trainer.data import corpus, tokenizing
 from trainer.data.encode import chat_format
 from trainer.data.joined import join
 from trainer.data.parts import Part, part_file, problems_of
+from trainer.data.progress import progress
 from trainer.data.shuffle import write_split
 from trainer.data.sources import Problem, Source, open_source
 from trainer.data.store import SPLITS, VERSION, read_description, token_dtype
@@ -117,7 +118,7 @@ def _build(
     final.mkdir()
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for part in parts for run in part.runs)
-    with tokenizing.progress(tokens, " tokens", "shuffling") as bar:
+    with progress(tokens, " tokens", "shuffling") as bar:
         written = {split: write_split(final, split, partial, parts, dtype, bar.update) for split in SPLITS}
     with (final / "problems.jsonl").open("wb") as out:
         for number in range(len(parts)):

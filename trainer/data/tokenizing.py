@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from trainer import logging
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.encode import ENCODERS, Encode
 from trainer.data.parts import Part, PartWriter, problems_of, read_part
+from trainer.data.progress import progress
 from trainer.data.sources import Document, Problem, Source, Span
 from trainer.data.store import Encoded, token_dtype
 from trainer.data.tokenizer import Tokenizer
@@ -202,7 +201,3 @@ def _in_order(
     finally:
         for job in waiting:
             job.cancel()
-
-
-def progress(total: int, unit: str, what: str) -> tqdm:
-    return tqdm(total=total, unit=unit, unit_scale=True, desc=what, disable=not logging.on_terminal(), leave=False)
