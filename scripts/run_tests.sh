@@ -3,9 +3,10 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/scripts/environment.sh"
-use_environment "pytest ruff transformers pyarrow tokenizers zstandard" dev
+use_environment "pytest ruff xdist transformers pyarrow tokenizers zstandard" dev
 
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-exec "$PYTHON" -m pytest "$@"
+# Two at a time: much of the time ranks and runs wait for each other.
+exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"
