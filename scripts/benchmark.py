@@ -58,7 +58,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scripts.arguments import Arguments, count, positive
-from scripts.gloo_pool import GlooPool
+from scripts.gloo_ranks import GlooRanks
 from scripts.operators import Memory
 from trainer.config import (
     ActivationCheckpointConfig,
@@ -164,11 +164,7 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
 
 def checkpoint_table(gib: float, ranks: int, repeats: int, folder: str | None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        pool = GlooPool(ranks)
-        try:
-            of_ranks = pool.run(saves, Path(own), gib, repeats)
-        finally:
-            pool.close()
+        of_ranks = GlooRanks(ranks).run(saves, Path(own), gib, repeats)
     print(f"{'':<10} {'blocked':>10} {'of off':>9} {'least - most':>18} {'beside training':>17}")
     whole = None
     for mode in WRITERS:
@@ -209,11 +205,7 @@ def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
 
 
 def initial_table(folder: Path, ranks: int, tp: int) -> None:
-    pool = GlooPool(ranks)
-    try:
-        of_ranks = pool.run(taken_over, folder, tp)
-    finally:
-        pool.close()
+    of_ranks = GlooRanks(ranks).run(taken_over, folder, tp)
     if isinstance(of_ranks[0], str):
         raise ConfigError("", of_ranks[0])
     print(f"{'':<8} {'process':>12} {'its shards':>12} {'peak':>12} {'beyond both':>12}")

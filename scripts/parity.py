@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from scripts.arguments import Arguments, count
-from scripts.gloo_pool import GlooPool, RankError
+from scripts.gloo_ranks import GlooRanks, RankError
 from trainer.config import Config, ConfigError, ParallelConfig, toml_value
 from trainer.load_config import command_words, exit_with, load_config
 from trainer.parallel.pipeline import SCHEDULES, least_microbatches
@@ -206,11 +206,7 @@ class Runs:
         self.number += 1
         name = str(self.number)
         argv = self.arguments(settings | {"run.name": name})
-        pool = GlooPool(ranks)  # new processes, as for every run: nothing of one layout is left for the next
-        try:
-            pool.run(train, argv, wrong)
-        finally:
-            pool.close()
+        GlooRanks(ranks).run(train, argv, wrong)
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         shutil.rmtree(self.folder / name)
         return [record for record in map(json.loads, lines) if record["kind"] == "train"]

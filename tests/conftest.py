@@ -1,42 +1,19 @@
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scripts.faults.bench import CONFIG, write_corpus
-from scripts.gloo_pool import GlooPool
+from scripts.gloo_ranks import GlooRanks
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], GlooPool]]:
-    """ranks(n): a pool of n gloo ranks, the same for all tests."""
-    pools: dict[int, GlooPool] = {}
-
-    def pool(size: int) -> GlooPool:
-        if size not in pools:
-            pools[size] = GlooPool(size)
-        return pools[size]
-
-    yield pool
-    for started in pools.values():
-        started.close()
-
-
-@pytest.fixture
-def fresh_ranks() -> Iterator[Callable[[int], GlooPool]]:
-    """Ranks for one test alone: a compiler makes a process slow for what comes after it."""
-    pools = []
-
-    def pool(size: int) -> GlooPool:
-        pools.append(GlooPool(size))
-        return pools[-1]
-
-    yield pool
-    for started in pools:
-        started.close()
+def ranks() -> Callable[[int], GlooRanks]:
+    """ranks(n).run(function, ...): on n gloo ranks."""
+    return GlooRanks
 
 
 @pytest.fixture(scope="session")

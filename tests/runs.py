@@ -1,4 +1,4 @@
-"""Whole runs of the Trainer on pool ranks, and what tests look at afterwards."""
+"""Whole runs of the Trainer on gloo ranks, and what tests look at afterwards."""
 
 import hashlib
 import json

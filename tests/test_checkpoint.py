@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from trainer import checkpoint, lineage, manifest, shards
 from trainer.checkpoint import Request, SaveFailed
 
@@ -19,7 +19,7 @@ TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
 def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None, keep_also=0):
-    """On the ranks of a pool, as the trainer does."""
+    """On ranks, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = STATE | {"step": step}
     aside = checkpoint.prepare(folder, step)

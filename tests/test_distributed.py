@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from trainer.config import ConfigError
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
 

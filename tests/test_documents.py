@@ -73,7 +73,7 @@ def test_documents_in_a_row_end_at_their_borders_too(ranks, tiny, pairs, tmp_pat
         assert largest_deviation(one, other, "loss") < 1e-5
 
 
-def test_compiled_blocks_take_the_mask(fresh_ranks, tiny, pairs, tmp_path, alone):
-    packed = run(fresh_ranks, 1, tiny, pairs, tmp_path / "run", *PACKED, "--compile.enabled", "true")
+def test_compiled_blocks_take_the_mask(ranks, tiny, pairs, tmp_path, alone):
+    packed = run(ranks, 1, tiny, pairs, tmp_path / "run", *PACKED, "--compile.enabled", "true")
     for key in ("loss", "grad_norm"):
         assert largest_deviation(alone, packed, key) < 1e-5

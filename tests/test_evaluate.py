@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from scripts.faults.bench import write_corpus
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.runs import records, train
 from trainer.checkpoint import step_of, steps_in
 from trainer.config import DataConfig, TokenizerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.conftest import ROOT
 from tests.runs import train
 from trainer.config import TokenizerConfig

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from models import MODELS
 from models.llama.hf import config_of, rows_from_hf, rows_to_hf, sizes_of
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.conftest import ROOT
 from tests.runs import full, train
 from trainer.config import ConfigError, TokenizerConfig

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.test_checkpoint import STATE, damage, names, save
 from trainer import lineage
 from trainer.config import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.runs import RecordingTrainer, hash_of, leaves_of_step, records
 from trainer import checkpoint, logging, resilience
 from trainer import trainer as trainer_module

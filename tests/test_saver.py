@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.test_checkpoint import load, names
 from trainer import checkpoint, shards
 from trainer.config import CheckpointConfig

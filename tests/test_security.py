@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from tests.runs import train
 from tests.test_checkpoint import TENSORS, load, save
 from tests.test_layering import SOURCES, name_of

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from scripts.gloo_pool import RankError
+from scripts.gloo_ranks import RankError
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
 from tests.runs import hash_of, largest_deviation, leaves_of_step, records, train
 from trainer import logging
@@ -77,9 +77,9 @@ def test_every_layout_gives_the_run_of_one_rank(ranks, tiny, tmp_path, on_one_ra
     assert_like_one_rank(ranks, tiny, tmp_path / "run", on_one_rank, text)
 
 
-def test_compiled_too(fresh_ranks, tiny, tmp_path, on_one_rank):
+def test_compiled_too(ranks, tiny, tmp_path, on_one_rank):
     text = "tp=2 compile.enabled=true activation_checkpoint.mode=selective"
-    assert_like_one_rank(fresh_ranks, tiny, tmp_path / "run", on_one_rank, text)
+    assert_like_one_rank(ranks, tiny, tmp_path / "run", on_one_rank, text)
 
 
 def assert_like_one_rank(ranks, tiny, folder, on_one_rank, text):

@@ -38,9 +38,9 @@ def gathers(recompute):
     return counts, gradients, counters["stats"]["unique_graphs"]
 
 
-def test_compiled_blocks_share_a_graph_and_gather_again_as_told(fresh_ranks):
-    kept, gradients, graphs = fresh_ranks(2).run(gathers, False)[0]
-    again, same, _ = fresh_ranks(2).run(gathers, True)[0]
+def test_compiled_blocks_share_a_graph_and_gather_again_as_told(ranks):
+    kept, gradients, graphs = ranks(2).run(gathers, False)[0]
+    again, same, _ = ranks(2).run(gathers, True)[0]
     assert graphs == 1
     assert again[0] == kept[0]
     assert again[1] - kept[1] == 2 * SIZES.n_layers
