@@ -70,6 +70,7 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.data.loader import Cut, SampleOrder, training_batches
+from trainer.data.mixture import stages_of
 from trainer.data.packing import WrappedSamples
 from trainer.data.sources import open_source
 from trainer.data.store import open_store, read_description
@@ -85,6 +86,9 @@ from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import stages
 from trainer.saver import WRITERS, Saver
 from trainer.system import cores
+
+LOADED_TOKENS = 2**25
+"""In one turn."""
 
 
 def whole_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -133,7 +137,7 @@ def loss_table(
 
 
 def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """On a rank of a pool: seconds blocked and in the background of each save, by mode. Parameters and two moments of
+    """On a rank: seconds blocked and in the background of each save, by mode. Parameters and two moments of
     matrices of 4 MiB, sharded over the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = 1024 // dist.get_world_size()
@@ -142,18 +146,20 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
         for number in range(round(gib * GIB / 2**22))
     }
     cpu = torch.device("cpu")
-    savers = {mode: Saver(CheckpointConfig(async_mode=mode), folder / mode, cpu) for mode in WRITERS}
+    savers = {mode: Saver(CheckpointConfig(async_mode=mode), folder / mode, cpu, state) for mode in WRITERS}
     taken: dict[str, list[tuple[float, float]]] = {mode: [] for mode in WRITERS}
     for step in range(repeats + 1):
         for mode, saver in savers.items():
             dist.barrier()
             start = time.perf_counter()
-            finished = saver.save(step, state, {}, {})
+            saver.save(step, state, {}, {})
             saver.before_update()
             blocked = time.perf_counter() - start
-            finished += saver.wait()
-            if step:  # the first one makes the buffers
-                taken[mode].append((blocked, finished[0].background_s))
+            (ended,) = saver.wait()
+            if ended.failure is not None:
+                raise ended.failure
+            if step:  # the first one warms up
+                taken[mode].append((blocked, ended.background_s))
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / mode)
@@ -263,11 +269,11 @@ def _store_in(folder: Path) -> Path:
 
 
 def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
-    samples = WrappedSamples(open_store(store, "train"), seq)
-    order = SampleOrder(len(samples), seed=0, shuffle=True)
+    samples = WrappedSamples(open_store(store, "train"), seq, restart=False)
+    order = SampleOrder((len(samples),), stages_of((), ("data",)), seed=0, shuffle=True)
     cut = Cut(global_batch_size=local_batch, local_batch_size=local_batch, rank=0, ranks=1)
     batches = training_batches(samples, order, cut, 0, DataConfig(), pin_memory=False)
-    microbatches = 2**25 // (local_batch * seq)
+    microbatches = LOADED_TOKENS // (local_batch * seq)
     tokens = microbatches * local_batch * seq
     draw = np.random.default_rng(0)
 

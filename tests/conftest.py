@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts.faults.bench import CONFIG, write_corpus
 from scripts.gloo_ranks import GlooRanks
@@ -29,6 +30,20 @@ def tiny(corpus, tmp_path_factory) -> list[str]:
     settings = {"steps": 4, "interval_steps": 0, "global_batch_size": 16, "stores": folder / "stores"}
     (folder / "tiny.toml").write_text(CONFIG.format(corpus=corpus, **settings))
     return ["--config", str(folder / "tiny.toml")]
+
+
+@pytest.fixture(scope="session")
+def theirs(tmp_path_factory) -> Path:
+    """A model that transformers made and wrote."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2048, rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=500_000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("theirs")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
+    return folder
 
 
 @pytest.fixture

@@ -108,19 +108,6 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
     assert one == other
 
 
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
-    """A model that transformers made and wrote."""
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=2048, rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=500_000.0, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("theirs")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
-    return folder
-
-
 def test_a_model_of_theirs_gives_the_same_logits_here(theirs, tmp_path):
     folder = Folder(theirs, MODELS["llama3"])
     import_folder(
