@@ -19,7 +19,7 @@ class Batch:
     """The token that follows each position, or IGNORED."""
     positions: Tensor
     documents: Tensor
-    """Number of the document each token belongs to."""
+    """Number of the document each token belongs to; one for all of a sample where attention does not tell them apart."""
 
     def apply(self, f: Callable[[Tensor], Tensor]) -> "Batch":
         return Batch(*(f(getattr(self, field.name)) for field in fields(self)))

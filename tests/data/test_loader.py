@@ -50,7 +50,7 @@ def test_labels_are_the_next_tokens():
     assert batch.tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
-    assert batch.documents.tolist() == [[0, 0, 0, 1], [0, 0, 0, 0]]
+    assert batch.documents.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_samples_cover_every_token_once():

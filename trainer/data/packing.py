@@ -1,5 +1,6 @@
 """Token store -> samples of a fixed length: documents in a row and cut, packed whole, or one by one."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -11,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer import logging
 from trainer.batch import IGNORED, Batch
@@ -39,7 +41,7 @@ class WrappedSamples:
     the first of the store is the label of one position; the tail that fills no sample is left out."""
 
     def __init__(self, store: TokenStore, seq_len: int, restart: bool):
-        """restart: positions, at each document."""
+        """restart: positions, at each document; else a sample is one document."""
         self.store = store
         self.seq_len = seq_len
         self.restart = restart
@@ -58,15 +60,15 @@ class WrappedSamples:
             tokens[row], labels[row] = read[:-1], read[1:]
             if targets is not None:
                 labels[row][targets[stretch][1:] == 0] = IGNORED
-        documents = self._documents(begins)
-        positions = np.broadcast_to(np.arange(self.seq_len), documents.shape)
-        if self.restart:
-            positions = positions - np.maximum(self.store.documents[documents] - begins[:, None], 0)
-            # What follows the end of a document is another one's beginning.
-            labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
-            offsets, behind = self.store.documents, begins + self.seq_len
-            labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORED
         labels[samples < 0] = IGNORED
+        if not self.restart:
+            return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
+        documents = self._documents(begins)
+        positions = np.arange(self.seq_len) - np.maximum(self.store.documents[documents] - begins[:, None], 0)
+        # What follows the end of a document is another one's beginning.
+        labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
+        offsets, behind = self.store.documents, begins + self.seq_len
+        labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORED
         return _batch(tokens, labels, positions, documents)
 
     def _documents(self, begins: np.ndarray) -> np.ndarray:
@@ -79,6 +81,12 @@ class WrappedSamples:
         begin = np.repeat(begins, counts)
         lengths = np.minimum(offsets[numbers + 1], begin + self.seq_len) - np.maximum(offsets[numbers], begin)
         return np.repeat(numbers, lengths).reshape(len(begins), self.seq_len)
+
+
+@functools.lru_cache(maxsize=4)
+def _one_document(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Positions and documents, the same for every batch of that shape: to write them anew takes as long as to read the tokens."""
+    return torch.arange(shape[1]).repeat(shape[0], 1), torch.zeros(shape, dtype=torch.int64)
 
 
 def _labels(store: TokenStore, places: np.ndarray) -> np.ndarray:
