@@ -71,7 +71,7 @@ from trainer.config import (
 )
 from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.mixture import stages_of
-from trainer.data.packing import WrappedSamples
+from trainer.data.samples import WrappedSamples
 from trainer.data.sources import open_source
 from trainer.data.store import open_store, read_description
 from trainer.data.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.arguments import Arguments
-from trainer.data.datasets import held_out_members, members, prepare_all
+from trainer.data.members import held_out_members, members, prepare_all
 from trainer.data.prepare import prepare
 from trainer.data.store import check_content, read_description
 from trainer.data.tokenizers import load_tokenizer

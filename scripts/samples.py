@@ -16,8 +16,9 @@ import numpy as np
 from scripts.arguments import Arguments, count
 from trainer.checkpoint import steps_in
 from trainer.config import ConfigError
-from trainer.data.datasets import members, open_all, prepare_all
+from trainer.data.datasets import open_all
 from trainer.data.loader import SampleOrder
+from trainer.data.members import members, prepare_all
 from trainer.data.tokenizers import load_tokenizer
 from trainer.load_config import exit_with, load_config
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.datasets import members
+from trainer.data.members import members
 from trainer.data.sources import Problem, open_source
 from trainer.data.tokenizer_json import letters
 from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer

@@ -11,7 +11,8 @@ from scripts.gloo_ranks import RankError
 from tests.runs import records, train
 from trainer.checkpoint import step_of, steps_in
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.data.datasets import open_all, prepare_all
+from trainer.data.datasets import open_all
+from trainer.data.members import prepare_all
 from trainer.data.tokenizers import load_tokenizer
 
 

@@ -85,3 +85,9 @@ def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
             "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )
         assert (ended.returncode, ended.stderr) == (2, f"--data.dataset {dataset}: holds no text to learn from\n")
+
+
+def test_worker_processes_need_not_wait_for_torch():
+    """They import what was started, and so does every one of them."""
+    code = "import sys, scripts.prepare_data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

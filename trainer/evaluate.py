@@ -12,7 +12,7 @@ import torch
 from trainer.batch import IGNORED, Batch
 from trainer.config import ConfigError, EvaluationConfig
 from trainer.data.loader import Cut, held_out_batches
-from trainer.data.packing import Samples
+from trainer.data.samples import Samples
 from trainer.parallel.step import Step
 
 _BLOCK = 256

@@ -11,8 +11,8 @@ from models.spec import ModelSpec, SizeError
 from trainer import device as devices
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.chat import ChatFormat
-from trainer.data.datasets import members
 from trainer.data.encode import chat_format
+from trainer.data.members import members
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizers import load_tokenizer
 from trainer.parallel.dims import ParallelDims

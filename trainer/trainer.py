@@ -15,8 +15,9 @@ from trainer import lineage, logging, manifest
 from trainer.batch import Batch
 from trainer.checkpoint import load
 from trainer.config import Config
-from trainer.data.datasets import open_all, prepare_all
+from trainer.data.datasets import open_all
 from trainer.data.loader import Cut, SampleOrder, training_batches
+from trainer.data.members import prepare_all
 from trainer.data.mixture import require_same_past
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
 from trainer.evaluate import Best, held_out_sets

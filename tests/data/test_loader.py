@@ -11,7 +11,8 @@ from trainer.batch import IGNORED
 from trainer.config import DataConfig
 from trainer.data.loader import Cut, SampleOrder, held_out_batches, training_batches
 from trainer.data.mixture import CombinedSamples, stages_of
-from trainer.data.packing import WrappedSamples, open_packed, pack
+from trainer.data.packing import pack, read_pieces
+from trainer.data.samples import PackedSamples, WrappedSamples
 from trainer.data.store import TokenStore
 
 SEQ = 4
@@ -120,7 +121,7 @@ def mixed(tmp_path_factory):
         lengths = np.random.default_rng(longest).integers(2, 2 + longest, 400)
         store = TokenStore(first + np.arange(lengths.sum()), np.cumsum([0, *lengths]))
         pack(store, folder / name, 8, DataConfig(packing="best-fit"))
-        parts.append(open_packed(store, folder / name, 8, restart=True))
+        parts.append(PackedSamples(store, 8, read_pieces(folder / name), restart=True))
         first += int(lengths.sum())
     stages = stages_of(("0: a=0.5 b=0.3 c=0.2", "1500: a=0.1 c=0.9"), list(LENGTHS))
     samples = CombinedSamples(parts)

@@ -7,7 +7,7 @@ from trainer.batch import Batch
 from trainer.config import ConfigError
 from trainer.data.loader import SampleOrder
 from trainer.data.mixture import PERIOD, CombinedSamples, stages_of
-from trainer.data.packing import WrappedSamples
+from trainer.data.samples import WrappedSamples
 from trainer.data.store import TokenStore
 
 NAMES = ("web", "code", "math")

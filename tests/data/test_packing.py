@@ -5,7 +5,8 @@ import pytest
 
 from trainer.batch import IGNORED
 from trainer.config import ConfigError, DataConfig
-from trainer.data.packing import WrappedSamples, best_fit, cut_documents, efficiency, open_packed, pack
+from trainer.data.packing import best_fit, cut_documents, pack, read_pieces
+from trainer.data.samples import PackedSamples, WrappedSamples
 from trainer.data.store import TokenStore
 
 
@@ -16,7 +17,7 @@ def store_of(lengths, targets=None):
 
 def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split"):
     pack(store, tmp_path / "packed", seq_len, DataConfig(packing=packing, long_documents=long_documents))
-    return open_packed(store, tmp_path / "packed", seq_len, restart=True)
+    return PackedSamples(store, seq_len, read_pieces(tmp_path / "packed"), restart=True)
 
 
 def whole(samples):
@@ -27,7 +28,7 @@ def test_packed_documents_are_whole_and_each_token_is_a_target_once(tmp_path):
     lengths = np.random.default_rng(0).integers(2, 40, 200).tolist()
     store = store_of(lengths)
     batch = whole(packed(tmp_path, store, 100))
-    assert efficiency(packed(tmp_path, store, 100)) > 0.97
+    assert packed(tmp_path, store, 100).pieces.efficiency(100) > 0.97
     labels = sorted(batch.labels[batch.labels != IGNORED].tolist())
     firsts = set(store.documents.tolist())
     assert labels == [token for token in range(sum(lengths)) if token not in firsts]
@@ -119,5 +120,5 @@ def test_a_packing_that_is_damaged_is_named(tmp_path, file):
     packed(tmp_path, store, 8)
     (tmp_path / "packed" / file).write_bytes(b"")
     with pytest.raises(ConfigError) as error:
-        open_packed(store, tmp_path / "packed", 8, restart=True)
+        read_pieces(tmp_path / "packed")
     assert error.value.rule == f"{tmp_path}/packed cannot be read; delete it"

@@ -19,7 +19,7 @@ from trainer.batch import Batch
 from trainer.config import DataConfig
 from trainer.data.mixture import PERIOD, Stage
 from trainer.data.order import permute
-from trainer.data.packing import Samples
+from trainer.data.samples import Samples
 from trainer.system import leave_signals_to_parent
 
 _LEAVES_TOGETHER = 64

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.batch import Batch
 from trainer.config import ConfigError
-from trainer.data.packing import Samples
+from trainer.data.samples import Samples
 from trainer.settings import nearest_name
 
 PERIOD = 10_000
