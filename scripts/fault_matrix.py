@@ -34,6 +34,8 @@ def trial(bench: Bench, row: int, number: int, seed: int) -> tuple[str, str]:
         return "", ROWS[row][1](bench, Draw(seed, row, number)) or ""
     except Failed as failure:
         return str(failure), ""
+    finally:
+        bench.end()  # else a run that went wrong would disturb the next
 
 
 def show(results: Path) -> bool:

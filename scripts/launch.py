@@ -86,8 +86,7 @@ def _machines() -> tuple[int, int]:
 def main() -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
     place = Place.of_environment()
-    # torch's own log of a failed connection is pages of C++ frames; it reads this when it is imported. The ranks do not
-    # inherit it.
+    # torch's own log of a failed connection is pages of C++ frames; it reads this when it is imported.
     inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "FATAL"
     # Not at the top: a wrong setting is told without waiting for torch.
@@ -99,8 +98,7 @@ def main() -> NoReturn:
     from trainer import device
     from trainer.setup import set_up
 
-    if not inherited:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # of the ranks, for the same reason
     with one_line_errors(config):
         set_up(config, place.ranks * place.nodes)
         device.require_enough(config.run.device, place.ranks)

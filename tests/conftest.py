@@ -1,4 +1,3 @@
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,10 +43,3 @@ def theirs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("theirs")
     transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
     return folder
-
-
-@pytest.fixture
-def no_rank_environment(monkeypatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert "RANK" not in os.environ

@@ -56,7 +56,7 @@ def hash_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def train(argv: Sequence[str]) -> Result:
-    """Run on a rank of a pool: the Trainer of these arguments, to its end."""
+    """Run on a rank: the Trainer of these arguments, to its end."""
     config, cpu = load_config(argv), torch.device("cpu")
     setup = set_up(config, dist.get_world_size())
     trainer = RecordingTrainer(config, setup, cpu, resume_point(config, setup))

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 
 from scripts.gloo_ranks import RankError
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
@@ -17,10 +16,8 @@ from trainer.data.tokenizers import DEFAULT_FILE
 from trainer.load_config import load_config
 from trainer.run_folder import resume_point
 from trainer.setup import set_up
-from trainer.shards import read_index, read_rows
+from trainer.shards import read_index, read_tensor
 from trainer.trainer import Trainer
-
-TIED = ["--model.overrides.tied_embeddings", "true"]
 
 
 def run(ranks, size, argv, folder, *more):
@@ -214,17 +211,13 @@ def test_any_layout_loads_exactly_what_any_other_saved(ranks, tiny, saved_by_any
             found |= of_rank
         path = saved_by_any / str(number) / "checkpoints" / "step-00000002"
         index = read_index(path)
-        expected = {name: hash_of({name: whole(path, name, index)}) for name in index if not name.startswith("random/")}
+        expected = {
+            name: hash_of({name: read_tensor(path, name, index[name])})
+            for name in index
+            if not name.startswith("random/")
+        }
         assert len(expected) > 200
         assert found == expected, ANY[number]
-
-
-def whole(path, name, index):
-    if not index[name].shape:
-        (part,) = index[name].parts
-        with safe_open(path / part.file, framework="pt") as tensors:
-            return tensors.get_tensor(name)
-    return read_rows(path, name, index[name], 0, index[name].shape[0])
 
 
 def test_a_run_can_be_extended(ranks, tiny, tmp_path):

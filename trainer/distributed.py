@@ -121,17 +121,17 @@ def tell_failure(error: BaseException) -> None:
         return
     try:
         store = dist.distributed_c10d._get_default_store()
-        if not _is_lost_contact(error):
+        if not is_lost_contact(error):
             store.set("failed", "")
             print(text, file=sys.stderr, flush=True)
         elif not store.check(["failed"]):
             tell_once(f"rank {rank} lost contact with another rank: {str(error).splitlines()[0]}")
     except (dist.DistNetworkError, dist.DistStoreError):
-        if not _is_lost_contact(error):
+        if not is_lost_contact(error):
             print(text, file=sys.stderr, flush=True)
 
 
-def _is_lost_contact(error: BaseException) -> bool:
+def is_lost_contact(error: BaseException) -> bool:
     """What a collective raises on the others when a rank ends."""
     told = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)

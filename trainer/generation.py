@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainer.config import ConfigError
 from trainer.data.chat import ChatFormat, load_chat_format
 from trainer.data.tokenizer import Tokenizer
+from trainer.distributed import from_rank_0
 from trainer.export import their_tokenizer, tokenizer_of
 from trainer.huggingface import CHAT_TEMPLATE, Model
 from trainer.initial import Weights, newest
@@ -69,7 +71,7 @@ class Speaker:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, longest: int, template: str):
         """On all ranks together, which cut the matrices between them. longest: tokens of prompt and answer; 0: as many as the
         model was trained with. template: of chats, "" for its own. Raises ConfigError."""
-        folder = newest(folder)
+        folder = from_rank_0(partial(newest, folder))
         weights = Weights(folder)
         self.device = device
         self.tokenizer, self.template, trained_with = _text_side(folder, weights)

@@ -15,6 +15,7 @@ from models.spec import ModelSpec
 from trainer import checkpoint, lineage, logging, manifest
 from trainer.checkpoint import Tensors
 from trainer.config import CheckpointConfig, ConfigError
+from trainer.distributed import from_rank_0
 from trainer.huggingface import Folder, FolderReader, Model
 from trainer.manifest import Damaged
 from trainer.parallel.initialize import local_region
@@ -108,7 +109,8 @@ def load_initial(
     damaged or does not fit."""
     excluded = _excluded(config.exclude, names)
     try:
-        weights = Weights(newest(Path(config.initial)), spec)
+        # Looked for once: a run that still trains may have a newer one a moment later.
+        weights = Weights(from_rank_0(lambda: newest(Path(config.initial))), spec)
         there = asdict(weights.sizes)
         if config.grow_vocabulary and there.get("vocab_size", 0) < sizes.vocab_size:
             there["vocab_size"] = sizes.vocab_size

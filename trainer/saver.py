@@ -23,7 +23,7 @@ from trainer import checkpoint
 from trainer import device as devices
 from trainer.checkpoint import Request, SaveFailed, Tensors
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.distributed import broadcast
+from trainer.distributed import broadcast, is_lost_contact
 from trainer.shards import local_tensors, plan_of
 from trainer.system import die_with_parent, in_child_of, leave_signals_to_parent
 
@@ -329,7 +329,7 @@ def _serve(
             group = dist.group.WORLD
         while in_child_of(parent):
             connection.send(_attempt(connection.recv(), plan, contents, group))
-    except (EOFError, OSError, RuntimeError):
+    except (EOFError, OSError, dist.DistNetworkError, dist.DistStoreError):
         pass  # the trainer has ended, or another one of the run
     os._exit(0)
 
@@ -341,8 +341,11 @@ def _attempt(
         checkpoint.write(request, plan, contents, group)
     except SaveFailed as failure:
         return SaveFailed(str(failure))  # without its cause, which other processes may not be able to read
-    except RuntimeError as error:  # of gloo, where another rank's writer has ended
-        return LostWriter(f"step {request.step} could not be saved: {str(error).splitlines()[0]}")
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
+        what = "the process that writes checkpoints on another rank has ended"
+        return LostWriter(f"step {request.step} could not be saved: {what}")
     return None
 
 

@@ -374,6 +374,17 @@ class ShardReader(StorageReader):
         return True
 
 
+def read_tensor(folder: Path, name: str, stored: Stored) -> Tensor:
+    """A stored tensor, whole."""
+    if stored.shape:
+        return read_rows(folder, name, stored, 0, stored.shape[0])
+    try:
+        with safe_open(folder / stored.parts[0].file, framework="pt") as tensors:
+            return tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise Damaged(f"{stored.parts[0].file}: {error}") from None
+
+
 def read_rows(folder: Path, name: str, stored: Stored, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of a stored tensor, put together from its parts."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)

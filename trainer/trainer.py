@@ -196,6 +196,10 @@ class Trainer:
                     self._after_step(result, rate, verdicts, stopped)
             with self.watchdog.paused():
                 self._record_saves(self.saver.wait(), last=True)
+        except Stuck:
+            with self.watchdog.paused():  # what is being written is of a good step
+                self._record_saves([save for save in self.saver.wait() if save.failure is None])
+            raise
         finally:
             self.watchdog.close()
             self.saver.close()
@@ -320,6 +324,8 @@ class Trainer:
 
     def evaluate(self) -> None:
         """On every set."""
+        if self.config.evaluation.best:
+            self._record_saves(self.saver.wait())  # all ranks are to compare with the same best
         for held_out in self.held_out:
             with self.metrics.watch.on("evaluation") as lap:
                 result = held_out.evaluate(self.step, self.cut, self._to_device)
@@ -350,6 +356,7 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Begin to save. last: the run ends with it."""
+        self._record_saves(self.saver.wait())  # which checkpoint is the best depends on how the one before has ended
         self.best.before_save(self.steps_done)
         tensors = self._all_tensors()
         state = {

@@ -16,7 +16,7 @@ import xxhash
 
 from trainer import manifest
 from trainer.checkpoint import step_of, steps_in
-from trainer.shards import read_index, read_rows
+from trainer.shards import read_index, read_tensor
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -88,14 +88,14 @@ class Ended:
 
 
 class Run:
-    """A started run; its processes end with it."""
+    """A started run."""
 
     def __init__(
         self, bench: "Bench", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
     ):
         self.folder = bench.folder / "runs" / name
-        bench.started += 1
-        self.logs = tuple(bench.folder / f"{name}-{bench.started}.{kind}" for kind in ("out", "err"))
+        bench.runs.append(self)
+        self.logs = tuple(bench.folder / f"{name}-{len(bench.runs)}.{kind}" for kind in ("out", "err"))
         environment = {k: v for k, v in os.environ.items() if k not in ("NGPU", "NNODES", "MASTER_PORT", "FAULT")}
         environment |= {"PYTHON": sys.executable, "NGPU": str(ranks), **variables}
         if fault is not None:
@@ -186,7 +186,7 @@ class Bench:
         self.folder = folder
         self.soak_minutes = soak_minutes
         self.config = folder / "tiny.toml"
-        self.started = 0
+        self.runs: list[Run] = []
         self.known: dict[tuple, dict[int, str]] = {}
         settings = {"steps": STEPS, "interval_steps": INTERVAL, "global_batch_size": 8, "stores": folder / "stores"}
         self.config.parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +196,12 @@ class Bench:
         self, name: str, ranks: int = 2, more: Sequence[str] = (), fault: dict | None = None, **variables: str
     ) -> Run:
         return Run(self, name, ranks, more, fault, **variables)
+
+    def end(self) -> None:
+        """Of all runs that have not ended."""
+        for run in self.runs:
+            if run.process.poll() is None:
+                run.kill()
 
     def fresh(self, name: str) -> str:
         """The name, and nothing under it."""
@@ -241,10 +247,8 @@ def digest(checkpoint: Path) -> str:
     whole_content = xxhash.xxh3_128()
     index = read_index(checkpoint)
     for name in sorted(index):
-        rows = read_rows(checkpoint, name, index[name], 0, index[name].shape[0]) if index[name].shape else None
-        whole_content.update(name.encode())
-        if rows is not None:
-            whole_content.update(memoryview(rows.contiguous().numpy()).cast("B"))
+        tensor = read_tensor(checkpoint, name, index[name])
+        whole_content.update(name.encode() + tensor.contiguous().numpy().tobytes())
     state = json.loads((checkpoint / "train_state.json").read_text())
     whole_content.update(json.dumps([state[key] for key in ("step", "cursor", "tokens_seen", "passed_over")]).encode())
     return whole_content.hexdigest()

@@ -72,7 +72,8 @@ def row_4(bench: Bench, draw: Draw) -> None:
     os.kill(draw.choice(writers), signal.SIGKILL)
     ended = run.wait()
     expect(ended.code == 1, f"ended with {ended.code}")
-    expect("the process that writes checkpoints was ended by SIGKILL" in ended.err, f"does not say so: {ended.err}")
+    # By the rank whose writer it was, or by one that was in the middle of a save with it.
+    expect("the process that writes checkpoints" in ended.err, f"does not say so: {ended.err}")
     few_lines(ended)
     bench.finish("row-4", 2, more)
 
