@@ -28,7 +28,10 @@ from trainer.shards import read_index
 def found_at(path: Path) -> list[Path]:
     if (path / manifest.NAME).exists() or of_step(path.name) is not None:
         return [path]
-    return steps_in(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    try:
+        return steps_in(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    except OSError as error:
+        exit_with(f"{error.filename}: cannot be read ({error.strerror})")
 
 
 def structure_problem(checkpoint: Path) -> str:
@@ -45,9 +48,12 @@ def size_of(checkpoint: Path) -> str:
 
 def listed(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in checkpoints:
-        problem = structure_problem(checkpoint)
+        try:
+            problem, size = structure_problem(checkpoint), size_of(checkpoint)
+        except OSError as error:  # it may have been removed a moment ago, too
+            problem, size = f"cannot be read ({error.strerror})", "?"
         about = "" if problem else "  ".join(f"{k} {v}" for k, v in manifest.read(checkpoint).about.items())
-        print(f"{checkpoint.name}  {size_of(checkpoint):>14}  {problem or about}")
+        print(f"{checkpoint.name}  {size:>14}  {problem or about}")
         yield not problem
 
 

@@ -57,6 +57,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tm
     assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
 
 
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(ranks, tmp_path):
+    """Else the run would start afresh, and clear its records."""
+    (tmp_path / "checkpoints").write_text("")  # root may read any folder
+    for size in (1, 2):
+        with pytest.raises(RankError, match=r"checkpoints cannot be read \(Not a directory\)"):
+            ranks(size).run(lineage.find, tmp_path / "checkpoints")
+
+
 def test_other_folders_are_ignored(ranks, tmp_path):
     assert ranks(1).run(lineage.find, tmp_path / "none") == [None]
     path = ranks(1).run(save, tmp_path, 8)[0]

@@ -14,6 +14,7 @@ checkpoints/
     lineage.json                     what it was rolled back to
 """
 
+import os
 import re
 import shutil
 import uuid
@@ -64,8 +65,12 @@ def step_of(checkpoint: Path) -> int:
 
 def committed(folder: Path) -> list[Path]:
     """The folders of committed checkpoints, newest first, of a step that was saved again the newer one first; whether they are
-    whole is not looked at."""
-    found = [path for path in folder.glob("step-*") if of_step(path.name) is not None and path.is_dir()]
+    whole is not looked at. Raises OSError where the folder cannot be read; one that is not there has none."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    found = [folder / name for name in names if of_step(name) is not None and (folder / name).is_dir()]
     return sorted(found, key=lambda path: (-step_of(path), path.name))
 
 

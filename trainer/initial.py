@@ -93,7 +93,12 @@ def newest(folder: Path) -> Path:
     """The newest checkpoint, where the folder is that of a run; else the folder. Raises ConfigError where it is none."""
     if not folder.is_dir():
         raise ConfigError("", f"{folder}: no such folder")
-    steps = checkpoint.steps_in(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+    try:
+        steps = checkpoint.steps_in(folder / "checkpoints")
+    except NotADirectoryError:
+        steps = []
+    except OSError as error:
+        raise ConfigError("", f"{folder}/checkpoints cannot be read ({error.strerror})") from None
     return steps[0] if steps else folder
 
 

@@ -47,6 +47,14 @@ class Saved:
     """Whether newer ones are to be left."""
 
 
+def _candidates(folder: Path) -> list[Path]:
+    """A folder that cannot be read is not one without checkpoints."""
+    try:
+        return steps_in(folder)
+    except OSError as error:
+        raise ConfigError("", f"{folder} cannot be read ({error.strerror})") from None
+
+
 def find(folder: Path, load_step: int = 0) -> Saved | None:
     """The checkpoint to go on from, or None, on all ranks together: the newest whose content is what was written, or that of
     load_step. Rank 0 looks, since ranks that see different states of a file system must not go on from different steps.
@@ -54,7 +62,7 @@ def find(folder: Path, load_step: int = 0) -> Saved | None:
     Other folders are ignored; a damaged checkpoint is passed over with a warning. Raises ConfigError where all are damaged:
     starting afresh would write over what may still be of use; and where load_step is missing or damaged.
     """
-    candidates = from_rank_0(lambda: steps_in(folder))
+    candidates = from_rank_0(lambda: _candidates(folder))
     if load_step > 0:
         before = from_rank_0(lambda: _rollbacks(folder))
         if load_step not in before[-1:]:
