@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.arguments import Arguments
-from trainer.data.members import held_out_members, members, prepare_all
+from trainer.data.members import held_out_members, members, pack_splits
 from trainer.data.prepare import prepare
 from trainer.data.store import check_content, read_description
 from trainer.data.tokenizers import load_tokenizer
@@ -66,8 +66,8 @@ def main() -> None:
             if arguments.verify:
                 check_content(folder)
                 print("  every file is as it was written")
-        if arguments.share == (0, 1):
-            prepare_all(config.data, config.evaluation.sets, config.tokenizer, tokenizer, config.training.seq_len)
+            if arguments.share == (0, 1):
+                pack_splits(member, folder, config.training.seq_len)
 
 
 if __name__ == "__main__":

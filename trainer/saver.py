@@ -83,14 +83,17 @@ class Saver:
         self.writer = WRITERS[config.async_mode](device, tensors)
         self.running: Running | None = None
         self.untold: list[Ended] = []
+        self.waited_s = 0.0
+        """For the save before, since the last one began; training stood still for it too."""
 
     def save(
         self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any], keep_also: int = 0
     ) -> None:
         """Begin to save the state of a step, on all ranks together, when the save before has ended. keep_also: a step whose
         checkpoint stays, whatever the configuration keeps."""
-        start = time.perf_counter()
         self._await_running()
+        start = time.perf_counter() - self.waited_s
+        self.waited_s = 0.0
         try:
             request = Request(
                 folder=self.folder,
@@ -128,10 +131,12 @@ class Saver:
         if self.running is None:
             return
         run, self.running = self.running, None
+        start = time.perf_counter()
         try:
             background_s, failure = max(0.0, run.end.result() - run.since), None
         except SaveFailed as error:
             background_s, failure = 0.0, error
+        self.waited_s += time.perf_counter() - start
         self.untold.append(Ended(run.path, run.blocked_s, background_s, failure))
 
     def close(self) -> None:
@@ -331,6 +336,9 @@ def _serve(
             connection.send(_attempt(connection.recv(), plan, contents, group))
     except (EOFError, OSError, dist.DistNetworkError, dist.DistStoreError):
         pass  # the trainer has ended, or another one of the run
+    except RuntimeError as error:
+        if not is_lost_contact(error):
+            raise
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer import device as devices
 from trainer import lineage, logging, manifest
 from trainer.batch import Batch
-from trainer.checkpoint import load
+from trainer.checkpoint import SaveFailed, load
 from trainer.config import Config
 from trainer.data.datasets import open_all
 from trainer.data.loader import Cut, SampleOrder, training_batches
@@ -198,7 +198,10 @@ class Trainer:
                 self._record_saves(self.saver.wait(), last=True)
         except Stuck:
             with self.watchdog.paused():  # what is being written is of a good step
-                self._record_saves([save for save in self.saver.wait() if save.failure is None])
+                try:
+                    self._settle_saves()
+                except SaveFailed as failure:
+                    logging.warning(str(failure))
             raise
         finally:
             self.watchdog.close()
@@ -262,7 +265,7 @@ class Trainer:
         """Go back to the newest checkpoint. Returns the batches from there on, without the samples of the updates that were
         left out."""
         with self.watchdog.paused():
-            self._record_saves(self.saver.wait())
+            self._settle_saves()
             saved = lineage.find(self.saver.folder)
             if saved is None:
                 raise Stuck(f"{verdict}; there is no checkpoint to go back to")
@@ -325,7 +328,7 @@ class Trainer:
     def evaluate(self) -> None:
         """On every set."""
         if self.config.evaluation.best:
-            self._record_saves(self.saver.wait())  # all ranks are to compare with the same best
+            self._settle_saves()
         for held_out in self.held_out:
             with self.metrics.watch.on("evaluation") as lap:
                 result = held_out.evaluate(self.step, self.cut, self._to_device)
@@ -356,7 +359,7 @@ class Trainer:
 
     def save(self, last: bool) -> None:
         """Begin to save. last: the run ends with it."""
-        self._record_saves(self.saver.wait())  # which checkpoint is the best depends on how the one before has ended
+        self._settle_saves()
         self.best.before_save(self.steps_done)
         tensors = self._all_tensors()
         state = {
@@ -383,6 +386,11 @@ class Trainer:
         with self.metrics.watch.on("checkpoint", synchronize=False):  # the copy may go on beside the next step
             self.saver.save(self.steps_done, tensors, files, about, keep_also=self.best.step)
         self._record_saves(self.saver.ended(), last)
+
+    def _settle_saves(self) -> None:
+        """Wait until nothing is being written: how a save has ended decides which checkpoint is the best, for all ranks alike."""
+        with self.metrics.watch.on("checkpoint", synchronize=False):
+            self._record_saves(self.saver.wait())
 
     def _record_saves(self, ended: Sequence[Ended], last: bool = False) -> None:
         """A save that fails does not end the run, unless it is so set, or the run ends with it (last), or no other would

@@ -52,11 +52,16 @@ def prepare_all(
         for name, member in chosen.items():
             folder = prepare(member, tokenizer_config, tokenizer)
             stores[f"{kind}/{name}"] = str(folder)
-            if data.packing != "wrapped":
-                with writing(Path(data.store_folder)):
-                    for split in splits(member):
-                        pack(open_store(folder, split), packing_folder(folder, split, data, seq_len), seq_len, data)
+            pack_splits(member, folder, seq_len)
     return json.dumps(stores)
+
+
+def pack_splits(member: DataConfig, store: Path, seq_len: int) -> None:
+    """Make the packings of a dataset's store that are not there, where it is to be packed."""
+    if member.packing != "wrapped":
+        with writing(Path(member.store_folder)):
+            for split in splits(member):
+                pack(open_store(store, split), packing_folder(store, split, member, seq_len), seq_len, member)
 
 
 def splits(member: DataConfig) -> tuple[str, ...]:
