@@ -17,17 +17,18 @@ def run(config: Config) -> int:
     from trainer.checkpoint import SaveFailed
     from trainer.export import export_run
     from trainer.resilience import StopRequest, Stuck
-    from trainer.run_folder import claim, resume_point, run_folder
+    from trainer.run_folder import claim, give_back, resume_point, run_folder
     from trainer.setup import set_up
     from trainer.trainer import Trainer
 
     with one_line_errors(config):
         setup = set_up(config, distributed.world_size())
         here = device.pick(config.run.device)
+    lock = None  # held until this function is left
     try:
         distributed.start(config.distributed, here)
         distributed.require_agreement(setup.shared)
-        lock = claim(config)  # noqa: F841 - held until this function is left
+        lock = claim(config)
         saved = resume_point(config, setup)
         if saved is not None and saved.state["step"] >= config.training.steps:
             logging.info(
@@ -39,6 +40,7 @@ def run(config: Config) -> int:
             Trainer(config, setup, here, saved).train(StopRequest())
     except ConfigError as error:
         distributed.tell_once(config.explain(error))
+        give_back(config, lock)
         return 2
     except (Stuck, SaveFailed) as error:
         distributed.tell_once(str(error))

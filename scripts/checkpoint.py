@@ -4,11 +4,14 @@
     python scripts/checkpoint.py verify outputs/debug                                # every file of every step, by content
     python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300     # what one holds, tensor by tensor
 
+Only verify compares content; list and inspect look at names and sizes.
+
 PATH is a run folder, its checkpoints/, or one checkpoint. Exit code 1 where something is damaged.
 """
 
-import json
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,20 +21,22 @@ from tqdm import tqdm
 
 from scripts.arguments import Arguments
 from trainer import manifest
-from trainer.checkpoint import of_step, steps_in
-from trainer.lineage import state_problem
+from trainer.checkpoint import of_step
+from trainer.config import ConfigError
+from trainer.lineage import candidates, state_problem
 from trainer.load_config import exit_with
 from trainer.manifest import Damaged
 from trainer.shards import read_index
+from trainer.system import no_folder
+
+_LONGEST = 2**20
 
 
 def found_at(path: Path) -> list[Path]:
+    """Raises ConfigError."""
     if (path / manifest.NAME).exists() or of_step(path.name) is not None:
         return [path]
-    try:
-        return steps_in(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    except OSError as error:
-        exit_with(f"{error.filename}: cannot be read ({error.strerror})")
+    return candidates(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
 
 def structure_problem(checkpoint: Path) -> str:
@@ -42,18 +47,23 @@ def structure_problem(checkpoint: Path) -> str:
     return ""
 
 
-def size_of(checkpoint: Path) -> str:
-    return f"{sum(p.stat().st_size for p in checkpoint.iterdir()) / 2**20:,.1f} MiB"
+def size_and_time(checkpoint: Path) -> str:
+    files = [path.stat() for path in checkpoint.iterdir()]
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(max((file.st_mtime for file in files), default=0)))
+    return f"{sum(file.st_size for file in files) / 2**20:>12,.1f} MiB  {written}"
 
 
 def listed(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in checkpoints:
+        problem = structure_problem(checkpoint)
         try:
-            problem, size = structure_problem(checkpoint), size_of(checkpoint)
+            what = size_and_time(checkpoint)
         except OSError as error:  # it may have been removed a moment ago, too
-            problem, size = f"cannot be read ({error.strerror})", "?"
-        about = "" if problem else "  ".join(f"{k} {v}" for k, v in manifest.read(checkpoint).about.items())
-        print(f"{checkpoint.name}  {size:>14}  {problem or about}")
+            what, problem = "", f"cannot be read ({error.strerror})"
+        about = {} if problem else manifest.read(checkpoint).about
+        numbers = (("tokens_seen", "token"), ("world_size", "rank"))
+        told = [f"{about[key]:,} {word}{'s' * (about[key] != 1)}" for key, word in numbers if key in about]
+        print(f"{checkpoint.name}  {what}  {problem or ', '.join(told)}")
         yield not problem
 
 
@@ -77,7 +87,7 @@ def inspected(checkpoints: list[Path]) -> Iterator[bool]:
             print(f"{key}: {value}")
         for name in ("model.json", "train_state.json"):
             if (checkpoint / name).exists():
-                print(f"{name}: {json.dumps(json.loads((checkpoint / name).read_text()))}")
+                print(f"{name}: {' '.join(manifest.read_text(checkpoint / name, _LONGEST).split())}")
         for name, stored in read_index(checkpoint).items():
             shape = " x ".join(map(str, stored.shape)) or "one number"
             files = len({part.file for part in stored.parts})
@@ -89,19 +99,22 @@ KINDS = {"list": listed, "verify": verified, "inspect": inspected}
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends it
     parser = Arguments(__doc__)
     parser.add_argument("what", choices=list(KINDS))
     parser.add_argument("path", type=Path)
     chosen = parser.parse_args()
-    if not chosen.path.is_dir():
-        exit_with(f"{chosen.path}: no such folder")
-    checkpoints = found_at(chosen.path)
-    if not checkpoints:
-        exit_with(f"{chosen.path}: no checkpoint in it")
+    if problem := no_folder(chosen.path):
+        exit_with(f"{chosen.path}: {problem}")
     try:
+        checkpoints = found_at(chosen.path)
+        if not checkpoints:
+            exit_with(f"{chosen.path}: no checkpoint in it")
         good = list(KINDS[chosen.what](checkpoints))
+    except ConfigError as error:
+        exit_with(error.rule)
     except Damaged as damage:
-        exit_with(str(damage))
+        exit_with(f"{chosen.path}: {damage}")
     sys.exit(0 if all(good) else 1)
 
 

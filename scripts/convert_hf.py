@@ -3,7 +3,8 @@
     python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
     python scripts/convert_hf.py from-hf model-folder/ out/
 
-to-hf     CHECKPOINT OUT: a model that transformers loads, with config.json and tokenizer files
+to-hf     CHECKPOINT OUT: a model that transformers loads, with config.json and tokenizer files; of a run folder its newest
+          checkpoint
     --dtype NAME       of the weights: bf16 or fp32 (default: bf16)
 from-hf   FOLDER OUT: a checkpoint that holds a model alone, in the precision it has there; [checkpoint] initial takes it, and
           takes FOLDER itself as well
@@ -27,6 +28,7 @@ from trainer.config import ConfigError
 from trainer.device import GIB
 from trainer.export import export_of
 from trainer.huggingface import Folder, import_folder
+from trainer.initial import newest
 from trainer.load_config import exit_with
 from trainer.manifest import Damaged
 from trainer.parallel.fsdp import DTYPES
@@ -35,6 +37,7 @@ from trainer.setup import parameter_names
 
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
+    checkpoint = newest(checkpoint)
     export = export_of(checkpoint, DTYPES[dtype])
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(out, shard_bytes, bar.update)

@@ -177,8 +177,14 @@ def test_a_run_folder_that_cannot_be_written_is_told_before_the_work(tiny, tmp_p
     (tmp_path / "outputs" / "tiny").touch()
     done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
     assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == '[run] name = "tiny" (default): outputs/tiny is a file, no folder\n'
+    (tmp_path / "outputs" / "tiny").unlink()
+    (tmp_path / "outputs" / "tiny").mkdir()
+    (tmp_path / "outputs" / "tiny" / "checkpoints").touch()
+    done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
+    assert (done.returncode, done.stdout) == (2, "")
     origin = '[run] output_folder = "outputs" (default)'
-    assert done.stderr == f"{origin}: outputs/tiny/checkpoints cannot be written (Not a directory)\n"
+    assert done.stderr == f"{origin}: outputs/tiny/checkpoints cannot be written (File exists)\n"
 
 
 WRONG = {
@@ -208,6 +214,14 @@ def test_an_error_that_only_the_ranks_can_find_is_told_once(tiny, tmp_path):
         "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
         "another --run.name starts a new run\n"
     )
+
+
+def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    data = ["--data.dataset", "jsonl", "--data.path", tmp_path / "bad.jsonl"]
+    done = call(SCRIPT, *tiny, *data, "--run.output_folder", tmp_path / "out", NGPU="2")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 VARIABLES = {

@@ -1,5 +1,6 @@
 """Several sets, each by all of its targets alike; the best checkpoint stays."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from scripts.faults.bench import write_corpus
 from scripts.gloo_ranks import RankError
 from tests.runs import records, train
 from trainer.checkpoint import step_of, steps_in
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.data.datasets import open_all
 from trainer.data.members import prepare_all
 from trainer.data.tokenizers import load_tokenizer
+from trainer.evaluate import Best
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,18 @@ def test_the_best_checkpoint_is_written_and_kept(ranks, two_sets, tmp_path):
     best = min(losses, key=losses.get)
     assert best < 15
     assert sorted(step_of(path) for path in steps_in(folder / "checkpoints")) == [best, 15]
+
+
+@pytest.mark.parametrize(("data", "steps", "best"), [("a", [10, 20], 10), ("b", [10, 20], 0), ("a", [20], 0)])
+def test_the_best_is_forgotten_with_its_data_or_its_checkpoint(data, steps, best):
+    before = Best(EvaluationConfig(best="other"), "a")
+    before.see("other", 2.0)
+    before.before_save(10)
+    after = Best(EvaluationConfig(best="other"), data)
+    after.load_state(json.loads(json.dumps(before.state())), steps)
+    assert after.step == best
+    after.see("other", 2.5)
+    assert after.to_save == (best == 0)
 
 
 def test_a_best_of_no_set_is_refused(ranks, two_sets, tmp_path):

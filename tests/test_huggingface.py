@@ -312,7 +312,7 @@ def test_the_script_converts_and_refuses_in_one_line(theirs, tmp_path):
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: config.json cannot be read (No such file or directory)",
+        f"{tmp_path}: no model of theirs: it has no config.json",
     )
     assert script("from-hf", theirs, tmp_path / "x", "--family", "lama3") == (
         2,

@@ -1,5 +1,6 @@
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,3 +138,15 @@ def test_the_console_line_reads_well(tmp_path, capsys, monkeypatch):
 
 def test_durations():
     assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == ["0m00s", "1m00s", "59m59s", "1h00m", "25h01m"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_a_full_disk_costs_records_not_the_run(tmp_path, capsys):
+    metrics = open_metrics(tmp_path)
+    metrics.file.close()
+    metrics.file = Path("/dev/full").open("a")  # noqa: SIM115 - closed by metrics.close
+    for step in range(5):
+        metrics.record_event({"kind": "eval", "step": step})
+    metrics.close()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.endswith("metrics.jsonl cannot be written (No space left on device); the run goes on")

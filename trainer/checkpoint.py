@@ -182,7 +182,7 @@ def _commit(request: Request, files: dict[str, File]) -> None:
     aside, final = request.aside, request.final
     for name, content in request.files.items():
         with_patience(partial((aside / name).write_bytes, content))
-        files[name] = File((aside / name).stat().st_size, manifest.digest_of(aside / name))
+        files[name] = File(len(content), manifest.digest(content))
     for name in files:
         with_patience(partial(sync, aside / name))
     with_patience(lambda: manifest.write(aside, Manifest(files, request.about)))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -79,9 +79,10 @@ class HeldOut:
 class Best:
     """The saved step with the lowest loss on a set, whose checkpoint is kept."""
 
-    def __init__(self, config: EvaluationConfig):
+    def __init__(self, config: EvaluationConfig, data: str):
+        """data: changes with the content of the set."""
         self.name = config.best
-        self.of = f"{config.best}/{config.max_samples}"
+        self.of = f"{config.best}/{config.max_samples}/{data}"
         self._saved = self._before = (0, math.inf)
         self._better: float | None = None
 
@@ -110,9 +111,11 @@ class Best:
     def state(self) -> list:
         return [self.of, *self._saved] if self.step else []
 
-    def load_state(self, state: list) -> None:
-        """What was best on another set, or on another part of it, does not count."""
-        self._saved, self._better = (state[1], state[2]) if state[:1] == [self.of] else (0, math.inf), None
+    def load_state(self, state: list, steps: Collection[int]) -> None:
+        """What was best on another set, on another part of it, or at a step of which there is no checkpoint any more, does not
+        count. steps: of those that are there."""
+        counts = state[:1] == [self.of] and state[1] in steps
+        self._saved, self._better = (state[1], state[2]) if counts else (0, math.inf), None
 
 
 def held_out_sets(

@@ -54,12 +54,16 @@ def their_tokenizer(folder: Path) -> Tokenizer:
 
 def export_run(run_folder: Path, only_missing: bool = False) -> None:
     """Write the newest checkpoint of a finished run to its folder huggingface/, in bf16, by the first rank; the others wait at
-    the end of the run. Raises ConfigError where it cannot be written. only_missing: not over one that is there."""
-    out = run_folder / "huggingface"
-    if dist.get_rank() != 0 or (only_missing and out.exists()):
+    the end of the run. Raises ConfigError where it cannot be written. only_missing: not over one that is younger than the
+    checkpoint."""
+    if dist.get_rank() != 0:
         return
+    out = run_folder / "huggingface"
     try:
         newest = checkpoints.steps_in(run_folder / "checkpoints")[0]
+        written = out / "config.json"
+        if only_missing and written.exists() and written.stat().st_mtime >= (newest / manifest.NAME).stat().st_mtime:
+            return
         export_of(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda written: None, replace=True)
     except (OSError, Damaged) as error:
         why = error.strerror if isinstance(error, OSError) else error

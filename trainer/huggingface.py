@@ -33,7 +33,7 @@ from trainer.shards import (
     read_rows,
     write_safetensors,
 )
-from trainer.system import sync
+from trainer.system import no_folder, sync
 
 MODEL_FILE = "model.json"
 """In a checkpoint: what the network is, and which of the files are its tokenizer's."""
@@ -105,6 +105,8 @@ class Folder:
         """Raises ConfigError for what is no such model, or another network."""
         self.folder = folder
         self.spec = spec
+        if not (folder / "config.json").exists():
+            raise ConfigError("", f"{folder}: {no_folder(folder) or 'no model of theirs: it has no config.json'}")
         try:
             self.config = self._json("config.json")
             self.sizes = spec.huggingface.sizes(self.config)
@@ -353,5 +355,5 @@ def import_folder(
         contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():
             (aside / name).write_bytes(content)
-            files[name] = File(len(content), manifest.digest_of(aside / name))
+            files[name] = File(len(content), manifest.digest(content))
         manifest.write(aside, Manifest(files, {"from": str(folder.folder)}))

@@ -21,6 +21,7 @@ from trainer.manifest import Damaged
 from trainer.parallel.initialize import local_region
 from trainer.settings import nearest_name
 from trainer.shards import ShardReader, Stored, read_index, read_rows
+from trainer.system import no_folder
 
 _KEY = "checkpoint.initial"
 _ROWS = 4096
@@ -61,7 +62,10 @@ class Weights:
             reader = FolderReader(self.theirs, index, prefix="model/")
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         for name in [name for name in wanted if grow and self._is_smaller(index.get(name), wanted[name])]:
-            self._fill_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
+            try:
+                self._fill_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
+            except Damaged as damage:
+                raise ConfigError("", f"{self.folder}: {damage}") from None
         checkpoint.fill(self.folder, reader, index, wanted, cast=True)
 
     def _is_smaller(self, stored: Stored | None, parameter: Tensor) -> bool:
@@ -91,14 +95,9 @@ class Weights:
 
 def newest(folder: Path) -> Path:
     """The newest checkpoint, where the folder is that of a run; else the folder. Raises ConfigError where it is none."""
-    if not folder.is_dir():
-        raise ConfigError("", f"{folder}: no such folder")
-    try:
-        steps = checkpoint.steps_in(folder / "checkpoints")
-    except NotADirectoryError:
-        steps = []
-    except OSError as error:
-        raise ConfigError("", f"{folder}/checkpoints cannot be read ({error.strerror})") from None
+    if problem := no_folder(folder):
+        raise ConfigError("", f"{folder}: {problem}")
+    steps = lineage.candidates(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
     return steps[0] if steps else folder
 
 

@@ -47,8 +47,9 @@ class Saved:
     """Whether newer ones are to be left."""
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """A folder that cannot be read is not one without checkpoints."""
+def candidates(folder: Path) -> list[Path]:
+    """Of each step the checkpoint that counts, newest first. Raises ConfigError where the folder cannot be read: that is not one
+    without checkpoints."""
     try:
         return steps_in(folder)
     except OSError as error:
@@ -62,32 +63,32 @@ def find(folder: Path, load_step: int = 0) -> Saved | None:
     Other folders are ignored; a damaged checkpoint is passed over with a warning. Raises ConfigError where all are damaged:
     starting afresh would write over what may still be of use; and where load_step is missing or damaged.
     """
-    candidates = from_rank_0(lambda: _candidates(folder))
+    steps = from_rank_0(lambda: candidates(folder))
     if load_step > 0:
         before = from_rank_0(lambda: _rollbacks(folder))
         if load_step not in before[-1:]:
-            return _find_step(folder, candidates, load_step)
-        if candidates:
+            return _find_step(folder, steps, load_step)
+        if steps:
             logging.info(
                 f"went back to step {load_step} before; going on from there. To do it again, remove {folder / _LINEAGE}"
             )
-    for path in candidates:
+    for path in steps:
         problem = verify(path, of_run=True)
         if not problem:
             return Saved(path, _read_state(path))
         logging.warning(f"passed over {path}: {problem}")
-    if candidates:
-        rule = f"{folder}: all {len(candidates)} checkpoints are damaged; another --run.name starts a new run"
+    if steps:
+        rule = f"{folder}: all {len(steps)} checkpoints are damaged; another --run.name starts a new run"
         raise ConfigError("", rule)
     if load_step:
         raise ConfigError("checkpoint.load_step", f"there is no checkpoint in {folder}")
     return None
 
 
-def _find_step(folder: Path, candidates: list[Path], step: int) -> Saved:
-    path = next((path for path in candidates if step_of(path) == step), None)
+def _find_step(folder: Path, steps: list[Path], step: int) -> Saved:
+    path = next((path for path in steps if step_of(path) == step), None)
     if path is None:
-        there = ", ".join(str(step_of(path)) for path in reversed(candidates)) or "none"
+        there = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
         raise ConfigError("checkpoint.load_step", f"no such step in {folder}; there are: {there}")
     problem = verify(path, of_run=True)
     if problem:

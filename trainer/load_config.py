@@ -26,7 +26,7 @@ from trainer.settings import (
     settings,
 )
 from trainer.show_config import help_text, to_toml
-from trainer.system import local_rank
+from trainer.system import local_rank, no_folder
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "train_configs" / "debug.toml"
 
@@ -209,6 +209,8 @@ def load_config(argv: Sequence[str]) -> Config:
 def _check_combinations(config: Config) -> None:
     if config.run.name.strip() in ("", ".", "..") or "/" in config.run.name or "\\" in config.run.name:
         raise ConfigError("run.name", "must be the name of one folder")
+    if len(os.fsencode(config.run.name)) > 255:
+        raise ConfigError("run.name", "is longer than the name of a folder can be (255 bytes)")
     for key, wanted, condition in _conditional_settings(config):
         section, _, name = key.partition(".")
         if not wanted and config.value(key) != settings()[section][name].default:
@@ -217,8 +219,8 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
     if config.data.dataset not in ("python_stdlib", "chat") and not config.data.path and not config.data.datasets:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
-    if config.checkpoint.initial and not os.path.isdir(config.checkpoint.initial):
-        raise ConfigError("checkpoint.initial", "no such folder")
+    if config.checkpoint.initial and (problem := no_folder(config.checkpoint.initial)):
+        raise ConfigError("checkpoint.initial", problem)
     folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
     if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
         raise ConfigError("tokenizer.path", "no such file")

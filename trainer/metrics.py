@@ -16,6 +16,8 @@ from trainer import logging
 from trainer.config import MetricsConfig
 from trainer.device import GIB
 
+_FILE, _BOARD = "metrics.jsonl", "TensorBoard's files"
+
 
 class Stopwatch:
     """Seconds since the last reset, and how many of them went into named activities."""
@@ -82,7 +84,8 @@ class Metrics:
         self.run_watch = Stopwatch(device)
         self.valley = 0
         self.recorded_step = first_step
-        self.file = _continue_records(folder / "metrics.jsonl", first_step) if folder else None
+        self.refused: set[str] = set()
+        self.file = _continue_records(folder / _FILE, first_step) if folder else None
         self.board = _open_board(folder / "tb", first_step) if folder and config.tensorboard else None
 
     def start(self) -> None:
@@ -168,24 +171,39 @@ class Metrics:
         if self.file:
             # JSON has no NaN and no infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            self.file.write(json.dumps(finite) + "\n")
-            self.file.flush()
+            with self._told(_FILE):
+                self.file.write(json.dumps(finite) + "\n")
+                self.file.flush()
         if self.board:
             group = "/".join(filter(None, (record["kind"], record.get("set"))))
-            for name, value in record.items():
-                if name not in not_drawn and isinstance(value, int | float):
-                    self.board.add_scalar(f"{group}/{name}", value, record["step"])
+            with self._told(_BOARD):
+                for name, value in record.items():
+                    if name not in not_drawn and isinstance(value, int | float):
+                        self.board.add_scalar(f"{group}/{name}", value, record["step"])
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """A full disk costs records, not the run; it is told once."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self.refused:
+                logging.warning(f"{what} cannot be written ({error.strerror}); the run goes on")
+            self.refused.add(what)
 
     def flush(self) -> None:
         """Everything so far is in the files. TensorBoard's would wait for minutes, and a killed run lose that."""
         if self.board:
-            self.board.flush()
+            with self._told(_BOARD):
+                self.board.flush()
 
     def close(self) -> None:
         if self.file:
-            self.file.close()
+            with self._told(_FILE):
+                self.file.close()
         if self.board:
-            self.board.close()
+            with self._told(_BOARD):
+                self.board.close()
 
 
 def _continue_records(path: Path, first_step: int):

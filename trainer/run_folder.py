@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,8 @@ from trainer.system import try_lock
 
 _LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LARGEST_CONFIG = 2**20
+_LOCK = ".lock"
+_FILES = ("metrics.jsonl", "config.toml", "environment.json")
 
 
 def run_folder(config: Config) -> Path:
@@ -40,9 +42,11 @@ def claim(config: Config) -> TextIO | None:
 
     def work() -> None:
         nonlocal lock
-        with _writing():
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError("run.name", f"{folder} is a file, no folder")
+        with writing(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            held = try_lock(folder / ".lock", patience_s=5)
+            held = try_lock(folder / _LOCK, patience_s=5)
         if isinstance(held, str):
             raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
         lock = held
@@ -52,12 +56,30 @@ def claim(config: Config) -> TextIO | None:
 
 
 @contextmanager
-def _writing() -> Iterator[None]:
-    """What cannot be written is told before the work, not after it."""
+def writing(folder: Path) -> Iterator[None]:
+    """Raises ConfigError for what the file system refuses."""
     try:
         yield
     except OSError as error:
-        raise ConfigError("run.output_folder", f"{error.filename} cannot be written ({error.strerror})") from None
+        what = error.filename or folder  # a full disk tells no name
+        raise ConfigError("run.output_folder", f"{what} cannot be written ({error.strerror})") from None
+
+
+def give_back(config: Config, lock: TextIO | None) -> None:
+    """Of a run that was refused: its folder goes where nothing is in it yet. lock: from `claim`."""
+    if lock is None:
+        return
+    folder = run_folder(config)
+    for path in (folder / "checkpoints", folder / "tb"):
+        with suppress(OSError):  # it is not empty
+            path.rmdir()
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name in _FILES and path.stat().st_size == 0:
+                path.unlink()
+        if [path.name for path in folder.iterdir()] == [_LOCK]:
+            (folder / _LOCK).unlink()
+            folder.rmdir()
 
 
 def resume_point(config: Config, setup: Setup) -> Saved | None:
@@ -86,10 +108,10 @@ def open_folder(folder: Path) -> None:
     """Raises ConfigError where something in it cannot be written."""
 
     def work() -> None:
-        with _writing():
+        with writing(folder):
             for inner in ("checkpoints", "tb"):
                 (folder / inner).mkdir(parents=True, exist_ok=True)
-            for file in ("metrics.jsonl", "config.toml", "environment.json"):
+            for file in _FILES:
                 (folder / file).open("a").close()
 
     from_rank_0(work)
@@ -120,16 +142,20 @@ def versions() -> dict[str, str]:
 
 
 def write_down(config: Config, device: torch.device) -> None:
-    """The configuration and what it runs on, when nothing can be refused any more."""
-    if dist.get_rank() == 0:
+    """The configuration and what it runs on, when nothing else can be refused any more. Raises ConfigError."""
+
+    def work() -> None:
         folder = run_folder(config)
-        (folder / "config.toml").write_text(to_toml(config))
         environment = versions() | {
             "platform": platform.platform(),
             "device": devices.name(device),
             "world_size": dist.get_world_size(),
         }
-        (folder / "environment.json").write_text(json.dumps(environment, indent=1))
+        with writing(folder):
+            (folder / "config.toml").write_text(to_toml(config))
+            (folder / "environment.json").write_text(json.dumps(environment, indent=1))
+
+    from_rank_0(work)
 
 
 def describe(config: Config, setup: Setup, device: torch.device, repeats: bool, data: str, grad_accum: int) -> None:

@@ -87,10 +87,16 @@ class Saver:
         """For the save before, since the last one began; training stood still for it too."""
 
     def save(
-        self, step: int, tensors: Tensors, files: dict[str, bytes], about: dict[str, Any], keep_also: int = 0
+        self,
+        step: int,
+        tensors: Tensors,
+        files: dict[str, bytes],
+        about: dict[str, Any],
+        keep_also: int = 0,
+        keep_all: bool = False,
     ) -> None:
         """Begin to save the state of a step, on all ranks together, when the save before has ended. keep_also: a step whose
-        checkpoint stays, whatever the configuration keeps."""
+        checkpoint stays, whatever the configuration keeps; keep_all: all of them do."""
         self._await_running()
         start = time.perf_counter() - self.waited_s
         self.waited_s = 0.0
@@ -100,7 +106,7 @@ class Saver:
                 step=step,
                 files=files,
                 about=about,
-                keep=self.config.keep,
+                keep=0 if keep_all else self.config.keep,
                 keep_every=self.config.keep_every,
                 keep_also=keep_also,
                 aside=checkpoint.prepare(self.folder, step),

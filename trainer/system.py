@@ -21,6 +21,13 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def no_folder(path: str | Path) -> str:
+    """Why there is no folder there, or "" where there is one."""
+    if os.path.isdir(path):
+        return ""
+    return "is a file, no folder" if os.path.exists(path) else "no such folder"
+
+
 def sync(path: Path) -> None:
     """Make the content of a file, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer import device as devices
 from trainer import lineage, logging, manifest
 from trainer.batch import Batch
-from trainer.checkpoint import SaveFailed, load
+from trainer.checkpoint import SaveFailed, committed, load, step_of
 from trainer.config import Config
 from trainer.data.datasets import open_all
 from trainer.data.loader import Cut, SampleOrder, training_batches
@@ -36,7 +36,16 @@ from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
-from trainer.run_folder import changed_settings, describe, model_files, open_folder, run_folder, versions, write_down
+from trainer.run_folder import (
+    changed_settings,
+    describe,
+    model_files,
+    open_folder,
+    run_folder,
+    versions,
+    write_down,
+    writing,
+)
 from trainer.saver import Ended, LostWriter, Saver
 from trainer.schedule import learning_rate
 from trainer.setup import Setup
@@ -85,7 +94,7 @@ class Trainer:
         self.guard = Guard(config.resilience, self.optimizer.device)
         self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
 
-        self.best = Best(config.evaluation)
+        self.best = Best(config.evaluation, self.data.held_out_names.get(config.evaluation.best, ""))
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
         self.identity = setup.identity | {"data": self.data.name}
@@ -99,17 +108,8 @@ class Trainer:
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
         describe(config, setup, device, repeats, f"{self.data.name}: {len(self.data.training)}", self.cut.grad_accum)
-        self.open_metrics = partial(
-            Metrics,
-            config.metrics,
-            self.folder if dist.get_rank() == 0 else None,
-            device,
-            steps=training.steps,
-            ranks=dist.get_world_size(),
-            flops_per_token=setup.flops_per_token,
-            peak_flops=devices.peak_flops(device, training.compute_dtype),
-        )
-        self.metrics = self.open_metrics(first_step=self.steps_done)
+        self.flops_per_token = setup.flops_per_token
+        self.metrics = self._open_metrics()
 
     def _build(self, setup: Setup, loaded: set[str]) -> None:
         """The network, cut for this rank, and what trains it. loaded: parameters that get their values afterwards."""
@@ -165,9 +165,23 @@ class Trainer:
         data, sets, seq_len = config.data, config.evaluation.sets, config.training.seq_len
         stores = once_per_machine(lambda: prepare_all(data, sets, config.tokenizer, setup.tokenizer, seq_len))
         self.data = open_all(data, sets, stores, seq_len)
-        require_agreement({"data": self.data.name, "evaluation.sets": self.data.held_out_name})
+        require_agreement({"data": self.data.name, "evaluation.sets": self.data.held_out_names})
         self.order = SampleOrder(self.data.sizes, self.data.stages, config.run.seed, data.shuffle)
         self.held_out = held_out_sets(self.data.held_out, config.evaluation, setup.tokenizer.text_bytes)
+
+    def _open_metrics(self) -> Metrics:
+        training = self.config.training
+        with writing(self.folder):
+            return Metrics(
+                self.config.metrics,
+                self.folder if dist.get_rank() == 0 else None,
+                self.device,
+                first_step=self.steps_done,
+                steps=training.steps,
+                ranks=dist.get_world_size(),
+                flops_per_token=self.flops_per_token,
+                peak_flops=devices.peak_flops(self.device, training.compute_dtype),
+            )
 
     # ------------------------------------------------------------ the loop
 
@@ -259,7 +273,7 @@ class Trainer:
         self.save_late = doubtful and not last
         if not self.save_late:
             with self.watchdog.paused():
-                self.save(last)
+                self.save(last, bool(doubtful))
 
     def _roll_back(self, verdict: Verdict) -> Iterator[Batch]:
         """Go back to the newest checkpoint. Returns the batches from there on, without the samples of the updates that were
@@ -284,7 +298,7 @@ class Trainer:
             self.rollbacks = rollbacks
             self.order = replace(self.order, passed_over=tuple(passed_over))
         self.metrics.close()
-        self.metrics = self.open_metrics(first_step=self.steps_done)
+        self.metrics = self._open_metrics()
         self.metrics.start()
         self.pace.start()
         return self._batches()
@@ -357,8 +371,8 @@ class Trainer:
         prefix = f"random/{dist.get_rank()}/"
         return self._tensors() | {prefix + name: t for name, t in devices.random_state(self.device).items()}
 
-    def save(self, last: bool) -> None:
-        """Begin to save. last: the run ends with it."""
+    def save(self, last: bool, doubtful: bool = False) -> None:
+        """Begin to save. last: the run ends with it. doubtful: an older checkpoint may be the better one."""
         self._settle_saves()
         self.best.before_save(self.steps_done)
         tensors = self._all_tensors()
@@ -384,7 +398,7 @@ class Trainer:
         self.metrics.flush()
         devices.synchronize(self.device)
         with self.metrics.watch.on("checkpoint", synchronize=False):  # the copy may go on beside the next step
-            self.saver.save(self.steps_done, tensors, files, about, keep_also=self.best.step)
+            self.saver.save(self.steps_done, tensors, files, about, self.best.step, keep_all=doubtful)
         self._record_saves(self.saver.ended(), last)
 
     def _settle_saves(self) -> None:
@@ -433,7 +447,8 @@ class Trainer:
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]
-        self.best.load_state(state["best"])
+        folder = saved.path.parent
+        self.best.load_state(state["best"], from_rank_0(lambda: [step_of(path) for path in committed(folder)]))
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         begun = int(self.order.place(np.array([self.cursor]))[0])
         require_same_past(state["mixture"], self.data.stages, begun)
@@ -442,4 +457,4 @@ class Trainer:
         for line in changed_settings(saved, self.config):
             logging.info(f"changed since: {line}")
         if saved.rollback:
-            from_rank_0(lambda: lineage.abandon_newer(saved))
+            from_rank_0(writing(self.folder)(partial(lineage.abandon_newer, saved)))

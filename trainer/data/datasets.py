@@ -23,8 +23,8 @@ class Datasets:
     """By name; those of the training datasets, then those for evaluation alone."""
     name: str
     """Changes with any content of the training datasets."""
-    held_out_name: str
-    """With any content of those for evaluation alone."""
+    held_out_names: dict[str, str]
+    """Of each dataset for evaluation alone; the same."""
 
 
 def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
@@ -55,13 +55,12 @@ def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: in
         held_out[name] = opened(f"evaluation/{name}", "train")
     parts = list(training.values())
     names = [folders[f"train/{name}"].name for name in chosen]
-    others = ", ".join(f"{name} {folders[f'evaluation/{name}'].name}" for name in sets)
     return Datasets(
         training=parts[0] if len(parts) == 1 else CombinedSamples(parts),
         sizes=tuple(map(len, parts)),
         stages=stages,
         held_out=held_out,
-        held_out_name=others,
+        held_out_names={name: folders[f"evaluation/{name}"].name for name in sets},
         name=names[0] if list(chosen) == [ALONE] else ", ".join(f"{n} {s}" for n, s in zip(chosen, names, strict=True)),
     )
 

@@ -1,0 +1,78 @@
+"""scripts/checkpoint.py, as people call it."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.runs import train
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    more = ["--checkpoint.interval_steps", "2", "--checkpoint.async_mode", "off"]
+    ranks(2).run(train, [*tiny, *more, "--run.output_folder", str(folder), "--run.name", "run"])
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy, to be damaged."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def script(what, path):
+    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), what, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def test_a_run_is_listed_newest_first(trained):
+    code, lines, _ = script("list", trained)
+    assert code == 0
+    expected = [
+        rf"step-0000000{step}  +[\d.]+ MiB  \d+-\d\d-\d\d \d\d:\d\d  {tokens} tokens, 2 ranks"
+        for step, tokens in ((4, "2,048"), (2, "1,024"))
+    ]
+    assert [bool(re.fullmatch(e, line)) for e, line in zip(expected, lines, strict=True)] == [True, True], lines
+
+
+def test_one_is_inspected_tensor_by_tensor(trained):
+    code, lines, _ = script("inspect", trained / "checkpoints" / "step-00000004")
+    assert code == 0
+    assert "step: 4" in lines
+    assert any(line.startswith('train_state.json: { "step": 4,') for line in lines)
+    assert any(
+        line.startswith("model/tok_embeddings.weight  float32  ") and line.endswith("in 2 files") for line in lines
+    )
+
+
+def test_only_verify_sees_another_content(run):
+    state = run / "checkpoints" / "step-00000004" / "train_state.json"
+    content = bytearray(state.read_bytes())
+    content[0] ^= 4  # no JSON any more, of the same length
+    state.write_bytes(content)
+    assert [script(what, run)[0] for what in ("list", "inspect", "verify")] == [0, 0, 1]
+    lines = script("verify", run)[1]
+    assert lines[0] == f"{state.parent}: train_state.json has another content than was written"
+    assert lines[1].endswith("step-00000002: every file is as it was written")
+
+
+def test_a_missing_file_is_named_by_all(run):
+    folder = run / "checkpoints" / "step-00000004"
+    (folder / "rank-00001.safetensors").unlink()
+    for what in ("list", "verify", "inspect"):
+        code, lines, _ = script(what, run)
+        assert code == 1
+        assert lines[0].endswith("rank-00001.safetensors is missing"), what
+
+
+def test_what_holds_no_checkpoint_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for path, problem in (("no", "no such folder"), ("file", "is a file, no folder"), (".", "no checkpoint in it")):
+        assert script("list", tmp_path / path) == (2, [], [f"{tmp_path / path}: {problem}"])
