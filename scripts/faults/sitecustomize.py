@@ -171,7 +171,8 @@ def ordered(order) -> bool:
 
 
 def kind_on_order(module) -> None:
-    """Faults when the bench asks for them; and now and then gradients that are no numbers, always at the same steps."""
+    """Faults when the bench asks for them; and now and then gradients that are no numbers, always at the same steps. Steps are
+    made longer, as if another device calculated: a tiny model's alone would be nothing beside a start of processes."""
     if module.__name__ == "trainer.shards":
         write = module.write_safetensors
 
@@ -188,6 +189,7 @@ def kind_on_order(module) -> None:
             raise RuntimeError("injected")
         if (self.steps_done + 1) % FAULT["nan_every"] == 0:
             injure(self, float("nan"))
+        time.sleep(FAULT["seconds"])
 
     before(module.Trainer, "train_step", act)
 

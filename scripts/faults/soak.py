@@ -12,13 +12,15 @@ from scripts.faults.bench import Bench, Draw, Failed, Run, digests, expect
 
 MEAN_S = 60.0
 """Between faults."""
+STEP_S = 0.1
+"""That a step lasts longer than its calculation."""
 KINDS = (
     *("kill all", "kill a rank", "kill the launcher", "kill a writer", "stop", "stop a rank", "stop twice"),
     *("raise", "stand still", "disk full"),
 )
 FLAGS = (
-    *("--checkpoint.interval_steps", "50", "--checkpoint.keep", "3", "--checkpoint.async_mode", "process"),
-    *("--metrics.log_every", "50", "--resilience.hang_timeout_s", "4"),
+    *("--checkpoint.interval_steps", "20", "--checkpoint.keep", "3", "--checkpoint.async_mode", "process"),
+    *("--metrics.log_every", "5", "--resilience.hang_timeout_s", "4"),
 )
 NAN_EVERY = 997
 """Steps whose gradients are no numbers, in the undisturbed run too."""
@@ -37,7 +39,13 @@ class Watched:
         self.run = self._start()
 
     def _start(self) -> Run:
-        fault = {"kind": "on_order", "rank": "all", "folder": str(self.orders), "nan_every": NAN_EVERY}
+        fault = {
+            "kind": "on_order",
+            "rank": "all",
+            "folder": str(self.orders),
+            "nan_every": NAN_EVERY,
+            "seconds": STEP_S,
+        }
         return self.bench.run(self.name, 2, self.flags, fault, MAX_RESTARTS="1000")
 
     def done(self) -> bool:
@@ -56,12 +64,6 @@ class Watched:
 
     def resumed(self) -> int:
         return sum(run.logs[0].read_text().count("resuming from") for run in [*self.ended, self.run])
-
-    def await_end(self, longest_s: float) -> None:
-        end = time.monotonic() + longest_s
-        while not self.done():
-            expect(time.monotonic() < end, f"did not end within {longest_s:.0f} s")
-            time.sleep(0.05)
 
     def hurt(self, kind: str, draw: Draw) -> bool:
         """Returns whether the run has to start again for it."""
@@ -113,45 +115,43 @@ def best_share(cost_s: float, restart_s: float, between_s: float) -> float:
     return max(share(0.01 * 1.05**n) for n in range(250))
 
 
-def lasted(run: Watched, longest_s: float) -> float:
-    start = time.monotonic()
-    run.await_end(longest_s)
-    return time.monotonic() - start
-
-
 def blocked_s(folder: Path) -> float:
     """That training waited for a checkpoint, on average."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return statistics.mean(record["blocked_s"] for record in records if record["kind"] == "checkpoint")
 
 
-def row_48(bench: Bench, draw: Draw) -> str:
-    """What was seen. Raises Failed unless the run ends like an undisturbed one, and with at most 5 % less of its time useful
-    than the best interval between checkpoints would allow for the costs of saving and restarting that are measured first."""
-    minutes = bench.soak_minutes
+def measured(bench: Bench, draw: Draw) -> tuple[float, dict[str, float]]:
+    """Of a run that has the machine to itself: seconds of a step, and seconds that each kind of fault costs."""
     calm = Watched(bench, "soak-calm", 10**9)
     try:
-        calm.run.await_step(500)
+        calm.run.await_step(50)
         began, first = time.monotonic(), calm.run.step()
-        calm.run.await_step(first + 1000)
+        calm.run.await_step(first + 300)
         pace_s = (time.monotonic() - began) / (calm.run.step() - first)
         restart_s = {}
         for kind in KINDS:
-            calm.run.await_step(calm.run.step() + 100)
+            calm.run.await_step(calm.run.step() + 30)
             restart_s[kind] = calm.time_to_resume(kind, draw)
     finally:
         calm.run.kill()
+    return pace_s, restart_s
 
-    steps = max(1000, round(0.85 * minutes * 60 / pace_s))
-    undisturbed = Watched(bench, "soak-undisturbed", steps)
-    undisturbed_s = lasted(undisturbed, 4 * minutes * 60)
-    hurt = Watched(bench, "soak-hurt", steps)
-    start, stopping = time.monotonic(), []
-    told = 0
+
+def row_48(bench: Bench, draw: Draw) -> str:
+    """What was seen. Raises Failed unless the run ends like an undisturbed one beside it, and with at most 5 % less of its time
+    useful than the best interval between checkpoints would allow for the costs of saving and restarting that are measured
+    first."""
+    longest_s = 4 * 60 * bench.soak_minutes
+    pace_s, restart_s = measured(bench, draw)
+    steps = max(200, round(0.85 * 60 * bench.soak_minutes / pace_s))
+    undisturbed, hurt = Watched(bench, "soak-undisturbed", steps), Watched(bench, "soak-hurt", steps)
+    start, stopping, told = time.monotonic(), [], 0
     next_fault = start + draw.expovariate(1 / MEAN_S)
     while not hurt.done():
         time.sleep(0.05)
-        expect(time.monotonic() < start + 4 * minutes * 60, "it does not come to its end")
+        undisturbed.done()
+        expect(time.monotonic() < start + longest_s, "it does not come to its end")
         if time.monotonic() > next_fault:
             kind = draw.choice(KINDS)
             told += 1
@@ -159,10 +159,13 @@ def row_48(bench: Bench, draw: Draw) -> str:
                 stopping.append(kind)
             next_fault = time.monotonic() + draw.expovariate(1 / MEAN_S)
     hurt_s = time.monotonic() - start
+    while not undisturbed.done():
+        time.sleep(0.05)
+        expect(time.monotonic() < start + longest_s, "the undisturbed run does not come to its end")
 
     ends = [digests(run.run.folder) for run in (undisturbed, hurt)]
     expect(ends[0][steps] == ends[1][steps], "another end than undisturbed")
-    share = undisturbed_s / hurt_s
+    share = steps * pace_s / hurt_s
     text = (
         f"{told} faults in {hurt_s / 60:.1f} min, {len(hurt.ended)} starts by the scheduler, {100 * share:.1f} % useful"
     )
