@@ -25,7 +25,7 @@ from trainer.checkpoint import Request, SaveFailed, Tensors
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.distributed import broadcast, is_lost_contact
 from trainer.shards import local_tensors, plan_of
-from trainer.system import die_with_parent, in_child_of, leave_signals_to_parent
+from trainer.system import in_child_of, work_for_parent
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
@@ -327,8 +327,7 @@ def _serve(
     plan: SavePlan,
 ) -> None:
     """The writing process. place: rank, ranks, and where the ranks' writers meet; memory: file of the copy, bytes, layout."""
-    leave_signals_to_parent()
-    die_with_parent()
+    work_for_parent()
     rank, ranks, address = place
     path, num_bytes, layout = memory
     try:

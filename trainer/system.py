@@ -75,8 +75,9 @@ def try_lock(path: Path, patience_s: float) -> TextIO | str:
         return file
 
 
-def leave_signals_to_parent(*_: object) -> None:
-    """For a process that works for another one: who stops, and when, is not its business."""
+def work_for_parent(*_: object) -> None:
+    """For a process that works for another one: who stops, and when, is not its business, and it ends with that one."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    die_with_parent()

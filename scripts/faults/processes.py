@@ -204,6 +204,7 @@ def row_38(bench: Bench, draw: Draw) -> None:
     expect(time.monotonic() - before < 15, f"ended after {time.monotonic() - before:.0f} s")
     told = "DataLoader worker" if number == signal.SIGKILL else "no step has ended for"
     expect(told in ended.err, f"does not say so: {ended.err[-500:]}")
+    expect(gone(workers, within_s=5), "the worker is left behind")
     bench.finish("row-38", 1, more)
 
 

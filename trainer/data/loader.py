@@ -20,7 +20,7 @@ from trainer.config import DataConfig
 from trainer.data.mixture import PERIOD, Stage
 from trainer.data.order import permute
 from trainer.data.samples import Samples
-from trainer.system import leave_signals_to_parent
+from trainer.system import work_for_parent
 
 _LEAVES_TOGETHER = 64
 
@@ -137,7 +137,7 @@ def training_batches(
             batch_size=None,
             sampler=_LeafSampler(order, cut, cursor),
             pin_memory=pin_memory,
-            worker_init_fn=leave_signals_to_parent,
+            worker_init_fn=work_for_parent,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
             **workers,
         )

@@ -23,7 +23,7 @@ from trainer.data.sources import Document, Problem, Source, Span
 from trainer.data.store import Encoded, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizers import load_tokenizer
-from trainer.system import cores, die_with_parent, leave_signals_to_parent
+from trainer.system import cores, work_for_parent
 
 PART_BYTES = 4 * 2**20
 _LARGEST_PART_BYTES = 2**28
@@ -85,8 +85,7 @@ _worker: tuple[Work, Tokenizer, Encode] | None = None
 def _start_worker(work: Work) -> None:
     # A worker process keeps its tokenizer from part to part; a process pool offers no other place for it.
     global _worker
-    leave_signals_to_parent()
-    die_with_parent()  # else it would wait for work without end
+    work_for_parent()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it was too late to ask for that
         raise SystemExit
