@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from trainer.config import Config, ConfigError
 from trainer.load_config import config_from_command_line, one_line_errors
@@ -35,12 +36,12 @@ def run(config: Config) -> int:
                 f"{config.run.name} is finished: step {saved.state['step']}; a higher --training.steps trains on"
             )
             if config.checkpoint.export_huggingface:
-                export_run(run_folder(config), only_missing=True)
+                export_run(run_folder(config), unless_there=True)
         else:
             Trainer(config, setup, here, saved).train(StopRequest())
     except ConfigError as error:
-        distributed.tell_once(config.explain(error))
         give_back(config, lock)
+        distributed.tell_once(config.explain(error))
         return 2
     except (Stuck, SaveFailed) as error:
         distributed.tell_once(str(error))
@@ -74,8 +75,9 @@ def main() -> None:
     except BaseException as error:
         tell(error)
     # Without the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

@@ -9,6 +9,8 @@ Only verify compares content; list and inspect look at names and sizes.
 PATH is a run folder, its checkpoints/, or one checkpoint. Exit code 1 where something is damaged.
 """
 
+import json
+import os
 import signal
 import sys
 import time
@@ -23,28 +25,18 @@ from scripts.arguments import Arguments
 from trainer import manifest
 from trainer.checkpoint import of_step
 from trainer.config import ConfigError
-from trainer.lineage import candidates, state_problem
+from trainer.lineage import LARGEST_STATE, candidates, state_problem
 from trainer.load_config import exit_with
 from trainer.manifest import Damaged
 from trainer.shards import read_index
 from trainer.system import no_folder
 
-_LONGEST = 2**20
-
 
 def found_at(path: Path) -> list[Path]:
     """Raises ConfigError."""
-    if (path / manifest.NAME).exists() or of_step(path.name) is not None:
+    if of_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
-    return candidates(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-
-
-def structure_problem(checkpoint: Path) -> str:
-    try:
-        manifest.read(checkpoint)
-    except Damaged as damage:
-        return str(damage)
-    return ""
+    return candidates(path / "checkpoints") or candidates(path)
 
 
 def size_and_time(checkpoint: Path) -> str:
@@ -55,14 +47,16 @@ def size_and_time(checkpoint: Path) -> str:
 
 def listed(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in checkpoints:
-        problem = structure_problem(checkpoint)
+        what, problem, told = "", "", []
         try:
             what = size_and_time(checkpoint)
+            about = manifest.read(checkpoint).about
+            numbers = (("tokens_seen", "token"), ("world_size", "rank"))
+            told = [f"{about[key]:,} {word}{'s' * (about[key] != 1)}" for key, word in numbers if key in about]
+        except Damaged as damage:
+            problem = str(damage)
         except OSError as error:  # it may have been removed a moment ago, too
-            what, problem = "", f"cannot be read ({error.strerror})"
-        about = {} if problem else manifest.read(checkpoint).about
-        numbers = (("tokens_seen", "token"), ("world_size", "rank"))
-        told = [f"{about[key]:,} {word}{'s' * (about[key] != 1)}" for key, word in numbers if key in about]
+            problem = f"cannot be read ({error.strerror})"
         print(f"{checkpoint.name}  {what}  {problem or ', '.join(told)}")
         yield not problem
 
@@ -76,23 +70,31 @@ def verified(checkpoints: list[Path]) -> Iterator[bool]:
         yield not problem
 
 
+def content_of(checkpoint: Path) -> Iterator[str]:
+    """Lines for people. Raises Damaged."""
+    for key, value in manifest.read(checkpoint).about.items():
+        yield f"{key}: {value}"
+    for name in ("model.json", "train_state.json"):
+        if (checkpoint / name).exists():
+            try:
+                yield f"{name}: {json.dumps(json.loads(manifest.read_text(checkpoint / name, LARGEST_STATE)))}"
+            except (ValueError, RecursionError):
+                raise Damaged(f"{name} is no JSON") from None
+    for name, stored in read_index(checkpoint).items():
+        shape = " x ".join(map(str, stored.shape)) or "one number"
+        files = len({part.file for part in stored.parts})
+        yield f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {files} file{'s' * (files > 1)}"
+
+
 def inspected(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in checkpoints:
-        problem = structure_problem(checkpoint)
-        if problem:
-            print(f"{checkpoint}: {problem}")
+        try:
+            for line in content_of(checkpoint):
+                print(line)
+            yield True
+        except Damaged as damage:
+            print(f"{checkpoint}: {damage}")
             yield False
-            continue
-        for key, value in manifest.read(checkpoint).about.items():
-            print(f"{key}: {value}")
-        for name in ("model.json", "train_state.json"):
-            if (checkpoint / name).exists():
-                print(f"{name}: {' '.join(manifest.read_text(checkpoint / name, _LONGEST).split())}")
-        for name, stored in read_index(checkpoint).items():
-            shape = " x ".join(map(str, stored.shape)) or "one number"
-            files = len({part.file for part in stored.parts})
-            print(f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {files} file{'s' * (files > 1)}")
-        yield True
 
 
 KINDS = {"list": listed, "verify": verified, "inspect": inspected}
@@ -113,8 +115,6 @@ def main() -> None:
         good = list(KINDS[chosen.what](checkpoints))
     except ConfigError as error:
         exit_with(error.rule)
-    except Damaged as damage:
-        exit_with(f"{chosen.path}: {damage}")
     sys.exit(0 if all(good) else 1)
 
 

@@ -46,7 +46,7 @@ def test_one_is_inspected_tensor_by_tensor(trained):
     code, lines, _ = script("inspect", trained / "checkpoints" / "step-00000004")
     assert code == 0
     assert "step: 4" in lines
-    assert any(line.startswith('train_state.json: { "step": 4,') for line in lines)
+    assert any(line.startswith('train_state.json: {"step": 4,') for line in lines)
     assert any(
         line.startswith("model/tok_embeddings.weight  float32  ") and line.endswith("in 2 files") for line in lines
     )
@@ -54,13 +54,18 @@ def test_one_is_inspected_tensor_by_tensor(trained):
 
 def test_only_verify_sees_another_content(run):
     state = run / "checkpoints" / "step-00000004" / "train_state.json"
-    content = bytearray(state.read_bytes())
-    content[0] ^= 4  # no JSON any more, of the same length
-    state.write_bytes(content)
+    state.write_text(state.read_text().replace('"cursor": 6', '"cursor": 7'))
     assert [script(what, run)[0] for what in ("list", "inspect", "verify")] == [0, 0, 1]
     lines = script("verify", run)[1]
     assert lines[0] == f"{state.parent}: train_state.json has another content than was written"
     assert lines[1].endswith("step-00000002: every file is as it was written")
+
+
+def test_what_is_no_json_is_told_and_the_others_are_inspected(run):
+    state = run / "checkpoints" / "step-00000004" / "train_state.json"
+    state.write_text("\x1b" + state.read_text()[1:])
+    code, lines, _ = script("inspect", run)
+    assert (code, f"{state.parent}: train_state.json is no JSON" in lines, "step: 2" in lines) == (1, True, True)
 
 
 def test_a_missing_file_is_named_by_all(run):

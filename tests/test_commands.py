@@ -208,12 +208,14 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
 def test_an_error_that_only_the_ranks_can_find_is_told_once(tiny, tmp_path):
     first = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
     assert first.returncode == 0
+    files = sorted((path, path.stat().st_size) for path in tmp_path.rglob("*") if path.name != ".lock")
     done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=tmp_path, NGPU="2")
     assert done.returncode == 2
     assert done.stderr == (
         "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
         "another --run.name starts a new run\n"
     )
+    assert sorted((path, path.stat().st_size) for path in tmp_path.rglob("*") if path.name != ".lock") == files
 
 
 def test_a_refused_run_leaves_no_folder(tiny, tmp_path):

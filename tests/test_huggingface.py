@@ -20,8 +20,8 @@ from tests.conftest import ROOT
 from tests.runs import full, train
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizers import load_tokenizer
-from trainer.export import export_of
-from trainer.huggingface import Folder, import_folder
+from trainer.export import export_of, export_run
+from trainer.huggingface import Folder, import_folder, is_export_of
 from trainer.load_config import load_config
 from trainer.run_folder import resume_point
 from trainer.setup import parameter_names, set_up
@@ -199,8 +199,8 @@ def test_what_does_not_fit_is_refused(ranks, tiny, tmp_path, theirs, more, probl
 
 
 def test_a_run_leaves_its_model_for_others_at_the_end(ranks, tiny, tmp_path):
-    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--checkpoint.export_huggingface", "true"]
-    ranks(2).run(train, argv)
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]
+    ranks(2).run(train, [*argv, "--checkpoint.export_huggingface", "true"])
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "huggingface")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "huggingface")
     ours = load_tokenizer(TokenizerConfig())
@@ -208,6 +208,20 @@ def test_a_run_leaves_its_model_for_others_at_the_end(ranks, tiny, tmp_path):
     assert tokenizer(text, split_special_tokens=True).input_ids == [ours.bos, *ours.encode(text)]
     assert model.generation_config.eos_token_id == ours.eos
     assert model.dtype == torch.bfloat16
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
+    assert script("to-hf", tmp_path / "run", tmp_path / "out") == (0, "")
+    assert is_export_of(tmp_path / "run" / "huggingface", checkpoint) and is_export_of(tmp_path / "out", checkpoint)
+
+    # An export that could not be made again when the run trained on is of the step before.
+    ranks(1).run(train, [*argv, "--training.steps", "6"])
+    exported = tmp_path / "run" / "huggingface" / "model.safetensors"
+    before = exported.read_bytes()
+    ranks(1).run(export_run, tmp_path / "run", True)
+    after = exported.read_bytes()
+    assert before != after
+    inode = exported.stat().st_ino
+    ranks(1).run(export_run, tmp_path / "run", True)
+    assert exported.stat().st_ino == inode
 
 
 # ------------------------------------------------------------ names, sizes, rows
@@ -312,7 +326,7 @@ def test_the_script_converts_and_refuses_in_one_line(theirs, tmp_path):
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: no model of theirs: it has no config.json",
+        f"{tmp_path}: is no model of Hugging Face (it has no config.json)",
     )
     assert script("from-hf", theirs, tmp_path / "x", "--family", "lama3") == (
         2,

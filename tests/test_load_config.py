@@ -78,6 +78,8 @@ COMMAND_LINES = {
     "--training.steps 9999999999999": "--training.steps 9999999999999: must be at most 1000000000000",
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
     "--run.name ..": "--run.name ..: must be the name of one folder",
+    f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: is longer than the name of a folder can be (255 bytes)",
+    f"--checkpoint.initial {__file__}": f"--checkpoint.initial {__file__}: is a file, no folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
         "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"

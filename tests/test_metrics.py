@@ -1,10 +1,13 @@
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from trainer import device as devices
 from trainer.config import MetricsConfig
 from trainer.metrics import Metrics, Stopwatch, duration
@@ -142,11 +145,22 @@ def test_durations():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
 def test_a_full_disk_costs_records_not_the_run(tmp_path, capsys):
-    metrics = open_metrics(tmp_path)
+    metrics = open_metrics(tmp_path, tensorboard=True)
     metrics.file.close()
     metrics.file = Path("/dev/full").open("a")  # noqa: SIM115 - closed by metrics.close
+    metrics.board.file_writer.event_writer._async_writer._worker.exception = OSError(28, "No space left on device")
     for step in range(5):
-        metrics.record_event({"kind": "eval", "step": step})
+        metrics.record_event({"kind": "eval", "step": step, "loss": 1.0})
+        metrics.flush()
     metrics.close()
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.endswith("metrics.jsonl cannot be written (No space left on device); the run goes on")
+    told = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
+    full = "cannot be written (No space left on device); the run goes on"
+    assert told == [f"metrics.jsonl {full}", f"TensorBoard's files {full}"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_lines_that_cannot_be_printed_end_nothing():
+    code = "from trainer import logging; logging.info('a'); logging.warning('b'); import os; os._exit(0)"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, cwd=ROOT, check=False)
+    assert done.returncode == 0

@@ -181,10 +181,7 @@ def _commit(request: Request, files: dict[str, File]) -> None:
     """Everything is written: make it a checkpoint."""
     aside, final = request.aside, request.final
     for name, content in request.files.items():
-        with_patience(partial((aside / name).write_bytes, content))
-        files[name] = File(len(content), manifest.digest(content))
-    for name in files:
-        with_patience(partial(sync, aside / name))
+        files[name] = with_patience(partial(manifest.write_file, aside / name, content))
     with_patience(lambda: manifest.write(aside, Manifest(files, request.about)))
     with_patience(partial(sync, aside))
     replaced = final.with_name(f"{final.name}.old")

@@ -9,6 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from trainer import logging
 from trainer.batch import IGNORED, Batch
 from trainer.config import ConfigError, EvaluationConfig
 from trainer.data.loader import Cut, held_out_batches
@@ -80,7 +81,7 @@ class Best:
     """The saved step with the lowest loss on a set, whose checkpoint is kept."""
 
     def __init__(self, config: EvaluationConfig, data: str):
-        """data: changes with the content of the set."""
+        """data: changes with the content of the set, where the rest of the run allows for another one."""
         self.name = config.best
         self.of = f"{config.best}/{config.max_samples}/{data}"
         self._saved = self._before = (0, math.inf)
@@ -115,6 +116,10 @@ class Best:
         """What was best on another set, on another part of it, or at a step of which there is no checkpoint any more, does not
         count. steps: of those that are there."""
         counts = state[:1] == [self.of] and state[1] in steps
+        if state and self.name and not counts:
+            logging.info(
+                f"step {state[1]} was the best, of other data or with a checkpoint that is gone: it does not count"
+            )
         self._saved, self._better = (state[1], state[2]) if counts else (0, math.inf), None
 
 

@@ -11,7 +11,7 @@ from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizers import load_tokenizer
 from trainer.device import GIB
-from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model
+from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model, is_export_of
 from trainer.manifest import Damaged
 
 _SHARD_BYTES = 5 * GIB
@@ -52,17 +52,15 @@ def their_tokenizer(folder: Path) -> Tokenizer:
     raise ConfigError("", f"{folder}: has neither of tokenizer.json, tokenizer.model")
 
 
-def export_run(run_folder: Path, only_missing: bool = False) -> None:
+def export_run(run_folder: Path, unless_there: bool = False) -> None:
     """Write the newest checkpoint of a finished run to its folder huggingface/, in bf16, by the first rank; the others wait at
-    the end of the run. Raises ConfigError where it cannot be written. only_missing: not over one that is younger than the
-    checkpoint."""
+    the end of the run. Raises ConfigError where it cannot be written. unless_there: not over the same."""
     if dist.get_rank() != 0:
         return
     out = run_folder / "huggingface"
     try:
         newest = checkpoints.steps_in(run_folder / "checkpoints")[0]
-        written = out / "config.json"
-        if only_missing and written.exists() and written.stat().st_mtime >= (newest / manifest.NAME).stat().st_mtime:
+        if unless_there and is_export_of(out, newest):
             return
         export_of(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda written: None, replace=True)
     except (OSError, Damaged) as error:

@@ -20,7 +20,7 @@ from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer import manifest
 from trainer.config import ConfigError
-from trainer.manifest import Damaged, File, Manifest
+from trainer.manifest import Damaged, Manifest
 from trainer.shards import (
     DTYPE_OF,
     INDEX,
@@ -46,6 +46,8 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
+_SOURCE = "meshwright_checkpoint"
+"""In the header of exported weights: digest of the manifest of the checkpoint that they are from."""
 _BLOCK_BYTES = 2**25
 _LARGEST_JSON = 2**28
 
@@ -105,8 +107,10 @@ class Folder:
         """Raises ConfigError for what is no such model, or another network."""
         self.folder = folder
         self.spec = spec
-        if not (folder / "config.json").exists():
-            raise ConfigError("", f"{folder}: {no_folder(folder) or 'no model of theirs: it has no config.json'}")
+        if not os.path.exists(folder / "config.json"):
+            raise ConfigError(
+                "", f"{folder}: {no_folder(folder) or 'is no model of Hugging Face (it has no config.json)'}"
+            )
         try:
             self.config = self._json("config.json")
             self.sizes = spec.huggingface.sizes(self.config)
@@ -306,10 +310,10 @@ class Export:
         index = {n.removeprefix("model/"): s for n, s in read_index(self.checkpoint).items() if n.startswith("model/")}
         entries = [self._entry(name, index[name], progress) for name in sorted(index, key=_in_order)]
         groups = _grouped(entries, shard_bytes)
-        places = {}
+        digest_of_source, places = manifest.digest_of(self.checkpoint / manifest.NAME), {}
         for number, group in enumerate(groups, start=1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-            write_safetensors(folder / file, group, {"format": "pt"})
+            write_safetensors(folder / file, group, {"format": "pt", _SOURCE: digest_of_source})
             places |= {entry.name: file for entry in group}
         if len(groups) > 1:
             text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": places}
@@ -324,6 +328,16 @@ class Export:
 
         pieces = partial(_pieces, read, stored.shape, self.dtype, head_dim, progress)
         return Entry(self.spec.huggingface.name(name), self.dtype, stored.shape, pieces)
+
+
+def is_export_of(folder: Path, checkpoint: Path) -> bool:
+    """Whether the folder holds the weights of just this checkpoint."""
+    try:
+        with safe_open(min(folder.glob("model*.safetensors")), framework="pt") as tensors:
+            about = tensors.metadata() or {}
+        return about.get(_SOURCE) == manifest.digest_of(checkpoint / manifest.NAME)
+    except (SafetensorError, OSError, ValueError):
+        return False
 
 
 def import_folder(
@@ -354,6 +368,5 @@ def import_folder(
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():
-            (aside / name).write_bytes(content)
-            files[name] = File(len(content), manifest.digest(content))
+            files[name] = manifest.write_file(aside / name, content)
         manifest.write(aside, Manifest(files, {"from": str(folder.folder)}))

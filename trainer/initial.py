@@ -97,7 +97,7 @@ def newest(folder: Path) -> Path:
     """The newest checkpoint, where the folder is that of a run; else the folder. Raises ConfigError where it is none."""
     if problem := no_folder(folder):
         raise ConfigError("", f"{folder}: {problem}")
-    steps = lineage.candidates(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+    steps = lineage.candidates(folder / "checkpoints")
     return steps[0] if steps else folder
 
 

@@ -14,10 +14,10 @@ from trainer.checkpoint import committed, step_of, steps_in
 from trainer.config import ConfigError
 from trainer.distributed import from_rank_0
 from trainer.manifest import Damaged
-from trainer.system import sync, write_durably
+from trainer.system import replace_durably, sync
 
 _LINEAGE = "lineage.json"
-_LARGEST_STATE = 16 * 2**20
+LARGEST_STATE = 16 * 2**20
 _STATE = {
     "step": int,
     "cursor": int,
@@ -117,7 +117,7 @@ def state_problem(checkpoint: Path) -> str:
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
     try:
-        state = json.loads(manifest.read_text(checkpoint / "train_state.json", _LARGEST_STATE))
+        state = json.loads(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
         fits = all(type(state[key]) is kind for key, kind in _STATE.items())
         if fits and all(type(n) is int for start, stop in state["passed_over"] for n in (start, stop)):
             return state
@@ -173,7 +173,4 @@ def abandon_newer(saved: Saved) -> None:
             path.rename(away / path.name)
             sync(folder)
         logging.info(f"{len(newer)} newer checkpoints are left in {away}")
-    aside = folder / f"{_LINEAGE}.aside"
-    write_durably(aside, json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))
-    aside.replace(folder / _LINEAGE)
-    sync(folder)
+    replace_durably(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))

@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from contextlib import suppress
+from typing import TextIO
 
 from trainer.config import ConfigError
 
@@ -28,14 +30,19 @@ def _line(text: str) -> str:
     return f"{time.strftime('%H:%M:%S')} {rank}{text}"
 
 
+def _print(line: str, file: TextIO) -> None:
+    with suppress(OSError):  # a disk that is full, a terminal that is gone: no reason to end a run
+        print(line, file=file, flush=True)
+
+
 def info(text: str) -> None:
     if _chosen():
-        print(_line(text), flush=True)
+        _print(_line(text), sys.stdout)
 
 
 def warning(text: str) -> None:
     if _chosen():
-        print(_line(f"warning: {text}"), file=sys.stderr, flush=True)
+        _print(_line(f"warning: {text}"), sys.stderr)
 
 
 def on_terminal() -> bool:

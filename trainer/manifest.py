@@ -1,6 +1,7 @@
 """What a folder must hold, file by file and by content. The manifest is written last, so a folder without one was never
 finished."""
 
+import errno
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from trainer.system import write_durably
+from trainer.system import forget_pages, sync
 
 NAME = "manifest.json"
 _LARGEST = 64 * 2**20
@@ -47,8 +48,23 @@ def digest_of(path: Path) -> str:
     return running.hexdigest()
 
 
+def confirmed(path: Path, written: File) -> File:
+    """Sync a file that was written, and read it back. Raises OSError where it is something else."""
+    sync(path)
+    forget_pages(path)  # so that it comes from the disk
+    if path.stat().st_size != written.size or digest_of(path) != written.digest:
+        raise OSError(errno.EIO, "what was written reads back as something else", str(path))
+    return written
+
+
+def write_file(path: Path, content: bytes) -> File:
+    """Raises OSError."""
+    path.write_bytes(content)
+    return confirmed(path, File(len(content), digest(content)))
+
+
 def write(folder: Path, manifest: Manifest) -> None:
-    write_durably(folder / NAME, _text(asdict(manifest)))
+    write_file(folder / NAME, _text(asdict(manifest)).encode())
 
 
 def _text(content: Any) -> str:

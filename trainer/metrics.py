@@ -85,8 +85,13 @@ class Metrics:
         self.valley = 0
         self.recorded_step = first_step
         self.refused: set[str] = set()
-        self.file = _continue_records(folder / _FILE, first_step) if folder else None
-        self.board = _open_board(folder / "tb", first_step) if folder and config.tensorboard else None
+        self.file = self.board = None
+        if folder:
+            with self._told(_FILE):
+                self.file = _continue_records(folder / _FILE, first_step)
+        if folder and config.tensorboard:
+            with self._told(_BOARD):
+                self.board = _open_board(folder / "tb", first_step)
 
     def start(self) -> None:
         """Training begins now: what came before is start-up."""
@@ -183,10 +188,12 @@ class Metrics:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """A full disk costs records, not the run; it is told once."""
+        """A full disk costs records, not the run; it is told once. TensorBoard's writer has ended then."""
         try:
             yield
         except OSError as error:
+            if what == _BOARD:
+                self.board = None
             if what not in self.refused:
                 logging.warning(f"{what} cannot be written ({error.strerror}); the run goes on")
             self.refused.add(what)

@@ -1,6 +1,7 @@
 """The folder of a run: whose it is, what it goes on from, what it says of the run."""
 
 import json
+import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +23,12 @@ from trainer.lineage import Saved
 from trainer.manifest import Damaged
 from trainer.setup import Setup
 from trainer.show_config import to_toml
-from trainer.system import try_lock
+from trainer.system import no_folder, replace_durably, try_lock
 
 _LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LARGEST_CONFIG = 2**20
 _LOCK = ".lock"
+_FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
 
 
@@ -42,9 +44,9 @@ def claim(config: Config) -> TextIO | None:
 
     def work() -> None:
         nonlocal lock
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError("run.name", f"{folder} is a file, no folder")
-        with writing(folder):
+        if os.path.exists(folder) and (problem := no_folder(folder)):
+            raise ConfigError("run.name", f"{folder} {problem}")
+        with _writing(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             held = try_lock(folder / _LOCK, patience_s=5)
         if isinstance(held, str):
@@ -56,7 +58,7 @@ def claim(config: Config) -> TextIO | None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path) -> Iterator[None]:
     """Raises ConfigError for what the file system refuses."""
     try:
         yield
@@ -66,20 +68,27 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def give_back(config: Config, lock: TextIO | None) -> None:
-    """Of a run that was refused: its folder goes where nothing is in it yet. lock: from `claim`."""
+    """Of a run that was refused: its folder goes where nothing is in it yet. lock: from `claim`; ranks that have none leave it to
+    the first."""
     if lock is None:
         return
     folder = run_folder(config)
-    for path in (folder / "checkpoints", folder / "tb"):
-        with suppress(OSError):  # it is not empty
-            path.rmdir()
     with suppress(OSError):
-        for path in folder.iterdir():
-            if path.name in _FILES and path.stat().st_size == 0:
+        there = {path.name: path for path in folder.iterdir()}
+        inner = [there.pop(name) for name in _FOLDERS if name in there]
+        files = [there.pop(name) for name in _FILES if name in there]
+        if set(there) == {_LOCK} and not any(map(os.listdir, inner)) and not any(f.stat().st_size for f in files):
+            for path in inner:
+                path.rmdir()
+            for path in (*files, there[_LOCK]):
                 path.unlink()
-        if [path.name for path in folder.iterdir()] == [_LOCK]:
-            (folder / _LOCK).unlink()
             folder.rmdir()
+
+
+def leave_newer(saved: Saved) -> None:
+    """Begin a new lineage, by one rank. Raises ConfigError where that cannot be written."""
+    with _writing(saved.path.parent):
+        lineage.abandon_newer(saved)
 
 
 def resume_point(config: Config, setup: Setup) -> Saved | None:
@@ -108,8 +117,8 @@ def open_folder(folder: Path) -> None:
     """Raises ConfigError where something in it cannot be written."""
 
     def work() -> None:
-        with writing(folder):
-            for inner in ("checkpoints", "tb"):
+        with _writing(folder):
+            for inner in _FOLDERS:
                 (folder / inner).mkdir(parents=True, exist_ok=True)
             for file in _FILES:
                 (folder / file).open("a").close()
@@ -151,9 +160,9 @@ def write_down(config: Config, device: torch.device) -> None:
             "device": devices.name(device),
             "world_size": dist.get_world_size(),
         }
-        with writing(folder):
-            (folder / "config.toml").write_text(to_toml(config))
-            (folder / "environment.json").write_text(json.dumps(environment, indent=1))
+        with _writing(folder):
+            replace_durably(folder / "config.toml", to_toml(config))
+            replace_durably(folder / "environment.json", json.dumps(environment, indent=1))
 
     from_rank_0(work)
 

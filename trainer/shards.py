@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trainer import logging
-from trainer.manifest import Damaged, File, digest_of, read_text, require_name
+from trainer.manifest import Damaged, File, confirmed, read_text, require_name, write_file
 
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30
@@ -103,14 +103,7 @@ def write_safetensors(path: Path, entries: Iterable[Entry], about: Mapping[str, 
             file.write(block)
             digest.update(block)
             size += len(block)
-        file.flush()
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that what is read back comes from the disk
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    written = File(size, digest.hexdigest())
-    if path.stat().st_size != size or digest_of(path) != written.digest:
-        raise OSError(errno.EIO, "what was written reads back as something else", str(path))
-    return written
+    return confirmed(path, File(size, digest.hexdigest()))
 
 
 def _blocks(head: bytes, entries: Iterable[Entry]) -> Iterator[memoryview]:
@@ -262,9 +255,7 @@ class ShardWriter(StorageWriter):
             name: Stored(tensor.properties.dtype, tuple(tensor.size), tuple(parts[name]))
             for name, tensor in metadata.state_dict_metadata.items()
         }
-        path = self.folder / INDEX
-        with_patience(lambda: path.write_text(index_text(index)))
-        files[INDEX] = File(path.stat().st_size, digest_of(path))
+        files[INDEX] = with_patience(lambda: write_file(self.folder / INDEX, index_text(index).encode()))
         self.commit(files)
 
     @classmethod

@@ -37,9 +37,24 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def forget_pages(path: Path) -> None:
+    """What is read of the file next comes from the disk, where the system can do that."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def write_durably(path: Path, text: str) -> None:
     path.write_text(text)
     sync(path)
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """The old content stays until the new one is there."""
+    aside = path.with_name(f"{path.name}.aside")
+    write_durably(aside, text)
+    aside.replace(path)
+    sync(path.parent)
 
 
 def die_with_parent() -> None:
@@ -58,21 +73,33 @@ def try_lock(path: Path, patience_s: float) -> TextIO | str:
 
     patience_s: how long to wait for a holder that is just ending.
     """
-    file = path.open("a+")
     end = time.monotonic() + patience_s
     while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() < end:
+                file.close()
                 time.sleep(0.1)
                 continue
             file.seek(0)
             return file.read().strip() or "another process"
+        if not _is_named(file, path):
+            file.close()  # whoever had it has removed it
+            continue
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
         return file
+
+
+def _is_named(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def work_for_parent(*_: object) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer import device as devices
 from trainer import lineage, logging, manifest
 from trainer.batch import Batch
-from trainer.checkpoint import SaveFailed, committed, load, step_of
+from trainer.checkpoint import SaveFailed, load, step_of
 from trainer.config import Config
 from trainer.data.datasets import open_all
 from trainer.data.loader import Cut, SampleOrder, training_batches
@@ -39,12 +39,12 @@ from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Wat
 from trainer.run_folder import (
     changed_settings,
     describe,
+    leave_newer,
     model_files,
     open_folder,
     run_folder,
     versions,
     write_down,
-    writing,
 )
 from trainer.saver import Ended, LostWriter, Saver
 from trainer.schedule import learning_rate
@@ -108,8 +108,17 @@ class Trainer:
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
         describe(config, setup, device, repeats, f"{self.data.name}: {len(self.data.training)}", self.cut.grad_accum)
-        self.flops_per_token = setup.flops_per_token
-        self.metrics = self._open_metrics()
+        self.open_metrics = partial(
+            Metrics,
+            config.metrics,
+            self.folder if dist.get_rank() == 0 else None,
+            device,
+            steps=training.steps,
+            ranks=dist.get_world_size(),
+            flops_per_token=setup.flops_per_token,
+            peak_flops=devices.peak_flops(device, training.compute_dtype),
+        )
+        self.metrics = self.open_metrics(first_step=self.steps_done)
 
     def _build(self, setup: Setup, loaded: set[str]) -> None:
         """The network, cut for this rank, and what trains it. loaded: parameters that get their values afterwards."""
@@ -168,20 +177,6 @@ class Trainer:
         require_agreement({"data": self.data.name, "evaluation.sets": self.data.held_out_names})
         self.order = SampleOrder(self.data.sizes, self.data.stages, config.run.seed, data.shuffle)
         self.held_out = held_out_sets(self.data.held_out, config.evaluation, setup.tokenizer.text_bytes)
-
-    def _open_metrics(self) -> Metrics:
-        training = self.config.training
-        with writing(self.folder):
-            return Metrics(
-                self.config.metrics,
-                self.folder if dist.get_rank() == 0 else None,
-                self.device,
-                first_step=self.steps_done,
-                steps=training.steps,
-                ranks=dist.get_world_size(),
-                flops_per_token=self.flops_per_token,
-                peak_flops=devices.peak_flops(self.device, training.compute_dtype),
-            )
 
     # ------------------------------------------------------------ the loop
 
@@ -273,7 +268,7 @@ class Trainer:
         self.save_late = doubtful and not last
         if not self.save_late:
             with self.watchdog.paused():
-                self.save(last, bool(doubtful))
+                self.save(last, doubtful)
 
     def _roll_back(self, verdict: Verdict) -> Iterator[Batch]:
         """Go back to the newest checkpoint. Returns the batches from there on, without the samples of the updates that were
@@ -298,7 +293,7 @@ class Trainer:
             self.rollbacks = rollbacks
             self.order = replace(self.order, passed_over=tuple(passed_over))
         self.metrics.close()
-        self.metrics = self._open_metrics()
+        self.metrics = self.open_metrics(first_step=self.steps_done)
         self.metrics.start()
         self.pace.start()
         return self._batches()
@@ -447,8 +442,8 @@ class Trainer:
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]
-        folder = saved.path.parent
-        self.best.load_state(state["best"], from_rank_0(lambda: [step_of(path) for path in committed(folder)]))
+        there = from_rank_0(lambda: lineage.candidates(saved.path.parent))
+        self.best.load_state(state["best"], [step_of(path) for path in there])
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         begun = int(self.order.place(np.array([self.cursor]))[0])
         require_same_past(state["mixture"], self.data.stages, begun)
@@ -457,4 +452,4 @@ class Trainer:
         for line in changed_settings(saved, self.config):
             logging.info(f"changed since: {line}")
         if saved.rollback:
-            from_rank_0(writing(self.folder)(partial(lineage.abandon_newer, saved)))
+            from_rank_0(lambda: leave_newer(saved))

@@ -10,6 +10,7 @@ from trainer.config import ConfigError, DataConfig
 from trainer.data.optional import library
 from trainer.data.sources.files import matching
 from trainer.data.sources.source import Problem, Source, Span, Unfit, too_long
+from trainer.system import no_folder
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ def huggingface(config: DataConfig) -> Source:
     if os.path.isdir(config.path):
         files = _saved(config)
     elif config.path.startswith(("/", ".")):
-        raise ConfigError("data.path", "no such folder")
+        raise ConfigError("data.path", no_folder(config.path))
     else:
         files = _by_name(config)
     return Source(os.path.commonpath([os.path.dirname(f) for f in files]), tuple(files), True, ArrowFiles(column))
