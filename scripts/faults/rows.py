@@ -71,7 +71,7 @@ ROWS: dict[int, tuple[str, Callable[[Bench, Draw], str | None]]] = {
     42: ("every mesh on up to 64 ranks: it fits or is refused", values.row_42),
     43: (
         "settings changed when a run goes on: told, refused where it would not mean the same",
-        held_by("changed or refused", "test_trainer.py"),
+        held_by("changed or changes or refused", "test_trainer.py", "test_run_folder.py"),
     ),
     44: (
         "payloads in every file of a checkpoint: never run",

@@ -1,0 +1,77 @@
+"""What a run that goes on says of settings that are not as they were: all of them."""
+
+import typing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Config, ConfigError, toml_value
+from trainer.lineage import Saved, require_same
+from trainer.run_folder import changed_settings
+from trainer.settings import is_table, settings
+from trainer.setup import set_up
+from trainer.show_config import to_toml
+
+SETTINGS = {f"{s.section}.{s.name}": s for members in settings().values() for s in members.values()}
+FIXED = {
+    "run.seed",
+    "training.seq_len",
+    "data.packing",
+    "data.long_documents",
+    "data.document_mask",
+    "data.shuffle",
+    "optimizer.name",
+}
+FIXED |= {"tokenizer.take_over", "tokenizer.add", "model.name", "model.size", "model.overrides"}
+NO_OTHER = {"optimizer.name"}
+"""It has one value."""
+
+
+def another(setting):
+    """A value of its kind; whether a run could have it does not matter."""
+    kind, value = setting.kind, setting.default
+    if is_table(kind):
+        return {"other": 7 if setting.value_kind is not str else "text"}
+    options = [option for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Literal
+               for option in typing.get_args(part)]  # fmt: skip
+    if options:
+        return next((option for option in options if option != value), value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, tuple):
+        return tuple(v / 2 for v in value) if value and isinstance(value[0], float) else ("other",)
+    return f"{value}other"
+
+
+def changed(config, setting):
+    section = replace(getattr(config, setting.section), **{setting.name: another(setting)})
+    return replace(config, **{setting.section: section})
+
+
+@pytest.mark.parametrize("key", sorted(SETTINGS.keys() - NO_OTHER))
+def test_every_setting_that_changes_is_told(tmp_path, key):
+    (tmp_path / "config.toml").write_text(to_toml(Config()))
+    now = changed(Config(), SETTINGS[key])
+    before, after = (toml_value(config.value(key)) for config in (Config(), now))
+    lines = changed_settings(Saved(tmp_path, {}), now)
+    if is_table(SETTINGS[key].kind):
+        assert len(lines) == 1 and lines[0].startswith(key)
+    else:
+        assert lines == [f"{key} {before} -> {after}"]
+
+
+def test_those_without_which_it_would_be_another_run_are_refused():
+    assert {key for key, setting in SETTINGS.items() if setting.rule.fixed} == FIXED
+    identity = set_up(Config(), 1).identity
+    for key in FIXED - NO_OTHER:
+        if SETTINGS[key].section == "model":
+            continue  # its sizes count
+        saved = Saved(Path("step-00000001"), {"identity": identity})
+        with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):
+            require_same(saved, identity | {key: another(SETTINGS[key])})
+    larger = replace(Config().model, overrides={"n_layers": 9})
+    with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; another"):
+        require_same(saved, set_up(replace(Config(), model=larger), 1).identity)
