@@ -9,7 +9,7 @@ calls; the table shows all of them. Exit code 1 if any trial in the file failed.
 --results FILE     where results are kept (default: outputs/fault_matrix.jsonl)
 --folder PATH      where the runs are made (default: a temporary folder)
 --seed N           of the moments and places of the faults; trial t of a row draws from (seed, row, t) (default: 0)
---soak_minutes N   of row 48 (default: 60)
+--soak_minutes N   of row 48, about (default: 60)
 --table            run nothing, show the results
 """
 

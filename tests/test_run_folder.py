@@ -1,5 +1,6 @@
 """What a run that goes on says of settings that are not as they were: all of them."""
 
+import json
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -66,10 +67,11 @@ def test_every_setting_that_changes_is_told(tmp_path, key):
 def test_those_without_which_it_would_be_another_run_are_refused():
     assert {key for key, setting in SETTINGS.items() if setting.rule.fixed} == FIXED
     identity = set_up(Config(), 1).identity
+    identity = json.loads(json.dumps(identity))  # as a checkpoint holds it
+    saved = Saved(Path("step-00000001"), {"identity": identity})
     for key in FIXED - NO_OTHER:
         if SETTINGS[key].section == "model":
             continue  # its sizes count
-        saved = Saved(Path("step-00000001"), {"identity": identity})
         with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):
             require_same(saved, identity | {key: another(SETTINGS[key])})
     larger = replace(Config().model, overrides={"n_layers": 9})
