@@ -1,6 +1,9 @@
 """Arguments of scripts, whose errors are one line as those of settings are."""
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from trainer.load_config import exit_with
@@ -16,6 +19,23 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         exit_with(message)
+
+
+def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
+    """Call main; Ctrl-C is one line and exit code 130."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr, flush=True)
+        os._exit(130)  # without waiting for worker processes, which end with this one
+
+
+def utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("expected UTF-8 text") from None
+    return text
 
 
 def count(text: str) -> int:

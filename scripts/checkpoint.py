@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tqdm import tqdm
 
-from scripts.arguments import Arguments
+from scripts.arguments import Arguments, run_to_end
 from trainer import manifest
 from trainer.checkpoint import of_step
 from trainer.config import ConfigError
@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tqdm import tqdm
 
 from models import MODELS
-from scripts.arguments import Arguments, positive
+from scripts.arguments import Arguments, positive, run_to_end
 from trainer.config import ConfigError
 from trainer.device import GIB
 from trainer.export import export_of
@@ -79,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main)

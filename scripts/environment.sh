@@ -31,6 +31,10 @@ use_environment() {
         PYTHON="$venv/bin/python"
         return
     fi
+    if ! "$PYTHON" -c '' >/dev/null 2>&1; then
+        echo "$PYTHON cannot be run: PYTHON=... names another" >&2
+        exit 2
+    fi
     if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
         echo "$PYTHON is $("$PYTHON" -V 2>&1): Python 3.10 or newer is needed; PYTHON=... names another" >&2
         exit 2

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
 
-from scripts.arguments import Arguments, count, whole
+from scripts.arguments import Arguments, count, utf8, whole
 from trainer import device as devices
 from trainer import distributed
 from trainer.config import ConfigError, DistributedConfig
@@ -83,6 +83,7 @@ def spoken(
 def turns() -> Iterator[str]:
     """Lines of the user, on all ranks."""
     on_terminal = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="replace")
     while True:
         line = None
         if dist.get_rank() == 0:
@@ -123,9 +124,9 @@ def run(chosen: argparse.Namespace) -> None:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--prompt")
+    parser.add_argument("--prompt", type=utf8)
     parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--system", default="")
+    parser.add_argument("--system", default="", type=utf8)
     parser.add_argument("--template", default="")
     parser.add_argument("--max-tokens", type=count, default=256)
     parser.add_argument("--longest", type=whole, default=0)
@@ -144,7 +145,9 @@ def main() -> None:
     try:
         run(chosen)
     except (ConfigError, TemplateFailure) as error:
-        exit_with(error.rule if isinstance(error, ConfigError) else str(error))
+        of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
+        named = f"--template {chosen.template}: " if of_template and chosen.template else ""
+        exit_with(named + (error.rule if isinstance(error, ConfigError) else str(error)))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         os._exit(130)

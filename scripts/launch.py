@@ -168,4 +168,8 @@ def exit_code(error) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # before the ranks are there; later it is theirs
+        print("interrupted before the run began", file=sys.stderr, flush=True)
+        os._exit(130)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scripts.arguments import Arguments
-from trainer.data.members import held_out_members, members, pack_splits
+from scripts.arguments import Arguments, run_to_end
+from trainer.data.members import all_members, named_by, pack_splits
 from trainer.data.prepare import prepare
-from trainer.data.store import check_content, read_description
+from trainer.data.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizers import load_tokenizer
 from trainer.load_config import config_from_command_line, exit_with, one_line_errors
 
@@ -54,14 +54,17 @@ def main() -> None:
     config = config_from_command_line(settings)
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)
-        datasets = [*members(config.data).values(), *held_out_members(config.data, config.evaluation.sets).values()]
-        if arguments.share != (0, 1) and any(member.dataset == "stores" for member in datasets):
+        datasets = list(all_members(config.data, config.evaluation.sets))
+        if arguments.share != (0, 1) and any(member.dataset == "stores" for _, _, member in datasets):
             exit_with("--share: stores that were prepared before are not shared out")
-        for member in datasets:
+        for _, setting, member in datasets:
             before = set(Path(member.store_folder).glob("*"))
             begin = time.perf_counter()
-            folder = prepare(member, config.tokenizer, tokenizer, arguments.share)
+            with named_by(setting):
+                folder = prepare(member, config.tokenizer, tokenizer, arguments.share)
             seconds = time.perf_counter() - begin
+            for split in SPLITS:
+                open_store(folder, split)
             print(told(folder, None if folder in before else seconds))
             if arguments.verify:
                 check_content(folder)
@@ -71,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main, "interrupted; the same command goes on")

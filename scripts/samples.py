@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from scripts.arguments import Arguments, count
+from scripts.arguments import Arguments, count, run_to_end
 from trainer.checkpoint import steps_in
 from trainer.config import ConfigError
 from trainer.data.datasets import open_all
@@ -77,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main)

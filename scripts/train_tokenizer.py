@@ -9,12 +9,14 @@ Needs the optional package `tokenizers` (pip install tokenizers). Settings of th
 import argparse
 import base64
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from scripts.arguments import run_to_end
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.members import members
 from trainer.data.sources import Problem, open_source
@@ -22,6 +24,7 @@ from trainer.data.tokenizer_json import letters
 from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizing import require_few
 from trainer.load_config import config_from_command_line, exit_with, one_line_errors
+from trainer.system import replace_durably
 
 try:
     import tokenizers
@@ -31,16 +34,20 @@ except ModuleNotFoundError:
 
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
     """Those that can be read; the others are told. Raises ConfigError where there are more of them than data.max_problems."""
-    problems = []
+    problems, any_there = [], False
     sources = [open_source(member, load_tokenizer(tokenizer)) for member in members(data).values()]
     for document in itertools.chain.from_iterable(source.documents() for source in sources):
         if isinstance(document, Problem):
             problems.append(document)
             require_few(data, len(problems), iter(problems))
         elif isinstance(document, str):
+            any_there = True
             yield document
         else:
             raise ConfigError("data.dataset", "holds no text to learn from")
+    if not any_there:
+        why = f"; {problems[0]}" if problems else ""
+        raise ConfigError("data.path", f"holds no readable document{why}")
     if problems:
         print(f"documents left out: {len(problems)}; the first: {problems[0]}", file=sys.stderr)
 
@@ -64,8 +71,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the rank file to write")
     parser.add_argument("--vocab-size", type=int, default=2048, help=f"tokens, {NUM_SPECIAL} special ones included")
     arguments, settings = parser.parse_known_args()
-    if arguments.out.is_dir() or not arguments.out.parent.is_dir():
+    if not arguments.out.parent.is_dir():
         exit_with(f"{arguments.out}: expected the name of a file in a folder that exists")
+    if arguments.out.exists():
+        exit_with(f"{arguments.out}: exists already")
+    if not os.access(arguments.out.parent, os.W_OK):
+        exit_with(f"{arguments.out.parent}: cannot be written")
     num_ranks = arguments.vocab_size - NUM_SPECIAL
     if num_ranks < 256:
         exit_with(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
@@ -76,9 +87,13 @@ def main() -> None:
         ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
         print(f"the text has room for {len(ranks)} ranks only, not {num_ranks}", file=sys.stderr)
-    arguments.out.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(ranks)))
+    try:
+        lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
+        replace_durably(arguments.out, "".join(lines))
+    except OSError as error:
+        exit_with(f"{arguments.out}: cannot be written ({error.strerror})")
     print(f"{arguments.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main)

@@ -168,7 +168,8 @@ def test_a_letter_of_several_tokens_comes_whole():
 
 
 def script(*words, stdin=""):
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *map(str, words)]
+    words = [word if isinstance(word, bytes) else str(word) for word in words]
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, input=stdin)
     return done.returncode, done.stdout, done.stderr.strip()
 
@@ -185,9 +186,17 @@ def test_the_script_refuses_in_one_line(spoken, tmp_path):
     wrong = (
         ([tmp_path / "no", "--prompt", "x"], f"{tmp_path}/no: no such folder"),
         ([spoken], "expected either --prompt TEXT or --chat"),
+        ([spoken, "--prompt", b"a\xff"], "argument --prompt: expected UTF-8 text"),
+        (
+            [spoken, "--prompt", "x", "--longest", "10000000000000"],
+            "there is not memory enough for the keys and values of 10000000000000 tokens; --longest takes fewer",
+        ),
         ([spoken, "--prompt", "x", "--system", "y"], "--system has no effect here: only with --chat"),
         ([spoken, "--prompt", "x", "--top-p", "2"], "argument --top-p: 2: expected a number above 0, up to 1"),
-        ([spoken, "--chat", "--template", "llama4"], "is neither of llama2, llama3, chatml nor a file or folder"),
+        (
+            [spoken, "--chat", "--template", "llama4"],
+            "--template llama4: is neither of llama2, llama3, chatml nor a file or folder",
+        ),
     )
     for words, line in wrong:
         assert script(*words) == (2, "", line)

@@ -79,6 +79,8 @@ COMMAND_LINES = {
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
     "--run.name ..": "--run.name ..: must be the name of one folder",
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: is longer than the name of a folder can be (255 bytes)",
+    "--evaluation.sets.wiki jsonl:/nope": "--evaluation.sets.wiki jsonl:/nope: no such file or folder, and no match as a pattern",
+    f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with no [data] datasets",
     f"--checkpoint.initial {__file__}": f"--checkpoint.initial {__file__}: is a file, no folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (

@@ -1,6 +1,7 @@
 """scripts/prepare_data.py and scripts/train_tokenizer.py, as users call them."""
 
 import re
+import signal
 import subprocess
 import sys
 
@@ -43,6 +44,38 @@ def test_a_store_is_prepared_told_found_again_and_verified(settings, tmp_path):
     damaged = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
     assert damaged.returncode == 2
     assert f"{tokens} has another content than was written; delete the folder {store}" in damaged.stderr
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    short = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
+    assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
+
+
+def test_what_is_wrong_with_a_dataset_names_the_setting_that_names_it(settings, tmp_path):
+    (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
+    more = ["--evaluation.sets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
+    ended = call("prepare_data.py", *settings, *more)
+    assert ended.returncode == 2
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith(f"--evaluation.sets.wiki jsonl:{tmp_path}/junk.jsonl: holds no readable document; ")
+    (tmp_path / "nothing.txt").touch()
+    ended = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
+    assert (ended.returncode, ended.stderr.partition(": holds no readable document")[0]) == (
+        2,
+        f"--data.path {tmp_path}/nothing.txt",
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_interrupted_preparation_says_so_in_one_line_and_goes_on(settings, tmp_path):
+    more = ["--data.prepare_processes", "2"]
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *settings, *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "stores").glob("*.partial")):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[-1]) == (130, "interrupted; the same command goes on")
+    assert "Traceback" not in err
+    assert call("prepare_data.py", *settings, *more).returncode == 0
 
 
 def test_machines_prepare_shares_that_a_run_joins(settings, tmp_path):
@@ -73,7 +106,11 @@ def test_a_tokenizer_of_ones_own_is_trained_and_used(settings, tmp_path):
     text = (tmp_path / "corpus" / "0000.txt").read_text()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) < len(text) / 2
-    strict = call("train_tokenizer.py", path, "--vocab-size", "540", *settings, "--data.on_problem", "stop")
+    again = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
+    assert (again.returncode, again.stderr) == (2, f"{path}: exists already\n")
+    strict = call(
+        "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_problem", "stop"
+    )
     rule = f"documents that cannot be read: 1 or more, the first: {first}"
     assert (strict.returncode, strict.stderr) == (2, f"--data.on_problem stop: {rule}\n")
 

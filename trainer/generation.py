@@ -92,10 +92,14 @@ class Speaker:
         tie(self.network, tied)
         weights.fill(dict(self.network.named_parameters()))
         self.caches = []
-        for block in self.network.get_submodule(plan.blocks).children():
-            cache = CachedAttention(sizes.n_kv_heads // ranks, self.longest, sizes.head_dim, dtype, device)
-            block.set_submodule(plan.attention, cache)
-            self.caches.append(cache)
+        try:
+            for block in self.network.get_submodule(plan.blocks).children():
+                cache = CachedAttention(sizes.n_kv_heads // ranks, self.longest, sizes.head_dim, dtype, device)
+                block.set_submodule(plan.attention, cache)
+                self.caches.append(cache)
+        except (RuntimeError, MemoryError):
+            rule = f"there is not memory enough for the keys and values of {self.longest} tokens; --longest takes fewer"
+            raise ConfigError("", rule) from None
         self.seen: list[int] = []
         """Tokens whose keys and values are kept."""
 

@@ -227,6 +227,10 @@ def _check_combinations(config: Config) -> None:
     by_name = config.data.dataset == "huggingface"  # no path, where the package datasets finds it
     if config.data.path and not by_name and not _exists(config.data.path):
         raise ConfigError("data.path", "no such file or folder, and no match as a pattern")
+    for key, text in _named_datasets(config):
+        kind, _, path = text.partition(":")
+        if path and kind != "huggingface" and not _exists(path):
+            raise ConfigError(key, "no such file or folder, and no match as a pattern")
     if config.parallel.dp_shard == 0:
         raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
     reshard = config.parallel.reshard_after_forward
@@ -238,6 +242,12 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
 
 
+def _named_datasets(config: Config) -> Iterator[tuple[str, str]]:
+    """The settings that name datasets, and what they say."""
+    for table, named in (("data.datasets", config.data.datasets), ("evaluation.sets", config.evaluation.sets)):
+        yield from ((f"{table}.{name}", text) for name, text in named.items())
+
+
 def _exists(path: str) -> bool:
     return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
 
@@ -246,8 +256,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
     one flag shall be enough to do without it."""
     dataset = config.data.dataset
-    named = [*config.data.datasets.values(), *config.evaluation.sets.values()]
-    kinds = {dataset, *(text.partition(":")[0] for text in named)}
+    kinds = {dataset, *(text.partition(":")[0] for _, text in _named_datasets(config))}
     chats = "chat" in kinds
     return (
         (
@@ -255,6 +264,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
             config.tokenizer.kind != "default",
             "a [tokenizer] kind other than default",
         ),
+        ("data.path", not config.data.datasets, "no [data] datasets"),
         ("data.path", dataset != "python_stdlib", "a [data] dataset other than python_stdlib"),
         ("data.dataset", not config.data.datasets, "no [data] datasets"),
         ("data.mixture", bool(config.data.datasets), "[data] datasets"),

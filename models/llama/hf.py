@@ -38,6 +38,7 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "original_seq_len": "original_max_position_embeddings",
 }
+_EXPECTED = {int: ("a whole number", (int,)), float: ("a number", (int, float)), bool: ("true or false", (bool,))}
 _NO_DEFAULT = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
@@ -87,10 +88,14 @@ def sizes_of(config: Mapping[str, Any]) -> LlamaSizes:
     for key, value in _REQUIRED.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} {config[key]!r}: this network has {value!r}")
-    missing = [_FIELDS[here] for here in _NO_DEFAULT if _FIELDS[here] not in config]
+    missing = [_FIELDS[here] for here in _NO_DEFAULT if config.get(_FIELDS[here]) is None]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
-    values = {here: config[there] for here, there in _FIELDS.items() if there in config}
+    values = {here: config[there] for here, there in _FIELDS.items() if config.get(there) is not None}
+    for here, value in values.items():
+        expected, kinds = _EXPECTED[LlamaSizes.__annotations__[here]]
+        if type(value) not in kinds:
+            raise ValueError(f"{_FIELDS[here]} {value!r}: expected {expected}")
     values.setdefault("n_kv_heads", values["n_heads"])
     values.setdefault("norm_eps", 1e-6)  # what transformers takes where nothing is said
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})

@@ -41,6 +41,11 @@ def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: in
         if not len(samples) and any(stage.quotas[number] for stage in stages):
             tokens = len(samples.store.tokens)
             of = "" if name == ALONE else f" of {name}"
+            if data.packing != "wrapped" and data.long_documents == "drop" and tokens:
+                rule = (
+                    f"drop leaves no training document{of}: all have more than seq_len {seq_len} tokens, or no target"
+                )
+                raise ConfigError("data.long_documents", rule)
             raise ConfigError(
                 "training.seq_len", f"the training documents{of} have {tokens} tokens, less than one sample"
             )

@@ -1,7 +1,8 @@
 """The datasets of a configuration, each by its name, and what is made of them once: token stores, and packings."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,25 @@ def held_out_members(data: DataConfig, sets: Mapping[str, str]) -> dict[str, Dat
     return {name: replace(member, held_out_fraction=0.0) for name, member in chosen.items()}
 
 
+def all_members(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
+    """Each dataset with its name among all and the setting that names it. Raises ConfigError."""
+    for name, member in members(data).items():
+        yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", member
+    for name, member in held_out_members(data, sets).items():
+        yield f"evaluation/{name}", f"evaluation.sets.{name}", member
+
+
+@contextmanager
+def named_by(setting: str) -> Iterator[None]:
+    """What is wrong with the path of a dataset is wrong with the setting that names it."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != "data.path":
+            raise
+        raise ConfigError(setting, error.rule) from None
+
+
 def _member(data: DataConfig, key: str, text: str) -> DataConfig:
     kind, _, path = text.partition(":")
     if kind not in KINDS:
@@ -48,11 +68,11 @@ def prepare_all(
 ) -> str:
     """Make every store and packing that is not there. Returns where they are, for `open_all`: JSON, name -> folder."""
     stores = {}
-    for kind, chosen in (("train", members(data)), ("evaluation", held_out_members(data, sets))):
-        for name, member in chosen.items():
+    for name, setting, member in all_members(data, sets):
+        with named_by(setting):
             folder = prepare(member, tokenizer_config, tokenizer)
-            stores[f"{kind}/{name}"] = str(folder)
-            pack_splits(member, folder, seq_len)
+        stores[name] = str(folder)
+        pack_splits(member, folder, seq_len)
     return json.dumps(stores)
 
 

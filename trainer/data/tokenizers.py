@@ -302,5 +302,6 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
         kind = TOKENIZERS[config.kind]
         tokenizer = kind(path, config.take_over) if config.take_over else kind(path)
     except OSError as error:
-        raise ConfigError("tokenizer.path", f"cannot be read ({error.strerror})") from None
+        file = f"{Path(error.filename).name} in it " if error.filename and Path(error.filename) != path else ""
+        raise ConfigError("tokenizer.path", f"{file}cannot be read ({error.strerror})") from None
     return WithAddedTokens(tokenizer, config.add) if config.add else tokenizer

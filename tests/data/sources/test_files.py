@@ -74,3 +74,8 @@ def test_a_folder_that_cannot_be_read_is_told_not_passed_over(folder, monkeypatc
 
     monkeypatch.setattr(os, "scandir", locked)
     assert refused("text", folder) == ("data.path", f"{folder}/deep cannot be read (Permission denied)")
+
+
+def test_a_link_to_nothing_is_told_not_passed_over(folder):
+    (folder / "broken.txt").symlink_to(folder / "nowhere")
+    assert refused("text", folder) == ("data.path", f"{folder}/broken.txt is a link to nothing")

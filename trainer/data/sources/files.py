@@ -39,7 +39,10 @@ def _matching(path: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
 
 def _walk(folder: str) -> Iterator[str]:
     for root, _, names in os.walk(folder, onerror=_unreadable):
-        yield from (os.path.join(root, name) for name in names)
+        for path in (os.path.join(root, name) for name in names):
+            if os.path.islink(path) and not os.path.exists(path):
+                raise ConfigError("data.path", f"{path} is a link to nothing")
+            yield path
 
 
 def _unreadable(error: OSError) -> NoReturn:
