@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,6 +30,8 @@ _FIRST_JUDGED = 32
 """Accepted steps before anything counts as a spike."""
 _LONGEST_STEPS = 5
 """A hang is also longer than so many of the longest step so far."""
+_SILENT_S = 15.0
+"""A process under load may give no sign of life for seconds."""
 
 
 # ---------------------------------------------------------------- being asked to stop
@@ -187,10 +189,25 @@ def add_range(ranges: Sequence[tuple[int, int]], new: tuple[int, int]) -> list[t
 # ---------------------------------------------------------------- nothing moves
 
 
+class _Lives:
+    """When each rank's sign of life has changed last."""
+
+    def __init__(self):
+        self.known: dict[int, tuple[str, float]] = {}
+
+    def silent_s(self, lives: Mapping[int, str]) -> dict[int, float]:
+        now = time.monotonic()
+        for rank, life in lives.items():
+            if rank not in self.known or self.known[rank][0] != life:
+                self.known[rank] = (life, now)
+        return {rank: now - since for rank, (_, since) in self.known.items()}
+
+
 class Watchdog:
     """Ends the process when no step has ended for too long, with every thread's stack and what is known of the others.
 
-    The first step (which may compile) and what is done beside steps are not timed.
+    The first step (which may compile) and what is done beside steps, up to the end of the process, are not timed: then it looks
+    for ranks that give no sign of life, for which the others would wait.
     """
 
     def __init__(self, timeout_s: float):
@@ -201,7 +218,7 @@ class Watchdog:
         self.since: float | None = None
         """When the step that is timed began; None: nothing is timed."""
         self.store = side_store() if timeout_s and dist.get_world_size() > 1 else None
-        self.closed = threading.Event()
+        self.closed = False
         self._tell_life("0 0")
         if timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -221,9 +238,9 @@ class Watchdog:
             self.since = None if before is None else time.monotonic()
 
     def close(self) -> None:
-        """Nothing is timed any more."""
+        """No step is timed any more."""
         self.since = None
-        self.closed.set()
+        self.closed = True
 
     def overdue_s(self) -> float:
         """How long the step that is timed has taken, if that is too long; else 0."""
@@ -233,13 +250,24 @@ class Watchdog:
 
     def _watch(self) -> None:
         beat_s = min(5.0, self.timeout_s / 4)
-        beats = 0
-        while not self.closed.wait(beat_s):
+        beats, lives = 0, _Lives()
+        while not self.closed or self.store is not None:
+            time.sleep(beat_s)
             beats += 1
             self._tell_life(f"{self.step} {beats}")
-            waited_s = self.overdue_s()
-            if waited_s:
+            if self.since is None:
+                self._end_for_silent(lives.silent_s(self._lives()))
+                continue
+            lives = _Lives()
+            if waited_s := self.overdue_s():
                 self._end(waited_s, beat_s)
+
+    def _end_for_silent(self, silent_s: Mapping[int, float]) -> None:
+        me, limit_s = dist.get_rank(), max(self.timeout_s, _SILENT_S)
+        silent = [f"rank {rank} for {s:.0f} s" for rank, s in silent_s.items() if s > limit_s and rank != me]
+        if silent:
+            print(f"[rank {me}] no sign of life from {', '.join(silent[:8])}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def _tell_life(self, text: str) -> None:
         if self.store is not None:

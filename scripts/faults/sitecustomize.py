@@ -70,6 +70,11 @@ def kind_stop(trainer) -> None:
     at_step(trainer, lambda self: os.kill(os.getpid(), signal.SIGSTOP))
 
 
+def kind_stop_at_end(distributed) -> None:
+    """The same, when the run is over and the ranks wait for each other to leave."""
+    before(distributed, "finish", lambda: os.kill(os.getpid(), signal.SIGSTOP) if here() else None)
+
+
 def kind_memory(trainer) -> None:
     """More memory is asked for than there is."""
 
@@ -294,6 +299,7 @@ def kind_write_error(shards) -> None:
 KINDS = {
     "raise": {"trainer.trainer": kind_raise},
     "stop": {"trainer.trainer": kind_stop},
+    "stop_at_end": {"trainer.distributed": kind_stop_at_end},
     "memory": {"trainer.trainer": kind_memory},
     "desync": {"trainer.trainer": kind_desync},
     "slow": {"trainer.trainer": kind_slow},

@@ -222,7 +222,7 @@ def test_a_tokenizer_json_without_what_a_run_needs_is_refused(exported):
         path.write_bytes(content)
         assert refused(config) == f"not a tokenizer.json: {path}"
     path.unlink()
-    assert refused(config) == "cannot be read (No such file or directory)"
+    assert refused(config) == "tokenizer.json in it cannot be read (No such file or directory)"
 
 
 def test_another_end_of_text_is_another_fingerprint(exported):
