@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -68,7 +69,9 @@ def test_what_is_wrong_with_a_dataset_names_the_setting_that_names_it(settings, 
 def test_an_interrupted_preparation_says_so_in_one_line_and_goes_on(settings, tmp_path):
     more = ["--data.prepare_processes", "2"]
     command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *settings, *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Tests that run in the background have been told to ignore it, and so would what they start.
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     while not list((tmp_path / "stores").glob("*.partial")):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
