@@ -16,9 +16,9 @@ def bench(tmp_path_factory):
     return Bench(tmp_path_factory.mktemp("bench"))
 
 
-@pytest.mark.parametrize("row", [1, 4, 9, 19, 25])
-def test_one_trial(bench, row):
-    assert trial(bench, row, number=1000, seed=0) == ("", "")
+@pytest.mark.parametrize(("row", "number"), [(1, 0), (4, 0), (9, 0), (9, 2), (19, 0), (25, 0)])
+def test_one_trial(bench, row, number):
+    assert trial(bench, row, number=999 + number, seed=0) == ("", "")
 
 
 @pytest.mark.parametrize(("point", "mode"), [(POINTS[4], "off"), (POINTS[8], "thread"), (POINTS[10], "process")])

@@ -26,7 +26,6 @@ from trainer.resilience import (
     Verdict,
     Verdicts,
     Watchdog,
-    _Lives,
     add_range,
     must_go_back,
     parse_collectives,
@@ -140,16 +139,6 @@ def watched():
 def test_only_steps_are_timed_and_none_by_less_than_five_of_the_longest(ranks):
     # The longest step before the pause takes 10 s; 29 s of the next one come after it.
     assert ranks(1).run(watched) == [[0.0, 0.0, 0.0, 51.0, 0.0, 0.0, 146.0]]
-
-
-def test_who_gives_no_sign_of_life_is_silent_since_the_last_one(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(resilience, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    lives, silent = _Lives(), []
-    for text in ("3 1", "3 2", "3 2", "3 2"):
-        clock[0] += 10
-        silent.append(lives.silent_s({0: str(clock), 1: text}))
-    assert silent == [{0: 0.0, 1: 0.0}, {0: 0.0, 1: 0.0}, {0: 0.0, 1: 10.0}, {0: 0.0, 1: 20.0}]
 
 
 def test_a_collective_that_has_not_ended_is_named():

@@ -229,7 +229,7 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("data.path", "no such file or folder, and no match as a pattern")
     for key, text in _named_datasets(config):
         kind, _, path = text.partition(":")
-        if path and kind != "huggingface" and not _exists(path):
+        if path and kind in _WITH_FILES and not _exists(path):
             raise ConfigError(key, "no such file or folder, and no match as a pattern")
     if config.parallel.dp_shard == 0:
         raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
@@ -240,6 +240,10 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("evaluation.interval_steps", "needs held-out documents, but [data] held_out_fraction is 0")
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
+
+
+_WITH_FILES = ("text", "jsonl", "parquet", "tokens", "chat", "stores")
+"""Kinds of datasets whose path must be there."""
 
 
 def _named_datasets(config: Config) -> Iterator[tuple[str, str]]:

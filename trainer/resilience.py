@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -189,20 +189,6 @@ def add_range(ranges: Sequence[tuple[int, int]], new: tuple[int, int]) -> list[t
 # ---------------------------------------------------------------- nothing moves
 
 
-class _Lives:
-    """When each rank's sign of life has changed last."""
-
-    def __init__(self):
-        self.known: dict[int, tuple[str, float]] = {}
-
-    def silent_s(self, lives: Mapping[int, str]) -> dict[int, float]:
-        now = time.monotonic()
-        for rank, life in lives.items():
-            if rank not in self.known or self.known[rank][0] != life:
-                self.known[rank] = (life, now)
-        return {rank: now - since for rank, (_, since) in self.known.items()}
-
-
 class Watchdog:
     """Ends the process when no step has ended for too long, with every thread's stack and what is known of the others.
 
@@ -222,6 +208,8 @@ class Watchdog:
         self._tell_life("0 0")
         if timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
+        if self.store is not None:
+            threading.Thread(target=self._watch_neighbour, daemon=True).start()
 
     def after_step(self, step: int) -> None:
         now = time.monotonic()
@@ -250,24 +238,32 @@ class Watchdog:
 
     def _watch(self) -> None:
         beat_s = min(5.0, self.timeout_s / 4)
-        beats, lives = 0, _Lives()
+        beats = 0
         while not self.closed or self.store is not None:
             time.sleep(beat_s)
             beats += 1
             self._tell_life(f"{self.step} {beats}")
-            if self.since is None:
-                self._end_for_silent(lives.silent_s(self._lives()))
-                continue
-            lives = _Lives()
             if waited_s := self.overdue_s():
                 self._end(waited_s, beat_s)
 
-    def _end_for_silent(self, silent_s: Mapping[int, float]) -> None:
-        me, limit_s = dist.get_rank(), max(self.timeout_s, _SILENT_S)
-        silent = [f"rank {rank} for {s:.0f} s" for rank, s in silent_s.items() if s > limit_s and rank != me]
-        if silent:
-            print(f"[rank {me}] no sign of life from {', '.join(silent[:8])}", file=sys.stderr, flush=True)
-            os._exit(1)
+    def _watch_neighbour(self) -> None:
+        """In a thread of its own: where the store stands still, so does who asks it. Each rank looks at one other, so that
+        thousands do not ask for everybody."""
+        store, me = side_store(), dist.get_rank()
+        other = (me + 1) % dist.get_world_size()
+        life, changed = b"", time.monotonic()
+        while True:
+            time.sleep(min(5.0, self.timeout_s / 4))
+            try:
+                now = store.get(f"life/{other}") if self.since is None else b""
+            except RuntimeError:
+                return  # whoever held it has gone
+            if now != life or self.since is not None:
+                life, changed = now, time.monotonic()
+            elif time.monotonic() - changed > max(self.timeout_s, _SILENT_S):
+                told = f"[rank {me}] no sign of life from rank {other} for {time.monotonic() - changed:.0f} s"
+                print(told, file=sys.stderr, flush=True)
+                os._exit(1)
 
     def _tell_life(self, text: str) -> None:
         if self.store is not None:
