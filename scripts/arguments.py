@@ -26,6 +26,7 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     try:
         main()
     except KeyboardInterrupt:
+        sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
         os._exit(130)  # without waiting for worker processes, which end with this one
 

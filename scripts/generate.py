@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
 
-from scripts.arguments import Arguments, count, utf8, whole
+from scripts.arguments import Arguments, count, run_to_end, utf8, whole
 from trainer import device as devices
 from trainer import distributed
 from trainer.config import ConfigError, DistributedConfig
@@ -148,12 +148,9 @@ def main() -> None:
         of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
         named = f"--template {chosen.template}: " if of_template and chosen.template else ""
         exit_with(named + (error.rule if isinstance(error, ConfigError) else str(error)))
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        os._exit(130)
     sys.stdout.flush()
     os._exit(0)  # without the interpreter's clean-up, in which gloo's threads abort now and then
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main, "")  # a new line behind what was said

@@ -18,6 +18,7 @@ from typing import NoReturn
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.arguments import run_to_end
 from trainer.load_config import config_from_command_line, exit_with, one_line_errors
 from trainer.system import cores
 
@@ -168,8 +169,4 @@ def exit_code(error) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:  # before the ranks are there; later it is theirs
-        print("interrupted before the run began", file=sys.stderr, flush=True)
-        os._exit(130)
+    run_to_end(main, "interrupted before the run began")  # when there are ranks, Ctrl-C is theirs

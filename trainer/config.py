@@ -333,7 +333,8 @@ class ResilienceConfig:
     step takes so many times as long; none: never."""
     hang_timeout_s: Annotated[float, Rule(low=0, high=10**7, unit="seconds")] = 300.0
     """End the job, with every rank's stack, when no step has ended for so long, nor for five times the longest step so far; the
-    first step, evaluations and checkpoints are not timed; 0: never."""
+    first step, evaluations and checkpoints are not timed, but a rank that gives no sign of life in them ends the job too;
+    0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,11 +224,7 @@ def _check_combinations(config: Config) -> None:
     folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
     if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
         raise ConfigError("tokenizer.path", "no such file")
-    by_name = config.data.dataset == "huggingface"  # no path, where the package datasets finds it
-    if config.data.path and not by_name and not _exists(config.data.path):
-        raise ConfigError("data.path", "no such file or folder, and no match as a pattern")
-    for key, text in _named_datasets(config):
-        kind, _, path = text.partition(":")
+    for key, kind, path in _datasets(config):
         if path and kind in _WITH_FILES and not _exists(path):
             raise ConfigError(key, "no such file or folder, and no match as a pattern")
     if config.parallel.dp_shard == 0:
@@ -243,13 +239,16 @@ def _check_combinations(config: Config) -> None:
 
 
 _WITH_FILES = ("text", "jsonl", "parquet", "tokens", "chat", "stores")
-"""Kinds of datasets whose path must be there."""
+"""Kinds of datasets whose path must be there; the package datasets finds some by their name."""
 
 
-def _named_datasets(config: Config) -> Iterator[tuple[str, str]]:
-    """The settings that name datasets, and what they say."""
+def _datasets(config: Config) -> Iterator[tuple[str, str, str]]:
+    """The settings that name datasets, each with the kind and the path that it gives."""
+    yield "data.path", config.data.dataset, config.data.path
     for table, named in (("data.datasets", config.data.datasets), ("evaluation.sets", config.evaluation.sets)):
-        yield from ((f"{table}.{name}", text) for name, text in named.items())
+        for name, text in named.items():
+            kind, _, path = text.partition(":")
+            yield f"{table}.{name}", kind, path
 
 
 def _exists(path: str) -> bool:
@@ -260,7 +259,7 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
     one flag shall be enough to do without it."""
     dataset = config.data.dataset
-    kinds = {dataset, *(text.partition(":")[0] for _, text in _named_datasets(config))}
+    kinds = {kind for _, kind, _ in _datasets(config)}
     chats = "chat" in kinds
     return (
         (

@@ -15,6 +15,7 @@ from trainer import device as devices
 from trainer import logging
 from trainer.config import MetricsConfig
 from trainer.device import GIB
+from trainer.system import replace_durably
 
 _FILE, _BOARD = "metrics.jsonl", "TensorBoard's files"
 
@@ -218,9 +219,7 @@ def _continue_records(path: Path, first_step: int):
     if path.exists():
         with path.open(errors="replace") as file:
             kept = [line for line in file if _step_of(line) <= first_step]
-        aside = path.with_suffix(".jsonl.aside")
-        aside.write_text("".join(kept))
-        aside.replace(path)
+        replace_durably(path, "".join(kept))
     return path.open("a")
 
 

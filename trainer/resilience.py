@@ -199,6 +199,7 @@ class Watchdog:
     def __init__(self, timeout_s: float):
         """timeout_s: 0 for none."""
         self.timeout_s = timeout_s
+        self.beat_s = min(5.0, timeout_s / 4)
         self.step = 0
         self.longest_s = 0.0
         self.since: float | None = None
@@ -237,14 +238,13 @@ class Watchdog:
         return waited_s if waited_s > max(self.timeout_s, _LONGEST_STEPS * self.longest_s) else 0.0
 
     def _watch(self) -> None:
-        beat_s = min(5.0, self.timeout_s / 4)
         beats = 0
         while not self.closed or self.store is not None:
-            time.sleep(beat_s)
+            time.sleep(self.beat_s)
             beats += 1
             self._tell_life(f"{self.step} {beats}")
             if waited_s := self.overdue_s():
-                self._end(waited_s, beat_s)
+                self._end(waited_s)
 
     def _watch_neighbour(self) -> None:
         """In a thread of its own: where the store stands still, so does who asks it. Each rank looks at one other, so that
@@ -253,7 +253,7 @@ class Watchdog:
         other = (me + 1) % dist.get_world_size()
         life, changed = b"", time.monotonic()
         while True:
-            time.sleep(min(5.0, self.timeout_s / 4))
+            time.sleep(self.beat_s)
             try:
                 now = store.get(f"life/{other}") if self.since is None else b""
             except RuntimeError:
@@ -272,20 +272,20 @@ class Watchdog:
             except RuntimeError:
                 self.store = None  # whoever held it has gone
 
-    def _end(self, waited_s: float, beat_s: float) -> None:
+    def _end(self, waited_s: float) -> None:
         rank = dist.get_rank()
         lines = [f"[rank {rank}] no step has ended for {waited_s:.0f} s, since step {self.step}"]
         lines += [line for dump in last_collectives() for line in parse_collectives(dump)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # Last: the store may be on the machine that hangs.
-        print("".join(f"{line}\n" for line in self._missing(beat_s)), end="", file=sys.stderr, flush=True)
+        print("".join(f"{line}\n" for line in self._missing()), end="", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _missing(self, beat_s: float) -> list[str]:
+    def _missing(self) -> list[str]:
         """Who gives no sign of life, or is behind."""
         before = self._lives()
-        time.sleep(3 * beat_s)
+        time.sleep(3 * self.beat_s)
         after = self._lives()
         steps = {rank: int(life.split()[0]) for rank, life in after.items()}
         lines = [
