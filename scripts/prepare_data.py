@@ -62,15 +62,15 @@ def main() -> None:
             begin = time.perf_counter()
             with named_by(setting):
                 folder = prepare(member, config.tokenizer, tokenizer, arguments.share)
-            seconds = time.perf_counter() - begin
-            for split in SPLITS:
-                open_store(folder, split)
-            print(told(folder, None if folder in before else seconds))
-            if arguments.verify:
-                check_content(folder)
-                print("  every file is as it was written")
-            if arguments.share == (0, 1):
-                pack_splits(member, folder, config.training.seq_len)
+                seconds = time.perf_counter() - begin
+                for split in SPLITS:
+                    open_store(folder, split)
+                print(told(folder, None if folder in before else seconds))
+                if arguments.verify:
+                    check_content(folder)
+                    print("  every file is as it was written")
+                if arguments.share == (0, 1):
+                    pack_splits(member, folder, config.training.seq_len)
 
 
 if __name__ == "__main__":

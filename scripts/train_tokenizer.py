@@ -8,7 +8,6 @@ Needs the optional package `tokenizers` (pip install tokenizers). Settings of th
 
 import argparse
 import base64
-import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripts.arguments import run_to_end
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.members import members
+from trainer.data.members import all_members, named_by
 from trainer.data.sources import Problem, open_source
 from trainer.data.tokenizer_json import letters
 from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
@@ -32,11 +31,22 @@ except ModuleNotFoundError:
     exit_with("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
 
 
+NO_TEXT = ConfigError("data.path", "holds no text to learn from")
+
+
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Those that can be read; the others are told. Raises ConfigError where there are more of them than data.max_problems."""
+    """Those of every dataset that can be read; the others are told. Raises ConfigError where a dataset has more of them than
+    data.max_problems, or nothing else."""
+    for _, setting, member in all_members(data, {}):
+        with named_by(setting):
+            yield from _documents(member, tokenizer)
+
+
+def _documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
+    if data.dataset == "stores":
+        raise NO_TEXT
     problems, any_there = [], False
-    sources = [open_source(member, load_tokenizer(tokenizer)) for member in members(data).values()]
-    for document in itertools.chain.from_iterable(source.documents() for source in sources):
+    for document in open_source(data, load_tokenizer(tokenizer)).documents():
         if isinstance(document, Problem):
             problems.append(document)
             require_few(data, len(problems), iter(problems))
@@ -44,7 +54,7 @@ def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
             any_there = True
             yield document
         else:
-            raise ConfigError("data.dataset", "holds no text to learn from")
+            raise NO_TEXT
     if not any_there:
         why = f"; {problems[0]}" if problems else ""
         raise ConfigError("data.path", f"holds no readable document{why}")
@@ -82,8 +92,6 @@ def main() -> None:
         exit_with(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
     with one_line_errors(config):
-        if config.data.dataset == "stores":
-            raise ConfigError("data.dataset", "holds no text to learn from")
         ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
         print(f"the text has room for {len(ranks)} ranks only, not {num_ranks}", file=sys.stderr)

@@ -63,6 +63,9 @@ def test_what_is_wrong_with_a_dataset_names_the_setting_that_names_it(settings, 
         2,
         f"--data.path {tmp_path}/nothing.txt",
     )
+    named = ["--data.datasets.mine", f"text:{tmp_path}/nothing.txt"]
+    ended = call("train_tokenizer.py", tmp_path / "x", *named)
+    assert (ended.returncode, ended.stderr.partition(": holds no readable document")[0]) == (2, " ".join(named))
     assert not (tmp_path / "x").exists()
 
 
@@ -124,7 +127,7 @@ def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
         ended = call(
             "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )
-        assert (ended.returncode, ended.stderr) == (2, f"--data.dataset {dataset}: holds no text to learn from\n")
+        assert (ended.returncode, ended.stderr) == (2, f"--data.path {tmp_path}/x.bin: holds no text to learn from\n")
 
 
 def test_worker_processes_need_not_wait_for_torch():

@@ -71,8 +71,8 @@ def prepare_all(
     for name, setting, member in all_members(data, sets):
         with named_by(setting):
             folder = prepare(member, tokenizer_config, tokenizer)
+            pack_splits(member, folder, seq_len)
         stores[name] = str(folder)
-        pack_splits(member, folder, seq_len)
     return json.dumps(stores)
 
 

@@ -168,7 +168,9 @@ def tokenize_all(work: Work, tokenizer: Tokenizer, total: int) -> list[Part]:
             done = (_tokenize(work, tokenizer, encode, *job) for job in jobs)
         else:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(processes, context, _start_worker, (work,)))
+            pool = ProcessPoolExecutor(processes, context, _start_worker, (work,))
+            # Not as a context manager: at Ctrl-C that would wait for the parts that are being tokenized.
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             done = _in_order(pool, jobs, ahead=4 * processes)
         for number, (size, found) in enumerate(done):
             problems += found
