@@ -79,6 +79,7 @@ from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
 from trainer.device import GIB, memory_now, memory_peak
 from trainer.initial import Weights
 from trainer.loss import CrossEntropyHead
+from trainer.parallel.attention import ON_CPU
 from trainer.parallel.dims import Meshes, ParallelDims
 from trainer.parallel.fsdp import DTYPES
 from trainer.parallel.initialize import initialize
@@ -202,7 +203,7 @@ def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
         whole_pipeline = stages(spec.network(sizes), spec.plan(sizes), parallel)
     meshes = Meshes(ParallelDims.of(parallel, dist.get_world_size()), cpu)
     layout = (spec.plan(sizes), whole_pipeline, meshes, parallel, ActivationCheckpointConfig(), CompileConfig(), "fp32")
-    (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, on_gpu=False).values()
+    (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, kernels=ON_CPU).values()
     parameters = dict(network.named_parameters())
     initialize(network, cpu, 0, loaded=parameters)
     weights.fill(parameters)

@@ -157,7 +157,7 @@ def train(argv: Sequence[str], wrong: bool) -> None:
     os.environ["LOG_RANK"] = ""  # the table is what is printed
     config, cpu = load_config(argv), torch.device("cpu")
     trainer = Trainer(config, set_up(config, dist.get_world_size()), cpu, None)
-    for part in trainer.parts.values() if wrong else ():
+    for part in trainer.engine.parts.values() if wrong else ():
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)

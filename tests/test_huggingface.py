@@ -129,7 +129,7 @@ def initial_weights(argv):
     config = load_config(argv)
     setup = set_up(config, torch.distributed.get_world_size())
     trainer = Trainer(config, setup, torch.device("cpu"), resume_point(config, setup))
-    return {name: full(p).clone() for name, p in trainer.parameters.items()}, trainer.optimizer.state()
+    return {name: full(p).clone() for name, p in trainer.engine.parameters.items()}, trainer.engine.optimizer.state()
 
 
 @pytest.mark.parametrize(

@@ -161,22 +161,23 @@ class Injured(RecordingTrainer):
 
     def train_step(self, batches, rate, stop=False):
         number = self.steps_done + 1
-        clip, judge = self.optimizer.clip, self.guard.judge
+        engine = self.engine
+        clip, judge = engine.optimizer.clip, engine.guard.judge
 
         def injured(max_norm, vote):
             if number in self.injured and dist.get_rank() == dist.get_world_size() - 1 and not self.rollbacks:
-                next(iter(self.parameters.values())).grad.mul_(self.scale)
+                next(iter(engine.parameters.values())).grad.mul_(self.scale)
             return clip(max_norm, vote)
 
         def removed(loss, grad_norm, votes):
             left_out, verdict = judge(loss, grad_norm, votes)
             return left_out | (number in self.removed), verdict
 
-        self.optimizer.clip, self.guard.judge = injured, removed
+        engine.optimizer.clip, engine.guard.judge = injured, removed
         try:
             return super().train_step(batches, rate, stop)
         finally:
-            self.optimizer.clip, self.guard.judge = clip, judge
+            engine.optimizer.clip, engine.guard.judge = clip, judge
 
 
 def train(argv, injured=(), scale=float("nan"), removed=()):

@@ -167,7 +167,7 @@ def write_down(config: Config, device: torch.device) -> None:
     from_rank_0(work)
 
 
-def describe(config: Config, setup: Setup, device: torch.device, repeats: bool, data: str, grad_accum: int) -> None:
+def describe(config: Config, setup: Setup, device: torch.device, repeats: bool, data: str) -> None:
     """Say what runs on what. data: its name and number of samples."""
     dims, training = setup.dims, config.training
     logging.info(
@@ -176,8 +176,8 @@ def describe(config: Config, setup: Setup, device: torch.device, repeats: bool, 
         f"({dims}), repeats {'bit by bit' if repeats else 'to rounding'}"
     )
     logging.info(
-        f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} a step in {grad_accum} microbatches "
-        "on each rank"
+        f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} a step in "
+        f"{setup.grad_accum} microbatches on each rank"
     )
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:

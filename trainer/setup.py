@@ -33,6 +33,8 @@ class Setup:
     parameter_names: frozenset[str]
     """Of the whole network."""
     num_parameters: int
+    grad_accum: int
+    """Microbatches of a step on each rank."""
     flops_per_token: int
     tokenizer: Tokenizer
     chat: ChatFormat | None
@@ -82,6 +84,7 @@ def set_up(config: Config, world_size: int) -> Setup:
         stages=stages(network, plan, config.parallel),
         hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
         parameter_names=parameter_names(spec, sizes),
+        grad_accum=training.global_batch_size // together,
         num_parameters=sum(p.numel() for p in network.parameters()),
         flops_per_token=network.flops_per_token(training.seq_len),
         tokenizer=tokenizer,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,22 +20,16 @@ from trainer.data.loader import Cut, SampleOrder, training_batches
 from trainer.data.members import prepare_all
 from trainer.data.mixture import require_same_past
 from trainer.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.engine import Engine, StepResult, parts_of_rank
 from trainer.evaluate import Best, held_out_sets
 from trainer.export import export_run
 from trainer.initial import initial_names, load_initial
 from trainer.lineage import Saved
-from trainer.loss import CrossEntropyHead
 from trainer.metrics import Metrics, duration
-from trainer.optimizer import Optimizer
 from trainer.pace import Pace
-from trainer.parallel.context import cut_sequence
+from trainer.parallel.attention import ON_CPU, ON_GPU
 from trainer.parallel.dims import Meshes
-from trainer.parallel.fsdp import DTYPES
-from trainer.parallel.initialize import initialize
-from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline import PipelineStep, stages_of_rank
-from trainer.parallel.step import SpmdStep, Step, count_targets
-from trainer.resilience import Guard, StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
+from trainer.resilience import StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
 from trainer.run_folder import (
     changed_settings,
     describe,
@@ -52,17 +46,6 @@ from trainer.setup import Setup
 from trainer.show_config import to_toml
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Global values, the same on every rank."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    num_targets: Tensor
-    verdict: Tensor
-    """For Verdicts."""
-
-
 class Trainer:
     """One run, from a started process group on."""
 
@@ -77,22 +60,24 @@ class Trainer:
         repeats = devices.set_deterministic(config.run.deterministic, device)
         torch.manual_seed(config.run.seed + dist.get_rank())
 
-        self.meshes = Meshes(setup.dims, device)
-        batch_axis = self.meshes.data["batch"]
+        meshes = Meshes(setup.dims, device)
         self.cut = Cut(
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
-            rank=batch_axis.get_local_rank(),
-            ranks=batch_axis.size(),
+            rank=meshes.data["batch"].get_local_rank(),
+            ranks=setup.dims.batch,
         )
-        self.batch_group = batch_axis.get_group()
         self._open_data(setup)
 
         names = setup.parameter_names
-        self._build(setup, loaded=initial_names(config.checkpoint, names) if saved is None else set(names))
+        loaded = initial_names(config.checkpoint, names) if saved is None else set(names)
+        parts = parts_of_rank(config, setup, meshes, ON_CPU if device.type == "cpu" else ON_GPU)
+        self.engine = Engine(config, setup, device, meshes, parts, loaded)
+        self.pace = Pace(config.resilience.slow_rank_ratio, device)
+        for part in parts.values():
+            self.pace.watch(part.get_submodule(setup.spec.plan(setup.sizes).blocks))
 
-        self.guard = Guard(config.resilience, self.optimizer.device)
-        self.verdicts = Verdicts(late=self.optimizer.device.type != "cpu")
+        self.verdicts = Verdicts(late=self.engine.optimizer.device.type != "cpu")
 
         self.best = Best(config.evaluation, self.data.held_out_names.get(config.evaluation.best, ""))
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
@@ -103,11 +88,11 @@ class Trainer:
         if saved is not None:
             self._resume(saved)
         elif config.checkpoint.initial:
-            load_initial(config.checkpoint, setup.spec, setup.sizes, self.parameters, names)
+            load_initial(config.checkpoint, setup.spec, setup.sizes, self.engine.parameters, names)
         self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
-        describe(config, setup, device, repeats, f"{self.data.name}: {len(self.data.training)}", self.cut.grad_accum)
+        describe(config, setup, device, repeats, f"{self.data.name}: {len(self.data.training)}")
         self.open_metrics = partial(
             Metrics,
             config.metrics,
@@ -119,55 +104,6 @@ class Trainer:
             peak_flops=devices.peak_flops(device, training.compute_dtype),
         )
         self.metrics = self.open_metrics(first_step=self.steps_done)
-
-    def _build(self, setup: Setup, loaded: set[str]) -> None:
-        """The network, cut for this rank, and what trains it. loaded: parameters that get their values afterwards."""
-        config, device = self.config, self.device
-        plan, parallel = setup.spec.plan(setup.sizes), config.parallel
-        stages = stages_of_rank(setup.stages, self.meshes.model["pp"].get_local_rank(), parallel)
-        self.parts = parallelize(
-            lambda: setup.spec.network(setup.sizes),
-            plan,
-            stages,
-            self.meshes,
-            parallel,
-            config.activation_checkpoint,
-            config.compile,
-            config.training.compute_dtype,
-            config.data.document_mask,
-            device.type != "cpu",
-        )
-        for part in self.parts.values():
-            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed, loaded)
-        self.parameters = {name: p for part in self.parts.values() for name, p in part.named_parameters()}
-        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
-        self.step = self._make_step(setup)
-        self.pace = Pace(config.resilience.slow_rank_ratio, device)
-        for part in self.parts.values():
-            self.pace.watch(part.get_submodule(plan.blocks))
-
-    def _make_step(self, setup: Setup) -> Step:
-        training = self.config.training
-        cp = self.meshes.data["cp"]
-        common = {
-            "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens),
-            "cut_sequence": partial(cut_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
-            "batch_group": self.batch_group,
-            "loss_group": self.meshes.loss["loss"].get_group(),
-        }
-        if setup.dims.pp == 1:
-            (model,) = self.parts.values()
-            return SpmdStep(model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
-        return PipelineStep(
-            self.parts,
-            schedule=self.config.parallel.pipeline_schedule,
-            microbatches=self.cut.grad_accum,
-            hidden=torch.empty(
-                setup.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
-            ),
-            pipeline_group=self.meshes.model["pp"].get_group(),
-            **common,
-        )
 
     def _open_data(self, setup: Setup) -> None:
         config = self.config
@@ -299,18 +235,12 @@ class Trainer:
         return self._batches()
 
     def train_step(self, batches: Iterator[Batch], rate: float, stop: bool = False) -> StepResult:
-        """One optimizer step over grad_accum microbatches. rate: learning rate; stop: whether this rank was asked to."""
-        self.optimizer.zero_grad()
+        """One optimizer step. rate: learning rate; stop: whether this rank was asked to."""
+        self.engine.optimizer.zero_grad()
         with self.metrics.watch.on("data", synchronize=False) as data:
             microbatches = [next(batches) for _ in range(self.cut.grad_accum)]
         self.pace.after_data(data.seconds)
-        num_targets = count_targets(microbatches, self.batch_group)
-        loss = self.step(microbatches, num_targets)
-        grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
-        self.saver.before_update()  # of the guard too
-        left_out, verdict = self.guard.judge(loss, grad_norm, votes)
-        self.optimizer.step(rate, skip=left_out)
-        return StepResult(loss, grad_norm, num_targets, verdict)
+        return self.engine.update(microbatches, rate, stop, self.saver.before_update)
 
     def _batches(self) -> Iterator[Batch]:
         pin_memory = self.device.type != "cpu"
@@ -340,7 +270,7 @@ class Trainer:
             self._settle_saves()
         for held_out in self.held_out:
             with self.metrics.watch.on("evaluation") as lap:
-                result = held_out.evaluate(self.step, self.cut, self._to_device)
+                result = held_out.evaluate(self.engine.step, self.cut, self._to_device)
                 entropy = held_out.unigram_entropy
             logging.info(
                 f"{held_out.name}: loss {result.loss:.4f} nats over {result.num_targets} tokens "
@@ -357,9 +287,9 @@ class Trainer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything of a run that is a tensor, by its name in a checkpoint."""
-        tensors = {f"model/{name}": p.detach() for name, p in self.parameters.items()}
-        tensors |= {f"optimizer/{name}": t for name, t in self.optimizer.state().items()}
-        return tensors | {f"guard/{name}": t for name, t in self.guard.state().items()}
+        tensors = {f"model/{name}": p.detach() for name, p in self.engine.parameters.items()}
+        tensors |= {f"optimizer/{name}": t for name, t in self.engine.optimizer.state().items()}
+        return tensors | {f"guard/{name}": t for name, t in self.engine.guard.state().items()}
 
     def _all_tensors(self) -> dict[str, Tensor]:
         """The same, and this rank's random state."""

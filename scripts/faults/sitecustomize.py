@@ -116,16 +116,16 @@ def kind_slow_rank(trainer) -> None:
     if not here():
         return
     if FAULT["where"] == "blocks":
-        original = trainer.parallelize
+        original = trainer.parts_of_rank
 
-        def slowed(make_network, plan, *args):
-            parts = original(make_network, plan, *args)
+        def slowed(config, setup, *args):
+            parts = original(config, setup, *args)
             for part in parts.values():
-                for block in part.get_submodule(plan.blocks).children():
+                for block in part.get_submodule(setup.spec.plan(setup.sizes).blocks).children():
                     block.forward = twice(block.forward)
             return parts
 
-        trainer.parallelize = slowed
+        trainer.parts_of_rank = slowed
     else:
         before(trainer.Trainer, "_to_device", lambda *given: time.sleep(0.1))
 
@@ -152,15 +152,15 @@ def kind_gradient(trainer) -> None:
 
 def injure(trainer, scale) -> None:
     """Scale this step's gradients on this rank."""
-    clip = trainer.optimizer.clip
+    clip = trainer.engine.optimizer.clip
 
     def injured(*args, **kwargs):
-        for p in trainer.parameters.values():
+        for p in trainer.engine.parameters.values():
             p.grad.mul_(scale)
-        trainer.optimizer.clip = clip
+        trainer.engine.optimizer.clip = clip
         return clip(*args, **kwargs)
 
-    trainer.optimizer.clip = injured
+    trainer.engine.optimizer.clip = injured
 
 
 # ---------------------------------------------------------------- while a long run goes on

@@ -5,6 +5,7 @@ mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips what no
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -82,22 +83,36 @@ class FlexAttention(nn.Module):
         return self.attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What stands in the place of the plain kernel where that does not do."""
+
+    mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
+    """(cp axis, whether documents make a difference, precision of the computation) -> what makes the mask."""
+    attention: Callable[[nn.Module], nn.Module]
+    """The plain kernel -> one that takes the mask."""
+
+
+ON_CPU = Kernels(TableMask, lambda plain: plain)
+ON_GPU = Kernels(lambda cp, by_document, dtype: BlocksMask(cp, by_document), lambda plain: FlexAttention())
+
+
 def apply_attention(
     model: nn.Module,
     plan: ParallelPlan,
     cp: DeviceMesh,
     by_document: bool,
     dtype: torch.dtype,
-    on_gpu: bool,
+    kernels: Kernels,
     gather_again: Callable[[str], bool],
 ) -> None:
     """Where the plain kernel does not do, put others, and their mask, in its place. by_document: whether attention ends at the
     borders of documents; gather_again: whether a block keeps only its own keys and values for backward."""
     if cp.size() == 1 and not by_document:
         return
-    model.set_submodule(plan.mask, BlocksMask(cp, by_document) if on_gpu else TableMask(cp, by_document, dtype))
+    model.set_submodule(plan.mask, kernels.mask(cp, by_document, dtype))
     for name, block in model.get_submodule(plan.blocks).named_children():
-        kernel = FlexAttention() if on_gpu else block.get_submodule(plan.attention)
+        kernel = kernels.attention(block.get_submodule(plan.attention))
         if cp.size() > 1:
             kernel = GatheredAttention(kernel, cp, gather_again(name))
         block.set_submodule(plan.attention, kernel)

@@ -16,7 +16,7 @@ from trainer.parallel.activation_checkpoint import (
     recompute_all_but,
     recompute_gathers,
 )
-from trainer.parallel.attention import apply_attention
+from trainer.parallel.attention import Kernels, apply_attention
 from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import DTYPES, apply_fsdp
 from trainer.parallel.pipeline import Stage, cut_to_stage
@@ -33,7 +33,7 @@ def parallelize(
     compiling: CompileConfig,
     dtype: str,
     document_mask: bool,
-    on_gpu: bool,
+    kernels: Kernels,
 ) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
     is one stage. dtype: of the computation ("bf16", "fp32"); document_mask: attention ends at the borders of documents.
@@ -59,7 +59,7 @@ def parallelize(
         cut_to_stage(model, plan, stage)
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
-        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], on_gpu, gather_again)
+        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], kernels, gather_again)
         for name, block in model.get_submodule(plan.blocks).named_children():
             block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
         apply_fsdp(model, plan, meshes.model, parallel, dtype)

@@ -1,0 +1,115 @@
+"""What a rank trains with: its part of the network, the step, the optimizer; and one update of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer import device as devices
+from trainer.batch import Batch
+from trainer.config import Config
+from trainer.loss import CrossEntropyHead
+from trainer.optimizer import Optimizer
+from trainer.parallel.attention import Kernels
+from trainer.parallel.context import cut_sequence
+from trainer.parallel.dims import Meshes
+from trainer.parallel.fsdp import DTYPES
+from trainer.parallel.initialize import initialize
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
+from trainer.parallel.step import SpmdStep, Step, count_targets
+from trainer.resilience import Guard
+from trainer.setup import Setup
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Global values, the same on every rank."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_targets: Tensor
+    verdict: Tensor
+    """For Verdicts."""
+
+
+def parts_of_rank(config: Config, setup: Setup, meshes: Meshes, kernels: Kernels) -> dict[Stage, nn.Module]:
+    """The stages of the network that this rank holds, parallelised, on the meta device."""
+    return parallelize(
+        lambda: setup.spec.network(setup.sizes),
+        setup.spec.plan(setup.sizes),
+        stages_of_rank(setup.stages, meshes.model["pp"].get_local_rank(), config.parallel),
+        meshes,
+        config.parallel,
+        config.activation_checkpoint,
+        config.compile,
+        config.training.compute_dtype,
+        config.data.document_mask,
+        kernels,
+    )
+
+
+class Engine:
+    """Knows of no data, files or records: the Trainer's step is this one, and so is a plan's."""
+
+    def __init__(
+        self,
+        config: Config,
+        setup: Setup,
+        device: torch.device,
+        meshes: Meshes,
+        parts: dict[Stage, nn.Module],
+        loaded: set[str],
+    ):
+        """parts: by parts_of_rank; they get memory and values here. loaded: parameters that get their values afterwards."""
+        self.config = config
+        self.device = device
+        self.meshes = meshes
+        self.parts = parts
+        parallel = config.parallel
+        for part in parts.values():
+            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed, loaded)
+        self.parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
+        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
+        self.guard = Guard(config.resilience, self.optimizer.device)
+        self.batch_group = meshes.data["batch"].get_group()
+        self.step = self._make_step(setup)
+
+    def _make_step(self, setup: Setup) -> Step:
+        training = self.config.training
+        cp = self.meshes.data["cp"]
+        common = {
+            "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens),
+            "cut_sequence": partial(cut_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
+            "batch_group": self.batch_group,
+            "loss_group": self.meshes.loss["loss"].get_group(),
+        }
+        if setup.dims.pp == 1:
+            (model,) = self.parts.values()
+            return SpmdStep(model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
+        return PipelineStep(
+            self.parts,
+            schedule=self.config.parallel.pipeline_schedule,
+            microbatches=setup.grad_accum,
+            hidden=torch.empty(
+                setup.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
+            ),
+            pipeline_group=self.meshes.model["pp"].get_group(),
+            **common,
+        )
+
+    def update(
+        self, microbatches: Sequence[Batch], rate: float, stop: bool, before_update: Callable[[], None]
+    ) -> StepResult:
+        """One optimizer step. rate: learning rate; stop: whether this rank was asked to; before_update: called when
+        parameters and the guard's state are about to change."""
+        num_targets = count_targets(microbatches, self.batch_group)
+        loss = self.step(microbatches, num_targets)
+        grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
+        before_update()
+        left_out, verdict = self.guard.judge(loss, grad_norm, votes)
+        self.optimizer.step(rate, skip=left_out)
+        return StepResult(loss, grad_norm, num_targets, verdict)
