@@ -9,6 +9,7 @@ import torch
 
 from tests.conftest import ROOT
 from trainer import device as devices
+from trainer.boards import BOARDS
 from trainer.config import MetricsConfig
 from trainer.metrics import Metrics, Stopwatch, duration
 
@@ -76,7 +77,7 @@ def test_throughput_is_tokens_over_training_time_alone(tmp_path, monkeypatch):
 
 def test_mfu_of_published_examples():
     """Llama-3 405B: 430 TFLOP/s for each of 8,192 H100 were published as 43 % (arXiv:2407.21783, table 4)."""
-    assert 100 * 430e12 / devices._PEAK_FLOPS["NVIDIA H100 80GB HBM3"]["bf16"] == pytest.approx(43, abs=0.6)
+    assert 100 * 430e12 / BOARDS["NVIDIA H100 80GB HBM3"].flops["bf16"] == pytest.approx(43, abs=0.6)
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):

@@ -11,23 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from trainer.boards import BOARDS, GIB
 from trainer.config import ConfigError
 from trainer.system import cores, local_rank
-
-GIB = 2**30
-
-# Dense peak FLOP/s by the makers' datasheets, under the whole name: another board, or a slice of one, has another peak. A
-# device that is not here has no MFU: a guess would be a wrong figure.
-_PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": {"bf16": 312e12, "fp32": 19.5e12},
-    "NVIDIA A100-SXM4-80GB": {"bf16": 312e12, "fp32": 19.5e12},
-    "NVIDIA A100-PCIE-40GB": {"bf16": 312e12, "fp32": 19.5e12},
-    "NVIDIA A100 80GB PCIe": {"bf16": 312e12, "fp32": 19.5e12},
-    "NVIDIA H100 80GB HBM3": {"bf16": 989.4e12, "fp32": 66.9e12},
-    "NVIDIA H100 PCIe": {"bf16": 756e12, "fp32": 51e12},
-    "NVIDIA H200": {"bf16": 989.4e12, "fp32": 66.9e12},
-    "NVIDIA B200": {"bf16": 2250e12},
-}
 
 
 def count() -> int:
@@ -70,7 +56,8 @@ def name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None where no figure is known."""
-    return _PEAK_FLOPS.get(name(device), {}).get(dtype)
+    board = BOARDS.get(name(device))
+    return board.flops.get(dtype) if board else None
 
 
 def set_cpu_threads(threads: int) -> None:

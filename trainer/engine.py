@@ -106,6 +106,7 @@ class Engine:
     ) -> StepResult:
         """One optimizer step. rate: learning rate; stop: whether this rank was asked to; before_update: called when
         parameters and the guard's state are about to change."""
+        self.optimizer.zero_grad()
         num_targets = count_targets(microbatches, self.batch_group)
         loss = self.step(microbatches, num_targets)
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)

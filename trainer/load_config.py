@@ -175,17 +175,18 @@ def _put_words(into: _Values, words: Sequence[tuple[str, str]]) -> None:
             into.put(setting, value, origin)
 
 
-def load_config(argv: Sequence[str]) -> Config:
-    """argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
+def load_config(argv: Sequence[str], files: bool = True) -> Config:
+    """argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`. files: whether those
+    that settings name must be there.
 
     Raises ConfigError with the whole line for anything that is not exactly right.
     """
     words = list(command_words(argv))
-    files = [value for flag, value in words if flag == "--config"]
-    if len(files) > 1:
-        raise ConfigError("", f"--config {files[1]}: given twice")
-    path = Path(files[0]) if files else DEFAULT_CONFIG
-    shown = files[0] if files else str(path)
+    named = [value for flag, value in words if flag == "--config"]
+    if len(named) > 1:
+        raise ConfigError("", f"--config {named[1]}: given twice")
+    path = Path(named[0]) if named else DEFAULT_CONFIG
+    shown = named[0] if named else str(path)
     into = _Values()
     _put_file(into, _read_toml(path, shown), shown)
     _put_words(into, [(flag, value) for flag, value in words if flag != "--config"])
@@ -198,6 +199,8 @@ def load_config(argv: Sequence[str]) -> Config:
     config = Config(**sections, origins=into.origins)
     try:
         _check_combinations(config)
+        if files:
+            _check_files(config)
     except ConfigError as error:
         raise ConfigError("", config.explain(error)) from None
     return config
@@ -219,14 +222,6 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
     if config.data.dataset not in ("python_stdlib", "chat") and not config.data.path and not config.data.datasets:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
-    if config.checkpoint.initial and (problem := no_folder(config.checkpoint.initial)):
-        raise ConfigError("checkpoint.initial", problem)
-    folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
-    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
-        raise ConfigError("tokenizer.path", "no such file")
-    for key, kind, path in _datasets(config):
-        if path and kind in _WITH_FILES and not _exists(path):
-            raise ConfigError(key, "no such file or folder, and no match as a pattern")
     if config.parallel.dp_shard == 0:
         raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
     reshard = config.parallel.reshard_after_forward
@@ -236,6 +231,17 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("evaluation.interval_steps", "needs held-out documents, but [data] held_out_fraction is 0")
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
+
+
+def _check_files(config: Config) -> None:
+    if config.checkpoint.initial and (problem := no_folder(config.checkpoint.initial)):
+        raise ConfigError("checkpoint.initial", problem)
+    folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
+    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
+        raise ConfigError("tokenizer.path", "no such file")
+    for key, kind, path in _datasets(config):
+        if path and kind in _WITH_FILES and not _exists(path):
+            raise ConfigError(key, "no such file or folder, and no match as a pattern")
 
 
 _WITH_FILES = ("text", "jsonl", "parquet", "tokens", "chat", "stores")
@@ -318,13 +324,13 @@ def one_line_errors(config: Config) -> Iterator[None]:
         exit_with(config.explain(error))
 
 
-def config_from_command_line(argv: Sequence[str]) -> Config:
+def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
     """load_config for a command: answers --help and --print-config, and turns errors into one line and exit code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     try:
         logging.check_chosen_ranks()
-        config = load_config([word for word in argv if word != "--print-config"])
+        config = load_config([word for word in argv if word != "--print-config"], files)
     except ConfigError as error:
         exit_with(str(error))
     if "--print-config" in argv:

@@ -236,7 +236,6 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Batch], rate: float, stop: bool = False) -> StepResult:
         """One optimizer step. rate: learning rate; stop: whether this rank was asked to."""
-        self.engine.optimizer.zero_grad()
         with self.metrics.watch.on("data", synchronize=False) as data:
             microbatches = [next(batches) for _ in range(self.cut.grad_accum)]
         self.pace.after_data(data.seconds)

@@ -24,8 +24,10 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
     model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
+            if name in loaded:
+                continue
             local, shape, offset = local_region(parameter)
-            if local.numel() == 0 or name in loaded:
+            if local.numel() == 0:
                 continue
             last = offset[0] + local.shape[0]
             blocks = range(offset[0] // _ROWS, -(-last // _ROWS))

@@ -1,0 +1,224 @@
+"""What a rank really allocates in a step, by the allocator's own events in torch's profiler."""
+
+import bisect
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainer.batch import Batch
+from trainer.engine import Engine, parts_of_rank
+from trainer.load_config import load_config
+from trainer.parallel.attention import ON_CPU
+from trainer.parallel.dims import Meshes
+from trainer.setup import set_up
+
+STEP = "the step that is measured"
+
+
+@dataclass(slots=True)
+class Block:
+    """Memory, from its allocation to its release."""
+
+    address: int
+    size: int
+    born: int
+    """Nanoseconds."""
+    died: float = float("inf")
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    peak: int
+    """Bytes."""
+    by_kind: dict[str, int]
+    """At the peak."""
+
+
+class _Watch:
+    """What FSDP holds at which time: (nanoseconds, address, kind)."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, str]] = []
+
+    def note(self, tensor: Tensor | None, kind: str) -> None:
+        if tensor is not None:
+            address = _local(tensor).untyped_storage().data_ptr()
+            with record_function(f"{kind}@{address}"):
+                pass
+
+    @contextmanager
+    def over_fsdp(self) -> Iterator[None]:
+        reduce, wait = FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard
+
+        def watched_reduce(group: FSDPParamGroup, *args: Any) -> Any:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    self.note(parameter._unsharded_param.grad, "gradients")
+                self.note(parameter.unsharded_accumulated_grad, "gradients")
+            result = reduce(group, *args)
+            for parameter in group.fsdp_params:
+                self.note(parameter.unsharded_accumulated_grad, "gradients")
+            return result
+
+        def watched_wait(group: FSDPParamGroup) -> None:
+            wait(group)
+            for parameter in group.fsdp_params:
+                self.note(parameter._unsharded_param.detach(), "unsharded parameters")
+
+        FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard = watched_reduce, watched_wait
+        try:
+            yield
+        finally:
+            FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard = reduce, wait
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def measure(argv: Sequence[str]) -> Measured:
+    """On each rank: the memory of a step that is not the first."""
+    config, cpu = load_config(argv), torch.device("cpu")
+    setup = set_up(config, dist.get_world_size())
+    training, watch = config.training, _Watch()
+    meshes = Meshes(setup.dims, cpu)
+    parts = parts_of_rank(config, setup, meshes, ON_CPU)
+    engine = Engine(config, setup, cpu, meshes, parts, loaded=set())
+
+    def step() -> None:
+        batches = [_batch(setup.sizes.vocab_size, training) for _ in range(setup.grad_accum)]
+        engine.update(batches, rate=1e-4, stop=False, before_update=lambda: None)
+
+    step()
+    engine.optimizer.zero_grad()
+    before = _there_already()
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
+        record_function(STEP),
+        watch.over_fsdp(),
+    ):
+        step()
+        for parameter in engine.parameters.values():
+            watch.note(parameter.detach(), "parameters")
+            watch.note(parameter.grad, "gradients")
+        for tensor in engine.optimizer.state().values():
+            watch.note(tensor, "optimizer")
+    return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
+
+
+def _there_already() -> list[Block]:
+    """The profiler tells of what is allocated while it looks on."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), Tensor) and tensor.device.type == "cpu":
+            storage = _local(tensor.detach()).untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return [Block(address, size, born=0) for address, size in sizes.items() if size]
+
+
+def _batch(vocab_size: int, training) -> Batch:
+    shape = training.local_batch_size, training.seq_len
+    tokens = torch.randint(vocab_size, shape)
+    positions = torch.arange(training.seq_len).repeat(training.local_batch_size, 1)
+    return Batch(tokens=tokens, labels=tokens.clone(), positions=positions, documents=torch.zeros_like(tokens))
+
+
+# ---------------------------------------------------------------- the profiler's events
+
+
+def _flat(events: Iterable) -> Iterator:
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def _read(tree: Sequence, before: list[Block]) -> Measured:
+    events = sorted(_flat(tree), key=lambda event: event.start_time_ns)
+    (step,) = [event for event in events if event.name == STEP]
+    blocks = _blocks(events, before)
+    at: dict[int, list[Block]] = {}
+    for block in blocks:
+        at.setdefault(block.address, []).append(block)
+
+    def find(address: int, time: int) -> Block | None:
+        return next((b for b in at.get(address, ()) if b.born <= time <= b.died), None)
+
+    sent: set[int] = set()
+    for event in events:
+        kind, _, address = event.name.partition("@")
+        if address.isdigit() and (block := find(int(address), event.start_time_ns)):
+            block.kind = kind
+        elif event.name.startswith(("c10d::", "_c10d_functional::")):
+            for tensor in _tensors(event):
+                if block := find(tensor, event.start_time_ns):
+                    sent.add(id(block))
+    backward = _backward_windows(events)
+    window = [b for b in blocks if b.born <= step.end_time_ns and b.died >= step.start_time_ns]
+    times = sorted({b.born for b in window if b.born >= step.start_time_ns} | {step.start_time_ns})
+    changes = sorted([(b.born, b.size) for b in window] + [(b.died, -b.size) for b in window])
+    peak, when, total, position = 0, 0, 0, 0
+    for time in times:
+        while position < len(changes) and changes[position][0] <= time:
+            total += changes[position][1]
+            position += 1
+        if total > peak:
+            peak, when = total, time
+    by_kind: Counter[str] = Counter()
+    for block in window:
+        if block.born <= when < block.died:
+            kept = not backward(block.born) and backward(block.died)
+            by_kind[
+                block.kind or ("activations" if kept else "communication" if id(block) in sent else "temporaries")
+            ] += block.size
+    return Measured(peak, dict(by_kind))
+
+
+def _blocks(events: Iterable, before: list[Block]) -> list[Block]:
+    blocks = list(before)
+    alive = {block.address: block for block in before}
+    for event in events:
+        if event.name != "[memory]":
+            continue
+        fields = event.extra_fields
+        if fields.alloc_size > 0:
+            alive[fields.ptr] = Block(fields.ptr, fields.alloc_size, event.start_time_ns)
+            blocks.append(alive[fields.ptr])
+        elif fields.ptr in alive:
+            alive.pop(fields.ptr).died = event.start_time_ns
+    return blocks
+
+
+def _tensors(event) -> Iterator[int]:
+    """Addresses of the storages that an operator was given."""
+    for given in getattr(event.extra_fields, "inputs", ()):
+        for one in given if isinstance(given, list) else [given]:
+            if getattr(one, "storage_data_ptr", None):
+                yield one.storage_data_ptr
+
+
+def _backward_windows(events: Iterable):
+    spans: list[tuple[int, int]] = []
+    for event in events:
+        if event.name.startswith("autograd::engine::evaluate_function") and (
+            not spans or event.start_time_ns > spans[-1][1]
+        ):
+            spans.append((event.start_time_ns, event.end_time_ns))
+    starts = [start for start, _ in spans]
+
+    def inside(time: float) -> bool:
+        place = bisect.bisect_right(starts, time) - 1
+        return place >= 0 and time <= spans[place][1]
+
+    return inside

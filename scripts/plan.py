@@ -1,0 +1,287 @@
+"""Plan a run before it is paid for: python scripts/plan.py --config FILE.toml --world 64 --device h100 [...]
+
+Runs the trainer's own step for a first, a middle and a last rank of an imaginary world, without values and on one CPU, and
+prints what it needs: memory, where it goes and when most is needed; what crosses the network; how long a step should take.
+
+--world N               ranks of the run (default: 8)
+--device NAME           a100, a100-40gb, h100, h200, b200, or cpu: this machine (default: h100)
+--tokens N              tokens to train on, as 15e12: how long that takes
+--reserve-gib X         memory of the device that the allocator does not get: context, collectives' buffers (default: 2)
+--memory-gib X, --peak-tflops X, --bandwidth-gbs X, --link-gbs X, --network-gbs X, --per-machine N
+                        in the place of the device's own figures (GB/s: 10^9 bytes per second, in each direction)
+--json                  the plan as JSON
+--section.key VALUE     any setting
+
+Exit code 0 if the run fits, 1 if it does not. Datasets, tokenizer and checkpoints need not be there.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.arguments import Arguments, count, positive, run_to_end
+from trainer.boards import BOARDS, GIB, SHORT_NAMES, Board
+from trainer.config import CompileConfig, Config, ConfigError, DataConfig, EvaluationConfig, TokenizerConfig
+from trainer.load_config import config_from_command_line, one_line_errors
+from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.recorder import KINDS
+from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, StepTime, bubble, step_time, wire_bytes
+from trainer.setup import Setup, set_up
+from trainer.simulate import Simulation, simulate
+from trainer.system import cores
+
+DAY_S = 86400
+TIGHT = 0.1
+"""Share of the memory below which what is left may be lost to fragments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    simulations: list[Simulation]
+    times: list[StepTime]
+    setup: Setup
+    config: Config
+    board: Board
+    reserve: float
+    """Bytes."""
+
+    @property
+    def largest(self) -> Simulation:
+        return max(self.simulations, key=lambda simulation: simulation.peak)
+
+    @property
+    def slowest(self) -> StepTime:
+        return max(self.times, key=lambda time: time.total_s)
+
+    @property
+    def left(self) -> float:
+        """Bytes of the device that nothing needs; negative where they do not suffice."""
+        return self.board.memory_gib * GIB - self.reserve - self.largest.peak
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.training.global_batch_size * self.config.training.seq_len
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.slowest.total_s
+
+    @property
+    def mfu(self) -> float:
+        flops = self.setup.flops_per_token * self.tokens_per_second
+        return flops / (self.setup.dims.world_size * self.board.flops[self.config.training.compute_dtype])
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes: of the parameters and of the optimizer's state."""
+        one = self.simulations[0]
+        return self.setup.num_parameters * 4 * (one.parameters + one.optimizer) // one.parameters
+
+
+def without_files(config: Config) -> Config:
+    """What is planned, without what it is planned without."""
+    data = DataConfig(document_mask=config.data.document_mask)
+    return replace(
+        config,
+        tokenizer=TokenizerConfig(),
+        data=data,
+        evaluation=EvaluationConfig(),
+        compile=CompileConfig(),
+        parallel=replace(config.parallel, async_tensor_parallel=False),
+    )
+
+
+def chosen_ranks(setup: Setup) -> list[int]:
+    """The first of the first, of a middle and of the last pipeline stage's ranks."""
+    of_stage = setup.dims.ranks_of_stage
+    return sorted({stage * of_stage for stage in (0, setup.dims.pp // 2, setup.dims.pp - 1)})
+
+
+def plan(config: Config, world_size: int, board: Board, reserve: float, on_gpu: bool) -> Plan:
+    """Raises ConfigError for what cannot run, or cannot be planned."""
+    if config.activation_checkpoint.mode == "budget":
+        raise ConfigError("activation_checkpoint.mode", "cannot be planned: the compiler chooses what is kept")
+    config = without_files(config)
+    setup = set_up(config, world_size)
+    simulations = simulate(config, world_size, chosen_ranks(setup), on_gpu)
+    parallel = config.parallel
+    idle = 0.0
+    if parallel.pp > 1:
+        splits = SCHEDULES[parallel.pipeline_schedule].splits_backward
+        idle = bubble(parallel.pp, stages_per_rank(parallel), setup.grad_accum, splits)
+    times = [step_time(s.work, s.traffic, s.group_ranks, board, idle) for s in simulations]
+    return Plan(simulations=simulations, times=times, setup=setup, config=config, board=board, reserve=reserve)
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"
+
+
+def by_group(simulation: Simulation) -> dict[str, Counter[str]]:
+    """Bytes at the peak of the embedding, all blocks, the output; by kind."""
+    groups: dict[str, Counter[str]] = {}
+    for module, kinds in simulation.by_module.items():
+        groups.setdefault(module.partition(".")[0] or "(the rest)", Counter()).update(kinds)
+    return groups
+
+
+def told(plan: Plan, device: str, tokens: float) -> str:
+    config, setup, largest, slowest = plan.config, plan.setup, plan.largest, plan.slowest
+    lines = [
+        f"{config.run.name}: {config.model.name}/{config.model.size}, {setup.num_parameters:,} parameters, "
+        f"{setup.dims.world_size} x {device} ({setup.dims})",
+        f"{config.training.global_batch_size} samples of {config.training.seq_len} tokens a step, in {setup.grad_accum} "
+        f"microbatches on each rank",
+        "",
+        "memory of a rank at its peak",
+        f"  {'':<24}" + "".join(f"{f'rank {s.rank}':>14}" for s in plan.simulations),
+    ]
+    for kind in KINDS:
+        lines.append(f"  {kind:<24}" + "".join(f"{gib(s.by_kind[kind]):>14}" for s in plan.simulations))
+    lines.append(f"  {'together':<24}" + "".join(f"{gib(s.peak):>14}" for s in plan.simulations))
+    if largest.host:
+        lines.append(f"  {'host memory':<24}" + "".join(f"{gib(s.host):>14}" for s in plan.simulations))
+    lines += [f"  rank {largest.rank}: in {largest.at}"]
+    lines += ["", f"where rank {largest.rank} has it"]
+    for group, kinds in by_group(largest).items():
+        parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.most_common() if size > 0.005 * largest.peak)
+        lines.append(f"  {group:<16}{gib(kinds.total()):>12}" + f"  ({parts})" * bool(parts))
+    lines += ["", f"what rank {largest.rank} sends in a step"]
+    for (axis, collective), seen in sorted(largest.traffic.items()):
+        ranks = len(largest.group_ranks[axis])
+        sent = gib(wire_bytes(collective, seen.size, ranks))
+        lines.append(f"  {axis:<14}{ranks:>6} ranks {collective:<16}{seen.count:>9,.0f} times {sent:>14}")
+    flops = sum(flops * times for (_, flops, _), times in largest.work.items())
+    lines += [
+        "",
+        f"time of a step: {slowest.total_s:.3g} s, {100 * plan.mfu:.1f} % MFU, {plan.tokens_per_second:,.0f} tokens per second, "
+        f"{plan.tokens_per_second * DAY_S:,.3g} a day; bound by {slowest.bound}",
+        f"  matrix products {slowest.matmuls_s:.3g} s ({flops / 1e12:,.1f} TFLOP), other operators {slowest.memory_s:.3g} s, "
+        f"waiting for collectives {slowest.waiting_s:.3g} s, collectives beside them {slowest.beside_s:.3g} s"
+        + f", bubble {100 * slowest.bubble:.1f} %"
+        * (slowest.bubble > 0),
+        f"  assumed: {100 * OF_FLOPS:.0f} % of {plan.board.flops[config.training.compute_dtype] / 1e12:,.0f} TFLOP/s, "
+        f"{100 * OF_BANDWIDTH:.0f} % of {plan.board.bandwidth / 1e9:,.0f} GB/s of memory, {100 * OF_NETWORK:.0f} % of "
+        f"{plan.board.link / 1e9:,.0f} GB/s in a machine of {plan.board.per_machine} and of {plan.board.network / 1e9:,.0f} "
+        "GB/s to others",
+    ]
+    if tokens:
+        days = tokens / plan.tokens_per_second / DAY_S
+        lines.append(f"  {tokens:,.3g} tokens: {days:,.1f} days, {days * setup.dims.world_size * 24:,.0f} device hours")
+    lines += [f"checkpoint: {gib(plan.checkpoint)}", verdict(plan)]
+    return "\n".join(lines)
+
+
+def verdict(plan: Plan) -> str:
+    have = f"{plan.board.memory_gib:g} GiB less {gib(plan.reserve)} that the allocator does not get"
+    if plan.left < 0:
+        return f"does not fit: {gib(-plan.left)} more than {have}"
+    share = plan.left / (plan.board.memory_gib * GIB)
+    tight = "; tight, for fragments may take a tenth" if share < TIGHT else ""
+    return f"fits: {gib(plan.left)} left of {have}{tight}"
+
+
+def as_json(plan: Plan) -> str:
+    time = plan.slowest
+    return json.dumps(
+        {
+            "world_size": plan.setup.dims.world_size,
+            "parameters": plan.setup.num_parameters,
+            "fits": plan.left >= 0,
+            "left_bytes": int(plan.left),
+            "ranks": [_rank_as_json(simulation) for simulation in plan.simulations],
+            "step_time_s": time.total_s,
+            "mfu_percent": 100 * plan.mfu,
+            "tokens_per_second": plan.tokens_per_second,
+            "bound": time.bound,
+            "matmuls_s": time.matmuls_s,
+            "memory_s": time.memory_s,
+            "collectives_s": dict(time.collectives_s),
+            "bubble": time.bubble,
+            "checkpoint_bytes": plan.checkpoint,
+        },
+        indent=1,
+    )
+
+
+def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "rank": simulation.rank,
+        "peak_bytes": simulation.peak,
+        "at": str(simulation.at),
+        "by_kind": simulation.by_kind,
+        "by_module": simulation.by_module,
+        "host_bytes": simulation.host,
+        "traffic": [
+            {"axis": axis, "collective": collective, "count": seen.count, "bytes": seen.size}
+            for (axis, collective), seen in simulation.traffic.items()
+        ],
+        "flops": sum(flops * times for (_, flops, _), times in simulation.work.items()),
+    }
+
+
+# ---------------------------------------------------------------- the command
+
+
+def this_machine() -> Board:
+    """A rank on this machine's CPU. Its rates are those of a common core, to be replaced by measured ones."""
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    return Board(
+        flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
+        memory_gib=int(memory.split()[1]) / 2**20,
+        bandwidth=1e10 * cores(),
+        link=2e9,
+        network=1e9,
+        per_machine=10**6,
+    )
+
+
+def board_of(arguments: argparse.Namespace) -> Board:
+    board = this_machine() if arguments.device == "cpu" else BOARDS[SHORT_NAMES[arguments.device]]
+    rates = {"bandwidth": arguments.bandwidth_gbs, "link": arguments.link_gbs, "network": arguments.network_gbs}
+    given = {name: 1e9 * rate for name, rate in rates.items() if rate}
+    if arguments.memory_gib:
+        given["memory_gib"] = arguments.memory_gib
+    if arguments.per_machine:
+        given["per_machine"] = arguments.per_machine
+    if arguments.peak_tflops:
+        given["flops"] = dict.fromkeys(board.flops, 1e12 * arguments.peak_tflops)
+    return replace(board, **given)
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Arguments(__doc__)
+    parser.add_argument("--world", type=count, default=8)
+    parser.add_argument("--device", choices=[*SHORT_NAMES, "cpu"], default="h100")
+    parser.add_argument("--tokens", type=positive, default=0.0)
+    parser.add_argument("--reserve-gib", type=positive, default=2.0)
+    for name in ("memory-gib", "peak-tflops", "bandwidth-gbs", "link-gbs", "network-gbs"):
+        parser.add_argument(f"--{name}", type=positive)
+    parser.add_argument("--per-machine", type=count)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_known_args(argv)
+
+
+def main() -> None:
+    arguments, settings = parse(sys.argv[1:])
+    config = config_from_command_line(settings, files=False)
+    on_gpu = arguments.device != "cpu"
+    with one_line_errors(config):
+        made = plan(config, arguments.world, board_of(arguments), arguments.reserve_gib * GIB * on_gpu, on_gpu)
+    print(as_json(made) if arguments.json else told(made, arguments.device, arguments.tokens))
+    sys.exit(0 if made.left >= 0 else 1)
+
+
+if __name__ == "__main__":
+    run_to_end(main)

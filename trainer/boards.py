@@ -1,0 +1,59 @@
+"""What devices can do, by their makers' datasheets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Board:
+    """One device, in machines of several. All rates are peaks; what of them is reached is for others to say."""
+
+    flops: Mapping[str, float]
+    """Precision -> dense FLOP/s of matrix products."""
+    memory_gib: float
+    """As the driver gives it to programs."""
+    bandwidth: float
+    """Bytes per second to and from its memory."""
+    link: float
+    """Bytes per second, in each direction, to the other devices of its machine."""
+    network: float
+    """Bytes per second, in each direction, to other machines: this device's share."""
+    per_machine: int = 8
+
+
+_A100_PCIE = {"flops": {"bf16": 312e12, "fp32": 19.5e12}, "link": 32e9, "network": 12.5e9}
+
+# Under the whole name: another board, or a slice of one, has another peak. A device that is not here has no MFU: a guess would
+# be a wrong figure.
+BOARDS = {
+    "NVIDIA A100-SXM4-40GB": Board(
+        flops={"bf16": 312e12, "fp32": 19.5e12}, memory_gib=39.4, bandwidth=1.555e12, link=300e9, network=25e9
+    ),
+    "NVIDIA A100-SXM4-80GB": Board(
+        flops={"bf16": 312e12, "fp32": 19.5e12}, memory_gib=79.15, bandwidth=2.039e12, link=300e9, network=25e9
+    ),
+    "NVIDIA A100-PCIE-40GB": Board(**_A100_PCIE, memory_gib=39.4, bandwidth=1.555e12),
+    "NVIDIA A100 80GB PCIe": Board(**_A100_PCIE, memory_gib=79.15, bandwidth=1.935e12),
+    "NVIDIA H100 80GB HBM3": Board(
+        flops={"bf16": 989.4e12, "fp32": 66.9e12}, memory_gib=79.1, bandwidth=3.35e12, link=450e9, network=50e9
+    ),
+    "NVIDIA H100 PCIe": Board(
+        flops={"bf16": 756e12, "fp32": 51e12}, memory_gib=79.1, bandwidth=2.0e12, link=64e9, network=25e9
+    ),
+    "NVIDIA H200": Board(
+        flops={"bf16": 989.4e12, "fp32": 66.9e12}, memory_gib=139.8, bandwidth=4.8e12, link=450e9, network=50e9
+    ),
+    "NVIDIA B200": Board(
+        flops={"bf16": 2250e12, "fp32": 75e12}, memory_gib=178.3, bandwidth=8e12, link=900e9, network=50e9
+    ),
+}
+
+SHORT_NAMES = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+}

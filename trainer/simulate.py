@@ -1,0 +1,270 @@
+"""The trainer's own update in an imaginary world: every rank but one is pretended, and no tensor has values."""
+
+import multiprocessing
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import _utils as pipelining
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainer.batch import Batch
+from trainer.config import Config
+from trainer.engine import Engine, parts_of_rank
+from trainer.parallel.attention import ON_CPU, Kernels
+from trainer.parallel.dims import Meshes
+from trainer.recorder import KINDS, Moment, Recorder, Traffic
+from trainer.setup import set_up
+from trainer.system import cores, die_with_parent
+
+CPU = torch.device("cpu")
+_ALIKE = 4
+"""Microbatches from which on those between the first and the last are one, counted as often as there are."""
+
+ON_IMAGINARY_GPU = Kernels(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
+"""flex_attention keeps for backward what the plain kernel keeps, and its mask is small."""
+
+
+class _NoMask(nn.Module):
+    def forward(self, positions: Tensor, documents: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What one rank does in a step that is not the first."""
+
+    rank: int
+    peak: int
+    """Bytes."""
+    at: Moment
+    by_kind: dict[str, int]
+    """Bytes at the peak, of each of KINDS."""
+    by_module: dict[str, dict[str, int]]
+    """The same, by module and kind."""
+    course: list[int]
+    """Bytes after each event of the step."""
+    host: int
+    """Peak of the bytes in host memory, where parameters are offloaded; not in the others."""
+    traffic: dict[tuple[str, str], Traffic]
+    """By (axis, collective)."""
+    group_ranks: dict[str, list[int]]
+    """Axis -> the ranks of this rank's group."""
+    work: dict[tuple[str, int, int], float]
+    """(precision, FLOPs, bytes moved) of an operator -> how often."""
+    parameters: int
+    """Bytes of this rank's shards."""
+    optimizer: int
+
+
+@contextmanager
+def imaginary_world(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(config: Config, world_size: int, ranks: Sequence[int], on_gpu: bool) -> list[Simulation]:
+    """One step of each of these ranks, as it is on a CPU or on a GPU. Each in a process of its own: DTensor remembers the groups
+    of a world, and would look for them in the next."""
+    processes = min(len(ranks), cores())
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.simulate"])
+    with ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool:
+        return list(pool.map(partial(_simulate, config, world_size, on_gpu=on_gpu), ranks))
+
+
+def _simulate(config: Config, world_size: int, rank: int, on_gpu: bool) -> Simulation:
+    setup = set_up(config, world_size)
+    with imaginary_world(rank, setup.dims.world_size):
+        meshes = Meshes(setup.dims, CPU)
+        parts = parts_of_rank(config, setup, meshes, ON_IMAGINARY_GPU if on_gpu else ON_CPU)
+        with FakeTensorMode(allow_non_fake_inputs=True), _norms(on_gpu):
+            engine = Engine(config, setup, CPU, meshes, parts, set(setup.parameter_names))
+            if setup.dims.pp > 1:
+                _agree_on_shapes(engine)
+            count = setup.grad_accum
+            alike = setup.dims.pp == 1 and count >= _ALIKE
+            # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
+            _update(engine, [_batch(config)] * (count if setup.dims.pp > 1 else min(count, 2)))
+            engine.optimizer.zero_grad()
+            on_host = on_gpu and config.parallel.offload_parameters
+            recorder = Recorder(_known(engine), on_host, on_gpu)
+            batches = _Microbatches([_batch(config) for _ in range(3 if alike else count)], recorder, count)
+            with recorder, recorder.following(parts.values()), _gradients_told(recorder):
+                _update(engine, batches)
+                for parameter in engine.parameters.values():
+                    recorder.mark(parameter.grad, "gradients", on_host)
+            return _result(rank, meshes, recorder)
+
+
+def _update(engine: Engine, microbatches: Sequence[Batch]) -> None:
+    engine.update(microbatches, rate=1e-4, stop=False, before_update=lambda: None)
+
+
+def _batch(config: Config) -> Batch:
+    shape = config.training.local_batch_size, config.training.seq_len
+    return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in fields(Batch)))
+
+
+class _Microbatches(Sequence[Batch]):
+    """Of a step that has `count` of them; those between the first and the last count for those that are left out."""
+
+    def __init__(self, batches: Sequence[Batch], recorder: Recorder, count: int):
+        self.batches = batches
+        self.recorder = recorder
+        self.count = count
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+    def __iter__(self) -> Iterator[Batch]:
+        middle = len(self.batches) - 2
+        for number, batch in enumerate(self.batches):
+            at_an_end = number in (0, len(self.batches) - 1)
+            self.recorder.weight = 1.0 if at_an_end else (self.count - 2) / middle
+            yield batch
+
+
+def _known(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    yield from (("parameters", parameter.detach()) for parameter in engine.parameters.values())
+    yield from (("optimizer", tensor) for tensor in engine.optimizer.state().values())
+
+
+def _agree_on_shapes(engine: Engine) -> None:
+    """In torch's pipelines neighbours vote on whether both know the shapes of what passes; here are none, and all do."""
+
+    def agree(stages: Sequence, *rest) -> None:
+        for stage in stages:
+            stage._inference_mode = pipelining.InferenceMode.STATIC
+
+    engine.step.schedule._warmup_p2p = agree
+
+
+@contextmanager
+def _gradients_told(recorder: Recorder) -> Iterator[None]:
+    """Gradients of gathered parameters, which FSDP takes away when it has reduced them or added them up."""
+    reduce = FSDPParamGroup.post_backward
+
+    def told(group: FSDPParamGroup, *args) -> None:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            for gradient in (gathered is not None and gathered.grad, parameter.unsharded_accumulated_grad):
+                if isinstance(gradient, Tensor):
+                    recorder.mark(gradient, "gradients")
+        reduce(group, *args)
+        for parameter in group.fsdp_params:
+            if parameter.unsharded_accumulated_grad is not None:
+                recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
+
+    FSDPParamGroup.post_backward = told
+    try:
+        yield
+    finally:
+        FSDPParamGroup.post_backward = reduce
+
+
+# ---------------------------------------------------------------- norms
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What torch's kernel for GPUs keeps and makes; on a CPU the norm is put together of operators that keep fp32 values."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    if not isinstance(x, DTensor):
+        return _FusedNorm.apply(x, weight)
+    partial = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
+    out = _FusedNorm.apply(x.to_local(), weight.to_local(grad_placements=partial))
+    return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)
+
+
+@contextmanager
+def _norms(on_gpu: bool) -> Iterator[None]:
+    plain = F.rms_norm
+    F.rms_norm = _fused_norm if on_gpu else plain
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
+
+
+# ---------------------------------------------------------------- what came of it
+
+
+def _result(rank: int, meshes: Meshes, recorder: Recorder) -> Simulation:
+    course = recorder.course()
+    peak = max(course)
+    event = course.index(peak) - 1
+    by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+    by_module: dict[str, Counter[str]] = defaultdict(Counter)
+    for allocation in recorder.alive(event):
+        kind = allocation.final_kind()
+        by_kind[kind] += allocation.size
+        by_module[allocation.module][kind] += allocation.size
+    axes = _axes(meshes)
+    traffic: dict[tuple[str, str], Traffic] = {}
+    for (group, collective), seen in recorder.traffic.items():
+        together = traffic.setdefault((axes.get(group, "world"), collective), Traffic())
+        together.count += seen.count
+        together.size += seen.size
+    sizes = Counter()
+    for allocation in recorder.allocations:
+        if allocation.born < 0:
+            sizes[allocation.kind] += allocation.size
+    return Simulation(
+        rank=rank,
+        peak=peak,
+        at=recorder.moment(event),
+        by_kind=by_kind,
+        by_module={name: dict(kinds) for name, kinds in by_module.items()},
+        course=course,
+        host=max(recorder.course(host=True)),
+        traffic=traffic,
+        group_ranks=_group_ranks(meshes),
+        work=dict(recorder.work),
+        parameters=sizes["parameters"],
+        optimizer=sizes["optimizer"],
+    )
+
+
+def _groups(meshes: Meshes) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    for mesh in (meshes.model, meshes.data, meshes.loss):
+        for axis in mesh.mesh_dim_names or ():
+            yield axis, mesh[axis].get_group()
+
+
+def _axes(meshes: Meshes) -> dict[str, str]:
+    """Name of a group -> its axis."""
+    return {group.group_name: axis for axis, group in reversed(list(_groups(meshes)))}
+
+
+def _group_ranks(meshes: Meshes) -> dict[str, list[int]]:
+    found = {axis: dist.get_process_group_ranks(group) for axis, group in _groups(meshes)}
+    return found | {"world": list(range(dist.get_world_size()))}
