@@ -45,6 +45,7 @@ FLOORS = {
     "trainer.trainer": 4,
     "trainer.roofline": 2,
     "trainer.simulate": 5,
+    "trainer.planning": 5,
     "train": 5,
     "scripts": 5,
 }
@@ -137,6 +138,7 @@ def test_functions_take_their_own_section(path):
         "trainer.run_folder",
         "trainer.engine",
         "trainer.simulate",
+        "trainer.planning",
         "trainer.trainer",
         "train",
         "scripts.parity",
