@@ -93,8 +93,8 @@ class _Place:
 class Recorder(TorchDispatchMode):
     """Operators on plain tensors; a DTensor's are those that it consists of."""
 
-    def __init__(self, known: Iterable[tuple[str, Tensor]] = (), host: bool = False, on_gpu: bool = False):
-        """known: (kind, tensor) of what is there already; host: that is in host memory. on_gpu: record what it would be there."""
+    def __init__(self, on_gpu: bool = False):
+        """on_gpu: record what it would be there."""
         super().__init__()
         self.on_cpu = not on_gpu
         self.round_to = _GPU_ALLOCATION if on_gpu else 1
@@ -110,7 +110,10 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._place = _Place()
         self._resize = torch.UntypedStorage.resize_
-        for kind, tensor in known:
+
+    def know(self, tensor: Tensor, kind: str, host: bool) -> None:
+        """Of what is there before the recording. host: in host memory."""
+        if local(tensor).untyped_storage()._cdata not in self._alive:
             self._see(local(tensor), -1)
             self.mark(tensor, kind, host)
 

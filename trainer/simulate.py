@@ -1,5 +1,6 @@
 """The trainer's own update in an imaginary world: every rank but one is pretended, and no tensor has values."""
 
+import gc
 import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -28,8 +29,9 @@ from trainer.setup import set_up
 from trainer.system import cores, die_with_parent
 
 CPU = torch.device("cpu")
-_ALIKE = 4
-"""Microbatches from which on those between the first and the last are one, counted as often as there are."""
+_SHOWN = 4
+"""Microbatches that are run. Where a step has more of them, the third counts for all between the second and the last: FSDP
+gathers once more in the second than in those that follow."""
 
 ON_IMAGINARY_GPU = Kernels(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
 """flex_attention keeps for backward what the plain kernel keeps, and its mask is small."""
@@ -91,18 +93,20 @@ def _simulate(config: Config, world_size: int, rank: int, on_gpu: bool) -> Simul
     with imaginary_world(rank, setup.dims.world_size):
         meshes = Meshes(setup.dims, CPU)
         parts = parts_of_rank(config, setup, meshes, ON_IMAGINARY_GPU if on_gpu else ON_CPU)
-        with FakeTensorMode(allow_non_fake_inputs=True), _norms(on_gpu):
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _norms(on_gpu):
             engine = Engine(config, setup, CPU, meshes, parts, set(setup.parameter_names))
             if setup.dims.pp > 1:
                 _agree_on_shapes(engine)
             count = setup.grad_accum
-            alike = setup.dims.pp == 1 and count >= _ALIKE
+            shown = min(count, _SHOWN) if setup.dims.pp == 1 else count
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
             _update(engine, [_batch(config)] * (count if setup.dims.pp > 1 else min(count, 2)))
             engine.optimizer.zero_grad()
             on_host = on_gpu and config.parallel.offload_parameters
-            recorder = Recorder(_known(engine), on_host, on_gpu)
-            batches = _Microbatches([_batch(config) for _ in range(3 if alike else count)], recorder, count)
+            recorder = Recorder(on_gpu)
+            for kind, tensor in _there_already(engine, fake):
+                recorder.know(tensor, kind, on_host and kind != "")
+            batches = _Microbatches([_batch(config) for _ in range(shown)], recorder, count)
             with recorder, recorder.following(parts.values()), _gradients_told(recorder):
                 _update(engine, batches)
                 for parameter in engine.parameters.values():
@@ -120,7 +124,7 @@ def _batch(config: Config) -> Batch:
 
 
 class _Microbatches(Sequence[Batch]):
-    """Of a step that has `count` of them; those between the first and the last count for those that are left out."""
+    """Of a step that has `count` of them; the last but one counts for those that are left out too."""
 
     def __init__(self, batches: Sequence[Batch], recorder: Recorder, count: int):
         self.batches = batches
@@ -134,16 +138,19 @@ class _Microbatches(Sequence[Batch]):
         return self.batches[index]
 
     def __iter__(self) -> Iterator[Batch]:
-        middle = len(self.batches) - 2
         for number, batch in enumerate(self.batches):
-            at_an_end = number in (0, len(self.batches) - 1)
-            self.recorder.weight = 1.0 if at_an_end else (self.count - 2) / middle
+            self.recorder.weight = 1.0 + (self.count - len(self.batches)) * (number == len(self.batches) - 2)
             yield batch
 
 
-def _known(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def _there_already(engine: Engine, fake: FakeTensorMode) -> Iterator[tuple[str, Tensor]]:
+    """With their kinds; of buffers, what is done with them will tell."""
     yield from (("parameters", parameter.detach()) for parameter in engine.parameters.values())
     yield from (("optimizer", tensor) for tensor in engine.optimizer.state().values())
+    gc.collect()
+    for tensor in gc.get_objects():
+        if type(tensor) is FakeTensor and tensor.fake_mode is fake:
+            yield "", tensor
 
 
 def _agree_on_shapes(engine: Engine) -> None:

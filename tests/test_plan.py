@@ -1,0 +1,51 @@
+"""scripts/plan.py, as users call it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def plan(*words):
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_a_run_is_planned_where_its_files_are_not():
+    ended = plan("--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--tokens", "1e12")
+    assert ended.returncode == 0, ended.stderr
+    assert "\nfits: " in ended.stdout and "% MFU" in ended.stdout and "1e+12 tokens: " in ended.stdout
+    assert "8 x h100 (dp_shard 8)" in ended.stdout
+
+
+def test_a_run_that_does_not_fit_ends_with_one():
+    words = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--memory-gib", "10"]
+    ended = plan(*words, "--world", "4", "--json")
+    assert ended.returncode == 1, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["fits"] is False and told["left_bytes"] < 0
+    (rank,) = told["ranks"]
+    assert sum(rank["by_kind"].values()) == rank["peak_bytes"]
+    assert sum(size for kinds in rank["by_module"].values() for size in kinds.values()) == rank["peak_bytes"]
+    # Parameters, two averages: 12 bytes each, and a counter for each parameter.
+    assert told["checkpoint_bytes"] == pytest.approx(12 * told["parameters"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--world", "6", "--parallel.tp", "4"], "--parallel.tp 4: must divide the 6 ranks of this run"),
+        (["--device", "h101"], "argument --device: invalid choice: 'h101'"),
+        (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
+        (
+            ["--compile.enabled", "true", "--activation_checkpoint.mode", "budget"],
+            "--activation_checkpoint.mode budget: cannot be planned: the compiler chooses what is kept",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(words, line):
+    ended = plan(*words)
+    assert ended.returncode == 2 and ended.stderr.startswith(line) and len(ended.stderr.splitlines()) == 1

@@ -1,0 +1,54 @@
+import pytest
+
+from trainer.boards import Board
+from trainer.recorder import Traffic
+from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble, step_time, wire_bytes
+
+BOARD = Board(
+    flops={"bf16": 100e12, "fp32": 10e12}, memory_gib=80, bandwidth=1e12, link=100e9, network=10e9, per_machine=4
+)
+
+
+def time_of(work=None, traffic=None, groups=None, idle=0.0):
+    return step_time(work or {}, traffic or {}, groups or {}, BOARD, idle)
+
+
+def test_an_operator_takes_as_long_as_its_flops_or_its_bytes_whichever_is_longer():
+    time = time_of({("bf16", 100 * 10**12, 1000): 2, ("fp32", 0, 10**12): 3})
+    assert time.matmuls_s == pytest.approx(2 / OF_FLOPS)
+    assert time.memory_s == pytest.approx(3 / OF_BANDWIDTH)
+    assert time.total_s == pytest.approx(time.matmuls_s + time.memory_s)
+    assert time.bound == "memory bandwidth"
+
+
+def test_bytes_on_the_wire():
+    assert wire_bytes("all-gather", 800, 8) == 700
+    assert wire_bytes("all-reduce", 800, 8) == 1400
+    assert wire_bytes("send", 800, 8) == 800
+
+
+def test_a_group_that_spans_machines_has_the_network_of_its_ranks():
+    """8 ranks of one machine of 4 and another: 4 x 10 GB/s leave each of them; one rank of each: 10 GB/s."""
+    gather = {("fsdp", "all-gather"): Traffic(count=1, size=8e9)}
+    for ranks, rate in ((range(4), 100e9), (range(8), 40e9), (range(0, 32, 4), 10e9)):
+        sent = wire_bytes("all-gather", 8e9, len(ranks))
+        time = time_of(traffic=gather, groups={"fsdp": list(ranks)})
+        assert time.beside_s == pytest.approx(sent / (rate * OF_NETWORK))
+
+
+def test_collectives_beside_the_computation_show_where_they_take_longer():
+    work = {("bf16", 75 * 10**12, 0): 1}
+    for size, total in ((8e9, 1.0), (8e11, 7 / 8 * 8e11 / (40e9 * OF_NETWORK))):
+        time = time_of(work, {("fsdp", "all-gather"): Traffic(count=1, size=size)}, {"fsdp": list(range(8))})
+        assert time.total_s == pytest.approx(total)
+    assert time.bound == "collectives over fsdp"
+    time = time_of(work, {("tp", "all-gather"): Traffic(count=1, size=8e9)}, {"tp": [0, 1]})
+    assert time.total_s == pytest.approx(1 + 4e9 / (100e9 * OF_NETWORK))
+
+
+def test_the_bubble_of_a_pipeline():
+    """Narayanan et al. 2021, section 2.2: (p - 1) / m of the ideal time, divided by the stages of a rank."""
+    assert bubble(4, 1, 8, zero_bubble=False) == pytest.approx((3 / 8) / (1 + 3 / 8))
+    assert bubble(4, 2, 8, zero_bubble=False) == pytest.approx((3 / 16) / (1 + 3 / 16))
+    assert bubble(1, 1, 1, zero_bubble=False) == bubble(4, 2, 8, zero_bubble=True) == 0
+    assert time_of({("bf16", 75 * 10**12, 0): 1}, idle=0.5).total_s == pytest.approx(2)

@@ -1,0 +1,78 @@
+"""A plan against the truth: what the allocator of real ranks does, and what they send."""
+
+import pytest
+
+from scripts.allocations import measure
+from trainer.load_config import load_config
+from trainer.simulate import simulate
+
+MODEL = [
+    *("--config", "train_configs/debug.toml", "--training.seq_len", "128"),
+    *("--training.local_batch_size", "2", "--model.overrides.dim", "256", "--model.overrides.n_layers", "4"),
+]
+"""Large enough that scalars and the tables of documents do not matter."""
+
+
+EIGHT = ["--training.global_batch_size", "8"]
+
+
+def planned(size, *more, ranks=(0,), on_gpu=False):
+    return simulate(load_config([*MODEL, *more]), size, ranks, on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (1, ["--activation_checkpoint.mode", "selective"]),
+        (2, ["--training.compute_dtype", "bf16"]),
+        (2, ["--training.reduce_every_microbatch", "true", "--activation_checkpoint.mode", "full"]),
+        (2, ["--parallel.tp", "2", "--training.compute_dtype", "bf16"]),
+        (2, ["--parallel.cp", "2"]),
+        (2, ["--parallel.pp", "2", "--data.document_mask", "true"]),
+    ],
+)
+def test_the_peak_is_the_allocators(ranks, size, layout):
+    measured = ranks(size).run(measure, [*MODEL, *EIGHT, *layout])
+    for plan in planned(size, *EIGHT, *layout, ranks=range(size)):
+        real = measured[plan.rank]
+        assert plan.peak == pytest.approx(real.peak, rel=0.03)
+        for kind, bytes_planned in plan.by_kind.items():
+            assert bytes_planned == pytest.approx(real.by_kind.get(kind, 0), rel=0.05, abs=0.02 * real.peak), kind
+
+
+def test_microbatches_that_are_alike_are_counted_as_often_as_there_are():
+    three, four, seven = (planned(2, "--training.global_batch_size", str(4 * n))[0] for n in (3, 4, 7))
+    assert seven.peak == four.peak
+
+    def sum_of(plan):
+        gathers = plan.traffic[("fsdp", "all-gather")]
+        flops = sum(flops * count for (_, flops, _), count in plan.work.items())
+        return gathers.count, gathers.size, flops
+
+    for a, b, c in zip(sum_of(three), sum_of(four), sum_of(seven), strict=True):
+        assert c == pytest.approx(b + 3 * (b - a))
+
+
+def test_collectives_are_told_by_axis():
+    (plan,) = planned(4, *EIGHT, "--parallel.tp", "2")
+    parameters = sum(a * b for a, b in ((2048, 256), (2048, 256)))  # embedding and output alone
+    gathered = plan.traffic[("fsdp", "all-gather")]
+    assert gathered.size > 2 * 4 * parameters / 2  # of every microbatch, this tp rank's half
+    assert {axis for axis, _ in plan.traffic} >= {"fsdp", "tp"}
+    assert plan.group_ranks["tp"] == [0, 1] and plan.group_ranks["fsdp"] == [0, 2]
+
+
+def test_a_gpu_keeps_less_of_a_norm():
+    bf16 = ["--training.compute_dtype", "bf16"]
+    on_cpu, on_gpu = (planned(1, *EIGHT, *bf16, on_gpu=on_gpu)[0] for on_gpu in (False, True))
+    assert on_gpu.by_kind["activations"] < 0.9 * on_cpu.by_kind["activations"]
+
+
+def test_offloaded_parameters_are_in_host_memory():
+    more = ["--parallel.offload_parameters", "true"]
+    kept, offloaded = (planned(2, *EIGHT, *m, on_gpu=True)[0] for m in ([], more))
+    assert kept.host == 0
+    state = kept.by_kind["parameters"] + kept.by_kind["optimizer"]
+    assert offloaded.by_kind["parameters"] == offloaded.by_kind["optimizer"] == 0
+    assert offloaded.host >= state
+    assert offloaded.peak < kept.peak - 0.9 * state
