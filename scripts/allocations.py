@@ -22,7 +22,6 @@ from trainer.parallel.attention import ON_CPU
 from trainer.parallel.dims import Meshes
 from trainer.setup import set_up
 
-REPEATS = 3
 STEP, BACKWARD = "the step that is measured", "a backward"
 
 
@@ -92,9 +91,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def measure(argv: Sequence[str]) -> Measured:
-    """On each rank: the memory of a step that is not the first. The smallest of a few: now and then a thread that communicates
-    keeps a buffer for longer than the step does."""
+def measure(argv: Sequence[str], repeats: int) -> Measured:
+    """On each rank: the memory of a step that is not the first. The smallest of several: the thread that communicates lets go of
+    its buffers when it comes to it, on a busy machine not at once."""
     config, cpu = load_config(argv), torch.device("cpu")
     setup = set_up(config, dist.get_world_size())
     training, watch = config.training, _Watch()
@@ -123,7 +122,7 @@ def measure(argv: Sequence[str]) -> Measured:
         return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
 
     step()
-    return min((measured() for _ in range(REPEATS)), key=lambda one: one.peak)
+    return min((measured() for _ in range(repeats)), key=lambda one: one.peak)
 
 
 def _there_already() -> list[Block]:

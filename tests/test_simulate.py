@@ -32,7 +32,7 @@ def planned(size, *more, ranks=(0,), on_gpu=False):
     ],
 )
 def test_the_peak_is_the_allocators(ranks, size, layout):
-    measured = ranks(size).run(measure, [*MODEL, *EIGHT, *layout])
+    measured = ranks(size).run(measure, [*MODEL, *EIGHT, *layout], 8)
     for plan in planned(size, *EIGHT, *layout, ranks=range(size)):
         real = measured[plan.rank]
         assert plan.peak == pytest.approx(real.peak, rel=0.03)
