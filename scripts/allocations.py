@@ -117,7 +117,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
             for parameter in engine.parameters.values():
                 watch.note(parameter.detach(), "parameters")
                 watch.note(parameter.grad, "gradients")
-            for tensor in engine.optimizer.state().values():
+            for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors()):
                 watch.note(tensor, "optimizer")
         return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
 

@@ -51,7 +51,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def hash_of(tensors: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(name.encode() + full(tensors[name]).contiguous().numpy().tobytes())
+        digest.update(name.encode() + full(tensors[name]).reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -22,6 +22,7 @@ FLOORS = {
     "trainer.distributed": 2,
     "trainer.loss": 2,
     "trainer.optimizer": 2,
+    "trainer.updates": 2,
     "trainer.schedule": 2,
     "trainer.pace": 2,
     "trainer.metrics": 2,

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
-from trainer.optimizer import Optimizer, parameter_groups
+from trainer.optimizer import DTYPES, Optimizer, parameter_groups
 
 
 def network() -> nn.Module:
@@ -129,3 +129,63 @@ def left_out():
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_update_that_is_left_out_changes_nothing(ranks, size):
     assert ranks(size).run(left_out) == [(True, True, 2.0)] * size
+
+
+# ------------------------------------------------------------ in host memory
+
+
+def fifty_steps(offload, dtypes=("fp32", "fp32")):
+    """Of a network with small and frozen parameters: two microbatches a step, clipped, with a schedule; one step is left out.
+    Returns parameters, state and norms."""
+    parameter_dtype, state_dtype = dtypes
+    model = network()
+    model[0].bias.requires_grad_(False)
+    model.to(DTYPES[parameter_dtype])
+    fully_shard(model)
+    named = dict(model.named_parameters())
+    config = OptimizerConfig(offload=offload, state_dtype=state_dtype, weight_decay=0.1)
+    optimizer = Optimizer(named, config, dist.group.WORLD, dist.get_world_size())
+    norms = []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for number in range(50):
+        optimizer.zero_grad()
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            x = torch.randn(4, 6, generator=generator).to(DTYPES[parameter_dtype])
+            (model(x).square().sum() * (float("nan") if number == 20 else 1.0)).backward()
+        norm, _ = optimizer.clip(5.0)
+        optimizer.step(1e-2 / (1 + number), skip=~norm.isfinite())
+        norms.append(norm.item())
+    assert all(p.grad is None for p in named.values()) or offload != "state_and_gradients"
+    tensors = named | optimizer.state()
+    return {
+        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()
+    }, norms
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("offload", ["state", "state_and_gradients"])
+def test_an_update_on_the_host_is_that_of_the_device_bit_by_bit(ranks, offload, size):
+    for (ours, our_norms), (theirs, their_norms) in zip(
+        ranks(size).run(fifty_steps, offload), ranks(size).run(fifty_steps, "none"), strict=True
+    ):
+        assert set(ours) == set(theirs) and "0.bias/step" not in ours
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert our_norms[:20] == their_norms[:20] and our_norms[21:] == their_norms[21:]
+
+
+def test_parameters_in_bf16_have_an_fp32_copy_on_the_host(ranks):
+    ((tensors, _),) = ranks(1).run(fifty_steps, "state_and_gradients", ("bf16", "fp32"))
+    master = tensors["0.weight/master"]
+    assert master.dtype == torch.float32 and tensors["0.weight"].dtype == torch.bfloat16
+    assert torch.equal(master.bfloat16(), tensors["0.weight"]) and not torch.equal(master.bfloat16().float(), master)
+
+
+def test_averages_in_bf16_are_near_those_in_fp32(ranks):
+    ((exact, _),) = ranks(1).run(fifty_steps, "none")
+    for offload in ("none", "state"):
+        ((rounded, _),) = ranks(1).run(fifty_steps, offload, ("fp32", "bf16"))
+        assert rounded["2.weight/exp_avg"].dtype == torch.bfloat16
+        assert rounded["2.weight/step"] == exact["2.weight/step"] == 49
+        torch.testing.assert_close(rounded["2.weight"], exact["2.weight"], rtol=0.02, atol=0.002)
+        assert not torch.equal(rounded["2.weight"], exact["2.weight"])

@@ -23,6 +23,8 @@ FIXED = {
     "data.document_mask",
     "data.shuffle",
     "optimizer.name",
+    "optimizer.state_dtype",
+    "training.parameter_dtype",
 }
 FIXED |= {"tokenizer.take_over", "tokenizer.add", "model.name", "model.size", "model.overrides"}
 NO_OTHER = {"optimizer.name"}

@@ -173,7 +173,10 @@ class TrainingConfig:
     local_batch_size: Samples = 1
     """Samples of one microbatch on one data-parallel rank; the rest of the global batch is accumulated."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Precision of forward and backward; parameters, gradient reduction and optimizer stay in fp32."""
+    """Precision of forward and backward; gradients are reduced in fp32."""
+    parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
+    """Precision in which parameters are kept between steps. bf16: half the memory, but small updates are lost to rounding, unless
+    [optimizer] offload keeps an fp32 copy."""
     max_norm: Annotated[float | None, Rule(above=0)] = 1.0
     """Global gradient norm above which gradients are scaled down to it; none: no clipping."""
     reduce_every_microbatch: bool = False
@@ -196,6 +199,12 @@ class OptimizerConfig:
     """Added to the denominator."""
     weight_decay: Annotated[float, Rule(low=0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
+    state_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
+    """Precision of the averages that the optimizer keeps; updates are computed in fp32. bf16: half the memory, rounded to the
+    nearest, so averages with betas above 0.99 or so no longer follow small changes."""
+    offload: Literal["none", "state", "state_and_gradients"] = "none"
+    """Keep the optimizer's state, and an fp32 copy of the parameters, in host memory, where the update runs.
+    state_and_gradients: gradients go there in backward; else when the update begins."""
 
 
 @dataclass(frozen=True, kw_only=True)

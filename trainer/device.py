@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.boards import BOARDS, GIB
 from trainer.config import ConfigError
@@ -161,6 +162,48 @@ def read_later(tensor: Tensor) -> Callable[[], list]:
         return host.tolist()
 
     return read
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class HostLink:
+    """Copies between a device and buffers in host memory, in a stream of their own."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A buffer that the device can reach by itself."""
+        return torch.empty_like(tensor, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
+
+    def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Begin to copy; what is returned waits for it. The source may be let go of at once."""
+        if self.stream is None:
+            target.copy_(source)
+            return lambda: None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            source.record_stream(self.stream)
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return done.synchronize
+
+    def to_device(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy."""
+        if self.stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def join(self) -> None:
+        """What the device is told after this comes after the copies."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 class HostCopy:

@@ -39,7 +39,7 @@ class StepResult:
 def parts_of_rank(config: Config, setup: Setup, meshes: Meshes, kernels: Kernels) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, parallelised, on the meta device."""
     return parallelize(
-        lambda: setup.spec.network(setup.sizes),
+        lambda: setup.spec.network(setup.sizes).to(DTYPES[config.training.parameter_dtype]),
         setup.spec.plan(setup.sizes),
         stages_of_rank(setup.stages, meshes.model["pp"].get_local_rank(), config.parallel),
         meshes,

@@ -229,6 +229,13 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("parallel.reshard_after_forward", "as a number of ranks it must be at least 2")
     if config.evaluation.interval_steps and not config.data.held_out_fraction and not config.evaluation.sets:
         raise ConfigError("evaluation.interval_steps", "needs held-out documents, but [data] held_out_fraction is 0")
+    if config.optimizer.offload != "none" and config.parallel.offload_parameters:
+        raise ConfigError(
+            "optimizer.offload", "not with [parallel] offload_parameters, which keeps all of it on the host"
+        )
+    if config.optimizer.offload == "state_and_gradients" and config.training.reduce_every_microbatch:
+        rule = "state_and_gradients takes gradients when they are complete: not with [training] reduce_every_microbatch"
+        raise ConfigError("optimizer.offload", rule)
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from trainer.device import local
+
 aten = torch.ops.aten
 
 KINDS = (
@@ -268,10 +270,6 @@ class Recorder(TorchDispatchMode):
 
     def moment(self, event: int) -> Moment:
         return max((entry for entry in self.moments if entry[0] <= event), key=lambda entry: entry[0])[1]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _workspace(func, given: list[Tensor], made: list[Tensor]) -> int:

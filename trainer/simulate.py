@@ -104,13 +104,16 @@ def _simulate(config: Config, world_size: int, rank: int, on_gpu: bool) -> Simul
             engine.optimizer.zero_grad()
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
+            for tensor in engine.optimizer.host_tensors():
+                recorder.know(tensor, "optimizer", host=on_gpu)
             for kind, tensor in _there_already(engine, fake):
                 recorder.know(tensor, kind, on_host and kind != "")
             batches = _Microbatches([_batch(config) for _ in range(shown)], recorder, count)
             with recorder, recorder.following(parts.values()), _gradients_told(recorder):
                 _update(engine, batches)
                 for parameter in engine.parameters.values():
-                    recorder.mark(parameter.grad, "gradients", on_host)
+                    if parameter.grad is not None:
+                        recorder.mark(parameter.grad, "gradients", on_host)
             return _result(rank, meshes, recorder)
 
 

@@ -89,6 +89,7 @@ class Trainer:
             self._resume(saved)
         elif config.checkpoint.initial:
             load_initial(config.checkpoint, setup.spec, setup.sizes, self.engine.parameters, names)
+            self.engine.optimizer.after_load(state_too=False)
         self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
         write_down(config, device)
@@ -368,6 +369,7 @@ class Trainer:
         prefix = f"random/{dist.get_rank()}/"
         tensors = self._tensors() | {prefix + name: t for name, t in random.items()}
         load(saved.path, tensors, self.stored_names | {"guard", "random"})
+        self.engine.optimizer.after_load(state_too=True)
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]

@@ -1,0 +1,63 @@
+"""Whole runs whose update is in host memory, or in another precision."""
+
+import pytest
+
+from tests.runs import records, train
+from trainer.config import ConfigError
+from trainer.load_config import load_config
+
+
+def argv(tiny, folder, name, *more):
+    schedule = ("--lr_schedule.warmup_steps", "2", "--checkpoint.interval_steps", "2")
+    return [*tiny, "--run.output_folder", str(folder), "--run.name", name, *schedule, *more]
+
+
+@pytest.mark.parametrize("offload", ["state", "state_and_gradients"])
+@pytest.mark.parametrize("layout", [[], ["--parallel.tp", "2", "--training.local_batch_size", "2"]])
+def test_a_run_with_its_state_on_the_host_is_the_same_run_resumed_and_resharded(ranks, tiny, tmp_path, offload, layout):
+    """Two steps on 2 ranks, two on 4, and the learning rates of all; gradients are clipped."""
+    results, rates = [], []
+    for name, more in (("plain", []), ("offloaded", ["--optimizer.offload", offload])):
+        words = argv(tiny, tmp_path, name, *layout, *more, "--training.max_norm", "0.5", "--metrics.log_every", "1")
+        ranks(2).run(train, [*words, "--training.steps", "2"])
+        results.append(ranks(4).run(train, [*words, "--training.steps", "4"])[0].weights)
+        rates.append([record["learning_rate"] for record in records(tmp_path / name)])
+    assert results[0] == results[1]
+    assert rates[0] == rates[1] and len(rates[0]) == 4
+
+
+def test_a_run_may_change_where_its_state_is(ranks, tiny, tmp_path):
+    ends = []
+    for name, offload in (("stays", "none"), ("moves", "state")):
+        words = argv(tiny, tmp_path, name)
+        ranks(1).run(train, [*words, "--training.steps", "2"])
+        ends.append(ranks(1).run(train, [*words, "--training.steps", "4", "--optimizer.offload", offload])[0].weights)
+    assert ends[0] == ends[1]
+
+
+def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_path):
+    more = ["--training.parameter_dtype", "bf16", "--optimizer.offload", "state"]
+    whole = ranks(1).run(train, [*argv(tiny, tmp_path, "whole", *more), "--training.steps", "4"])[0]
+    ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more), "--training.steps", "2"])
+    halves = ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more), "--training.steps", "4"])[0]
+    assert halves.weights == whole.weights
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--optimizer.offload", "state", "--parallel.offload_parameters", "true"],
+            "--optimizer.offload state: not with [parallel] offload_parameters, which keeps all of it on the host",
+        ),
+        (
+            ["--optimizer.offload", "state_and_gradients", "--training.reduce_every_microbatch", "true"],
+            "--optimizer.offload state_and_gradients: state_and_gradients takes gradients when they are complete: not with "
+            "[training] reduce_every_microbatch",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, line):
+    with pytest.raises(ConfigError) as error:
+        load_config(words)
+    assert str(error.value) == line

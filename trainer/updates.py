@@ -1,0 +1,151 @@
+"""Where the update of the parameters runs: on their device, or in host memory."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer import device as devices
+from trainer.device import local
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+def _step(inner: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> None:
+    """skip: as fp32."""
+    for group in inner.param_groups:
+        group["lr"] = learning_rate
+    # The protocol of torch.amp.GradScaler, which fused optimizers honour inside their kernels.
+    inner.grad_scale = None
+    inner.found_inf = skip
+    inner.step()
+
+
+class DeviceUpdate:
+    """On the device of the parameters."""
+
+    def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
+        self.parameters = parameters
+        self.inner = make(parameters)
+
+    def norms(self) -> Tensor:
+        """Of each parameter's gradient, this rank's part: (parameters,), fp32."""
+        return torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradients by a scalar."""
+        torch._foreach_mul_(self._gradients(), factor)
+
+    def step(self, learning_rate: float, skip: Tensor) -> None:
+        _step(self.inner, learning_rate, skip)
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self.inner.state[parameter]
+
+    def after_load(self, state_too: bool) -> None:
+        pass
+
+    def host_tensors(self) -> list[Tensor]:
+        return []
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(p.grad) for p in self.parameters]
+
+
+class HostUpdate:
+    """In host memory, parameter by parameter: a gradient comes there, an optimizer of its own updates an fp32 copy of the
+    parameter, and the result goes back, while the next one is on its way (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+
+    All buffers are made once. On a CPU the copies are ones within its memory; all else is the same.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer, gradients_too: bool):
+        """gradients_too: gradients leave the device in backward, as they come; else when the update begins."""
+        self.parameters = parameters
+        self.link = devices.HostLink(parameters[0].device)
+        self.masters = [self.link.host_like(local(p.detach()), torch.float32) for p in parameters]
+        self.gradients = [self.link.host_like(local(p.detach()), p.dtype) for p in parameters]
+        self.results = [
+            master if p.dtype == master.dtype else self.link.host_like(local(p.detach()), p.dtype)
+            for p, master in zip(parameters, self.masters, strict=True)
+        ]
+        """What goes back: of the parameter's precision."""
+        self.inners = [make([master]) for master in self.masters]
+        self.after_load(state_too=False)
+        self.arrived: list[Callable[[], None]] = [lambda: None] * len(parameters)
+        self.found_norms: list[Tensor | None] = [None] * len(parameters)
+        self.gradients_too = gradients_too
+        if gradients_too:
+            for number, p in enumerate(parameters):
+                p.register_post_accumulate_grad_hook(lambda p, number=number: self._take(number))
+
+    @torch.no_grad()
+    def _take(self, number: int) -> None:
+        """A gradient that is complete."""
+        p = self.parameters[number]
+        (self.found_norms[number],) = torch._foreach_norm([local(p.grad)], 2, dtype=torch.float32)
+        self._send(number)
+        p.grad = None
+
+    def _send(self, number: int) -> None:
+        self.arrived[number] = self.link.to_host(self.gradients[number], local(self.parameters[number].grad))
+
+    def norms(self) -> Tensor:
+        """As of DeviceUpdate."""
+        if self.gradients_too:
+            return torch.stack(self.found_norms)
+        return torch.stack(torch._foreach_norm([local(p.grad) for p in self.parameters], 2, dtype=torch.float32))
+
+    def scale(self, factor: Tensor) -> None:
+        """As of DeviceUpdate."""
+        if not self.gradients_too:
+            torch._foreach_mul_([local(p.grad) for p in self.parameters], factor)
+            return
+        factor = factor.cpu()
+        for arrived, gradient in zip(self.arrived, self.gradients, strict=True):
+            arrived()
+            gradient.mul_(factor)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, skip: Tensor) -> None:
+        if not self.gradients_too:
+            for number in range(len(self.parameters)):
+                self._send(number)
+        skip = skip.cpu()
+        for number, p in enumerate(self.parameters):
+            self.arrived[number]()
+            master = self.masters[number]
+            master.grad = self.gradients[number].float()
+            _step(self.inners[number], learning_rate, skip)
+            master.grad = None
+            if self.results[number] is not master:
+                self.results[number].copy_(master)
+            self.link.to_device(local(p.detach()), self.results[number])
+        self.link.join()
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As of DeviceUpdate; the copy too, where it is more than the parameter."""
+        number = next(n for n, p in enumerate(self.parameters) if p is parameter)
+        state = dict(self.inners[number].state[self.masters[number]])
+        if self.results[number] is not self.masters[number]:
+            state["master"] = self.masters[number]
+        return {quantity: _placed_like(parameter, tensor) for quantity, tensor in state.items()}
+
+    @torch.no_grad()
+    def after_load(self, state_too: bool) -> None:
+        """As of Optimizer."""
+        for p, master, result in zip(self.parameters, self.masters, self.results, strict=True):
+            if result is master or not state_too:
+                master.copy_(local(p.detach()))
+
+    def host_tensors(self) -> list[Tensor]:
+        states = [t for inner in self.inners for state in inner.state.values() for t in state.values()]
+        return [*self.masters, *self.gradients, *self.results, *states]
+
+
+def _placed_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """The host's part of something that is sharded like a parameter."""
+    if tensor.dim() == 0 or not isinstance(parameter, DTensor):
+        return tensor
+    return DTensor(tensor, parameter._spec, requires_grad=False)
