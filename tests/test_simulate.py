@@ -37,7 +37,7 @@ def test_the_peak_is_the_allocators(ranks, size, layout):
         real = measured[plan.rank]
         assert plan.peak == pytest.approx(real.peak, rel=0.03)
         for kind, bytes_planned in plan.by_kind.items():
-            assert bytes_planned == pytest.approx(real.by_kind.get(kind, 0), rel=0.05, abs=0.02 * real.peak), kind
+            assert bytes_planned == pytest.approx(real.by_kind.get(kind, 0), rel=0.05, abs=0.03 * real.peak), kind
 
 
 def test_microbatches_that_are_alike_are_counted_as_often_as_there_are():
