@@ -88,9 +88,9 @@ def check(layout: Layout, given: Sequence[str]) -> bool:
     """Whether the plan is right for the first and the last rank."""
     argv, size = words(layout, given), ranks_of(layout)
     measured = GlooRanks(size).run(measure, argv, REPEATS)
-    ranks = sorted({0, size - 1})
+    config, ranks = load_config(argv), sorted({0, size - 1})
     good = True
-    for rank, plan in zip(ranks, simulate(load_config(argv), size, ranks, on_gpu=False), strict=True):
+    for rank, plan in zip(ranks, simulate([(config, rank) for rank in ranks], size, on_gpu=False), strict=True):
         real = measured[rank]
         deviation = plan.peak / real.peak - 1
         problem = wrong_kind(plan, real)

@@ -9,6 +9,8 @@ prints what it needs: memory, where it goes and when most is needed; what crosse
 --reserve-gib X         memory of the device that the allocator does not get: context, collectives' buffers (default: 2)
 --memory-gib X, --peak-tflops X, --bandwidth-gbs X, --link-gbs X, --network-gbs X, --per-machine N
                         in the place of the device's own figures (GB/s: 10^9 bytes per second, in each direction)
+--search                layouts of this many ranks instead, ranked, with the settings of the best
+--rows N                layouts that are simulated (24)
 --json                  the plan as JSON
 --section.key VALUE     any setting
 
@@ -33,10 +35,12 @@ from trainer.load_config import config_from_command_line, one_line_errors
 from trainer.planning import Plan, plan
 from trainer.recorder import KINDS
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, wire_bytes
+from trainer.search import Layout, search
 from trainer.simulate import Simulation
 from trainer.system import cores
 
 DAY_S = 86400
+NOT_THERE = "  without copies to and from host memory, and what is computed there"
 TIGHT = 0.1
 """Share of the memory below which what is left may be lost to fragments."""
 
@@ -82,11 +86,12 @@ def told(plan: Plan, device: str, tokens: float) -> str:
         ranks = len(largest.group_ranks[axis])
         sent = gib(wire_bytes(collective, seen.size, ranks))
         lines.append(f"  {axis:<14}{ranks:>6} ranks {collective:<16}{seen.count:>9,.0f} times {sent:>14}")
-    flops = sum(flops * times for (_, flops, _), times in largest.work.items())
+    flops = sum(flops * times for (_, flops, _), times in plan.simulations[plan.times.index(slowest)].work.items())
     lines += [
         "",
         f"time of a step: {slowest.total_s:.3g} s, {100 * plan.mfu:.1f} % MFU, {plan.tokens_per_second:,.0f} tokens per second, "
         f"{plan.tokens_per_second * DAY_S:,.3g} a day; bound by {slowest.bound}",
+        *([NOT_THERE] if largest.host else []),
         f"  matrix products {slowest.matmuls_s:.3g} s ({flops / 1e12:,.1f} TFLOP), other operators {slowest.memory_s:.3g} s, "
         f"waiting for collectives {slowest.waiting_s:.3g} s, collectives beside them {slowest.beside_s:.3g} s"
         + f", bubble {100 * slowest.bubble:.1f} %"
@@ -110,6 +115,21 @@ def verdict(plan: Plan) -> str:
     share = plan.left / (plan.board.memory_gib * GIB)
     tight = "; tight, for fragments may take a tenth" if share < TIGHT else ""
     return f"fits: {gib(plan.left)} left of {have}{tight}"
+
+
+def ranking(there: int, found: Sequence[tuple[Layout, Plan]]) -> str:
+    """there: legal layouts; found: those that were simulated."""
+    lines = [f"{len(found)} of {there} layouts simulated", ""]
+    lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
+    for layout, made in found:
+        fits = "" if made.left >= 0 else "no fit"
+        lines.append(
+            f"{made.tokens_per_second:>12,.0f} {100 * made.mfu:>5.1f}% {gib(made.largest.peak):>11} {fits:<6} "
+            f"{made.slowest.bound:<28} {layout}"
+        )
+    if found and found[0][1].left >= 0:
+        lines += ["", found[0][0].toml()]
+    return "\n".join(lines)
 
 
 def as_json(plan: Plan) -> str:
@@ -189,6 +209,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("memory-gib", "peak-tflops", "bandwidth-gbs", "link-gbs", "network-gbs"):
         parser.add_argument(f"--{name}", type=positive)
     parser.add_argument("--per-machine", type=count)
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--rows", type=count, default=24)
     parser.add_argument("--json", action="store_true")
     return parser.parse_known_args(argv)
 
@@ -197,8 +219,13 @@ def main() -> None:
     arguments, settings = parse(sys.argv[1:])
     config = config_from_command_line(settings, files=False)
     on_gpu = arguments.device != "cpu"
+    board, reserve = board_of(arguments), arguments.reserve_gib * GIB * on_gpu
     with one_line_errors(config):
-        made = plan(config, arguments.world, board_of(arguments), arguments.reserve_gib * GIB * on_gpu, on_gpu)
+        if arguments.search:
+            there, found = search(config, arguments.world, board, reserve, on_gpu, arguments.rows)
+            print(ranking(there, found))
+            sys.exit(0 if found and found[0][1].left >= 0 else 1)
+        made = plan(config, arguments.world, board, reserve, on_gpu)
     print(as_json(made) if arguments.json else told(made, arguments.device, arguments.tokens))
     sys.exit(0 if made.left >= 0 else 1)
 

@@ -47,6 +47,7 @@ FLOORS = {
     "trainer.roofline": 2,
     "trainer.simulate": 5,
     "trainer.planning": 5,
+    "trainer.search": 5,
     "train": 5,
     "scripts": 5,
 }
@@ -140,6 +141,7 @@ def test_functions_take_their_own_section(path):
         "trainer.engine",
         "trainer.simulate",
         "trainer.planning",
+        "trainer.search",
         "trainer.trainer",
         "train",
         "scripts.parity",

@@ -1,8 +1,13 @@
 """A plan against the truth: what the allocator of real ranks does, and what they send."""
 
+import pickle
+import subprocess
+import sys
+
 import pytest
 
 from scripts.allocations import measure
+from tests.conftest import ROOT
 from trainer.load_config import load_config
 from trainer.simulate import simulate
 
@@ -17,7 +22,8 @@ EIGHT = ["--training.global_batch_size", "8"]
 
 
 def planned(size, *more, ranks=(0,), on_gpu=False):
-    return simulate(load_config([*MODEL, *more]), size, ranks, on_gpu)
+    config = load_config([*MODEL, *more])
+    return simulate([(config, rank) for rank in ranks], size, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,31 @@ def test_microbatches_that_are_alike_are_counted_as_often_as_there_are():
 
     for a, b, c in zip(sum_of(three), sum_of(four), sum_of(seven), strict=True):
         assert c == pytest.approx(b + 3 * (b - a))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_pipeline_that_is_filled_is_not_run_to_its_end(schedule):
+    """It is as the whole of it, but for the tokens themselves."""
+    words = ["--parallel.pp", "2", "--parallel.pipeline_schedule", schedule, "--training.global_batch_size", "24"]
+    short = planned(2, *words, ranks=(0, 1))
+    whole = [whole_pipeline([*MODEL, *words], rank) for rank in (0, 1)]
+    for one, other in zip(short, whole, strict=True):
+        assert one.peak == pytest.approx(other.peak, rel=5e-3)
+        flops = [sum(flops * count for (_, flops, _), count in plan.work.items()) for plan in (one, other)]
+        assert flops[0] == pytest.approx(flops[1])
+        for key, seen in other.traffic.items():
+            assert one.traffic[key].size == pytest.approx(seen.size, abs=100), key
+
+
+def whole_pipeline(argv, rank):
+    program = (
+        "import pickle, sys; from trainer import simulate; from trainer.load_config import load_config\n"
+        "simulate._shown = lambda config, world_size: 12\n"
+        "plan = simulate._simulate((load_config(sys.argv[2:]), int(sys.argv[1])), world_size=2, on_gpu=False)\n"
+        "sys.stdout.buffer.write(pickle.dumps(plan))"
+    )
+    command = [sys.executable, "-c", program, str(rank), *argv]
+    return pickle.loads(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
 
 
 def test_collectives_are_told_by_axis():

@@ -49,8 +49,7 @@ class Plan:
     @property
     def checkpoint(self) -> int:
         """Bytes: of the parameters and of the optimizer's state."""
-        one = self.simulations[0]
-        return self.setup.num_parameters * 4 * (one.parameters + one.optimizer) // one.parameters
+        return int(self.setup.num_parameters * self.simulations[0].state_per_parameter)
 
 
 def without_files(config: Config) -> Config:
@@ -78,7 +77,12 @@ def plan(config: Config, world_size: int, board: Board, reserve: float, on_gpu: 
         raise ConfigError("activation_checkpoint.mode", "cannot be planned: the compiler chooses what is kept")
     config = without_files(config)
     setup = set_up(config, world_size)
-    simulations = simulate(config, world_size, chosen_ranks(setup), on_gpu)
+    simulations = simulate([(config, rank) for rank in chosen_ranks(setup)], world_size, on_gpu)
+    return assembled(config, setup, simulations, board, reserve)
+
+
+def assembled(config: Config, setup: Setup, simulations: list[Simulation], board: Board, reserve: float) -> Plan:
+    """simulations: of chosen_ranks."""
     parallel = config.parallel
     idle = 0.0
     if parallel.pp > 1:

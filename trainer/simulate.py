@@ -3,10 +3,10 @@
 import gc
 import multiprocessing
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
-from trainer.config import Config
+from trainer.config import Config, ParallelConfig
+from trainer.device import local
 from trainer.engine import Engine, parts_of_rank
 from trainer.parallel.attention import ON_CPU, Kernels
 from trainer.parallel.dims import Meshes
+from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.parallel.step import Step
 from trainer.recorder import KINDS, Moment, Recorder, Traffic
 from trainer.setup import set_up
 from trainer.system import cores, die_with_parent
@@ -64,9 +67,8 @@ class Simulation:
     """Axis -> the ranks of this rank's group."""
     work: dict[tuple[str, int, int], float]
     """(precision, FLOPs, bytes moved) of an operator -> how often."""
-    parameters: int
-    """Bytes of this rank's shards."""
-    optimizer: int
+    state_per_parameter: float
+    """Bytes that a checkpoint holds of each."""
 
 
 @contextmanager
@@ -78,17 +80,20 @@ def imaginary_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def simulate(config: Config, world_size: int, ranks: Sequence[int], on_gpu: bool) -> list[Simulation]:
-    """One step of each of these ranks, as it is on a CPU or on a GPU. Each in a process of its own: DTensor remembers the groups
-    of a world, and would look for them in the next."""
-    processes = min(len(ranks), cores())
+def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
+    """One step of each (configuration, rank), as it is on a CPU or on a GPU. Each in a process of its own: DTensor remembers the
+    groups of a world, and would look for them in the next."""
+    processes = min(len(jobs), cores())
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.simulate"])
     with ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool:
-        return list(pool.map(partial(_simulate, config, world_size, on_gpu=on_gpu), ranks))
+        return list(pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs))
 
 
-def _simulate(config: Config, world_size: int, rank: int, on_gpu: bool) -> Simulation:
+def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:
+    config, rank = job
+    count, shown = set_up(config, world_size).grad_accum, _shown(config, world_size)
+    config = _with_microbatches(config, shown, count)
     setup = set_up(config, world_size)
     with imaginary_world(rank, setup.dims.world_size):
         meshes = Meshes(setup.dims, CPU)
@@ -97,10 +102,9 @@ def _simulate(config: Config, world_size: int, rank: int, on_gpu: bool) -> Simul
             engine = Engine(config, setup, CPU, meshes, parts, set(setup.parameter_names))
             if setup.dims.pp > 1:
                 _agree_on_shapes(engine)
-            count = setup.grad_accum
-            shown = min(count, _SHOWN) if setup.dims.pp == 1 else count
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
-            _update(engine, [_batch(config)] * (count if setup.dims.pp > 1 else min(count, 2)))
+            first = shown if setup.dims.pp > 1 else min(shown, 2)
+            _update(engine, [_batch(config) for _ in range(first)])
             engine.optimizer.zero_grad()
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
@@ -108,13 +112,51 @@ def _simulate(config: Config, world_size: int, rank: int, on_gpu: bool) -> Simul
                 recorder.know(tensor, "optimizer", host=on_gpu)
             for kind, tensor in _there_already(engine, fake):
                 recorder.know(tensor, kind, on_host and kind != "")
-            batches = _Microbatches([_batch(config) for _ in range(shown)], recorder, count)
+            batches = [_batch(config) for _ in range(shown)]
+            if setup.dims.pp == 1:
+                batches = _Microbatches(batches, recorder, count)
+            else:
+                engine.step = _weighted(engine.step, recorder, count / shown, config.parallel)
             with recorder, recorder.following(parts.values()), _gradients_told(recorder):
                 _update(engine, batches)
                 for parameter in engine.parameters.values():
                     if parameter.grad is not None:
                         recorder.mark(parameter.grad, "gradients", on_host)
-            return _result(rank, meshes, recorder)
+            return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
+
+
+def _shown(config: Config, world_size: int) -> int:
+    """Microbatches that are run."""
+    setup = set_up(config, world_size)
+    if setup.dims.pp == 1:
+        return min(setup.grad_accum, _SHOWN)
+    # From so many on a pipeline is filled, and what it holds grows no more.
+    filled = setup.dims.pp * (2 if stages_per_rank(config.parallel) == 1 else 3)
+    return (
+        filled if SCHEDULES[config.parallel.pipeline_schedule].fills and setup.grad_accum > filled else setup.grad_accum
+    )
+
+
+def _with_microbatches(config: Config, shown: int, count: int) -> Config:
+    size = config.training.global_batch_size // count * shown
+    return replace(config, training=replace(config.training, global_batch_size=size))
+
+
+def _weighted(step: Step, recorder: Recorder, weight: float, parallel: ParallelConfig) -> Callable:
+    """The same step, of a pipeline with so many times more microbatches. What FSDP reduces, it reduces once a step, and unless it
+    frees parameters in between, so it gathers."""
+    once = {"reduce_scatter_base", "allreduce"}
+    if parallel.reshard_after_forward in ("default", "never"):
+        once.add("allgather_base")
+
+    def weighted(*args) -> Tensor:
+        recorder.weight, recorder.once = weight, frozenset(once)
+        try:
+            return step(*args)
+        finally:
+            recorder.weight, recorder.once = 1.0, frozenset()
+
+    return weighted
 
 
 def _update(engine: Engine, microbatches: Sequence[Batch]) -> None:
@@ -228,8 +270,17 @@ def _norms(on_gpu: bool) -> Iterator[None]:
 # ---------------------------------------------------------------- what came of it
 
 
-def _result(rank: int, meshes: Meshes, recorder: Recorder) -> Simulation:
-    course = recorder.course()
+def _state_per_parameter(engine: Engine) -> float:
+    state = [p.detach() for p in engine.parameters.values()] + list(engine.optimizer.state().values())
+    count = sum(local(p.detach()).numel() for p in engine.parameters.values())
+    return sum(local(tensor).nbytes for tensor in state if tensor.dim()) / count
+
+
+def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, microbatches: float) -> Simulation:
+    """microbatches: how many times those of a pipeline that were run. For what each of them receives it has a buffer."""
+    buffers = sum(a.size for a in recorder.allocations if a.born < 0 and a.final_kind() == "communication")
+    more = int((microbatches - 1) * buffers)
+    course = [size + more for size in recorder.course()]
     peak = max(course)
     event = course.index(peak) - 1
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -238,16 +289,14 @@ def _result(rank: int, meshes: Meshes, recorder: Recorder) -> Simulation:
         kind = allocation.final_kind()
         by_kind[kind] += allocation.size
         by_module[allocation.module][kind] += allocation.size
+    by_kind["communication"] += more
+    by_module[""]["communication"] += more
     axes = _axes(meshes)
     traffic: dict[tuple[str, str], Traffic] = {}
     for (group, collective), seen in recorder.traffic.items():
         together = traffic.setdefault((axes.get(group, "world"), collective), Traffic())
         together.count += seen.count
         together.size += seen.size
-    sizes = Counter()
-    for allocation in recorder.allocations:
-        if allocation.born < 0:
-            sizes[allocation.kind] += allocation.size
     return Simulation(
         rank=rank,
         peak=peak,
@@ -259,8 +308,7 @@ def _result(rank: int, meshes: Meshes, recorder: Recorder) -> Simulation:
         traffic=traffic,
         group_ranks=_group_ranks(meshes),
         work=dict(recorder.work),
-        parameters=sizes["parameters"],
-        optimizer=sizes["optimizer"],
+        state_per_parameter=_state_per_parameter(engine),
     )
 
 

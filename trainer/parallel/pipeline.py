@@ -40,15 +40,17 @@ class Schedule:
     """The stages go down the ranks and up again, so that the first rank has the last stage."""
     rounds: bool = False
     """Microbatches go in rounds of equal size."""
+    fills: bool = True
+    """Whether a rank holds the activations of so many microbatches at most as the pipeline has room for."""
     splits_backward: bool = False
     """Gradients of inputs and of weights are computed at different times ("zero bubble", Qi et al. 2023, arXiv:2401.10241)."""
 
 
 SCHEDULES = {
-    "GPipe": Schedule(kind=ScheduleGPipe, stages_per_rank=1),
+    "GPipe": Schedule(kind=ScheduleGPipe, stages_per_rank=1, fills=False),
     "1F1B": Schedule(kind=Schedule1F1B, stages_per_rank=1),
     "Interleaved1F1B": Schedule(kind=ScheduleInterleaved1F1B, stages_per_rank=2, more_stages=True, rounds=True),
-    "LoopedBFS": Schedule(kind=ScheduleLoopedBFS, stages_per_rank=2, more_stages=True),
+    "LoopedBFS": Schedule(kind=ScheduleLoopedBFS, stages_per_rank=2, more_stages=True, fills=False),
     "InterleavedZeroBubble": Schedule(
         kind=ScheduleInterleavedZeroBubble, stages_per_rank=2, more_stages=True, rounds=True, splits_backward=True
     ),

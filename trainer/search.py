@@ -1,0 +1,163 @@
+"""Which layouts a run could have, the likely good ones first."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from trainer.boards import GIB, Board
+from trainer.config import Config, ConfigError
+from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.planning import Plan, assembled, chosen_ranks, without_files
+from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble
+from trainer.setup import Setup, set_up
+from trainer.simulate import simulate
+
+_MOST_PP = 16
+_SURE = 0.9
+"""What even this share of its estimate says does not fit is not simulated."""
+
+_KEPT = {"none": 31.0, "selective": 26.0, "full": 2.0}
+"""Bytes that a block keeps for each token and each of its dim, by mode. For the sieve alone."""
+_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
+"""Share of the computation that is done again. For the sieve alone."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    settings: dict[str, dict[str, str | int | bool]]
+    """Section -> name -> value: what it changes in the configuration; none for what is configured."""
+    config: Config
+    setup: Setup
+
+    def toml(self) -> str:
+        lines = []
+        for section, values in self.settings.items():
+            lines.append(f"[{section}]")
+            for name, value in values.items():
+                shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+                lines.append(f"{name} = {shown}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        config = self.config
+        words = [str(self.setup.dims), f"checkpointing {config.activation_checkpoint.mode}"]
+        if config.training.reduce_every_microbatch:
+            words.append("reduce every microbatch")
+        if self.setup.dims.pp > 1:
+            words.append(config.parallel.pipeline_schedule)
+        return ", ".join(words) + " (as configured)" * (not self.settings)
+
+
+def _powers(most: int) -> Iterator[int]:
+    n = 1
+    while n <= most:
+        yield n
+        n *= 2
+
+
+def layouts(config: Config, world_size: int, board: Board) -> Iterator[Layout]:
+    """All that are legal: tensor parallelism within a machine, cp as it is configured, every mode of checkpointing."""
+    config = without_files(config)
+    for tp in _powers(min(board.per_machine, world_size)):
+        for pp in _powers(min(_MOST_PP, world_size // tp)):
+            schedules = ["1F1B", "Interleaved1F1B"] if pp > 1 else [""]
+            for schedule in schedules:
+                for mode in _KEPT:
+                    for reduce_every in (False, True):
+                        yield from _legal(config, world_size, tp, pp, schedule, mode, reduce_every)
+
+
+def _legal(
+    config: Config, world_size: int, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
+) -> Iterator[Layout]:
+    """The layout, if it can run and is not the same as another."""
+    parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
+    if schedule:
+        parallel["pipeline_schedule"] = schedule
+    if reduce_every and pp > 1:
+        return
+    settings = {
+        "parallel": parallel,
+        "activation_checkpoint": {"mode": mode},
+        "training": {"reduce_every_microbatch": reduce_every} if pp == 1 else {},
+    }
+    changed = replace(
+        config,
+        parallel=replace(
+            config.parallel, **parallel, pipeline_stages_per_rank=0, pipeline_split=(),
+            reshard_after_forward="default",
+        ),
+        activation_checkpoint=replace(config.activation_checkpoint, mode=mode),
+        training=replace(config.training, reduce_every_microbatch=reduce_every),
+    )  # fmt: skip
+    try:
+        setup = set_up(changed, world_size)
+    except ConfigError:
+        return
+    if not (reduce_every and setup.grad_accum == 1):
+        yield Layout(settings, changed, setup)
+
+
+# ---------------------------------------------------------------- the sieve
+
+
+def least_memory(layout: Layout) -> float:
+    """Bytes of a rank, roughly."""
+    setup, config = layout.setup, layout.config
+    dims = setup.dims
+    held = setup.num_parameters / (dims.tp * dims.pp)
+    gathered_gradients = setup.grad_accum > 1 and not config.training.reduce_every_microbatch
+    state = held * 16 / dims.fsdp + held * 4 * gathered_gradients
+    batch, seq, dim = setup.hidden_shape
+    tokens = batch * seq * (dims.tp if config.parallel.sequence_parallel else 1)
+    blocks = sum(len(stage.blocks) for stage in setup.stages) / dims.pp
+    in_flight = min(dims.pp, setup.grad_accum)
+    kept = _KEPT[config.activation_checkpoint.mode] / (dims.tp if config.activation_checkpoint.mode != "full" else 1)
+    return state + tokens * dim * kept * blocks * in_flight
+
+
+def likely_time(layout: Layout, board: Board) -> float:
+    """Seconds of a step, roughly."""
+    setup, config = layout.setup, layout.config
+    dims = setup.dims
+    tokens = config.training.global_batch_size * config.training.seq_len
+    flops = setup.flops_per_token * tokens / dims.world_size * (1 + _AGAIN[config.activation_checkpoint.mode])
+    computing_s = flops / (board.flops[config.training.compute_dtype] * OF_FLOPS)
+    mine = tokens / dims.batch / dims.cp
+    blocks = sum(len(stage.blocks) for stage in setup.stages) / dims.pp
+    dim = setup.hidden_shape[2]
+    moving_s = mine / dims.tp * blocks * dim * 2 * 100 / (board.bandwidth * OF_BANDWIDTH)
+    waiting_s = (dims.tp > 1) * mine * blocks * dim * 2 * 10 * (1 - 1 / dims.tp) / (board.link * OF_NETWORK)
+    gathers = setup.grad_accum if dims.pp == 1 else 1
+    reductions = gathers if config.training.reduce_every_microbatch else 1
+    sent = setup.num_parameters / (dims.tp * dims.pp) * (4 * gathers + 4 * reductions)
+    spread = dims.fsdp * dims.tp > board.per_machine
+    rate = board.network * max(1, board.per_machine // dims.tp) if spread else board.link
+    beside_s = (dims.fsdp > 1) * sent / (min(rate, board.link) * OF_NETWORK)
+    idle = 0.0
+    if dims.pp > 1:
+        splits = SCHEDULES[config.parallel.pipeline_schedule].splits_backward
+        idle = bubble(dims.pp, stages_per_rank(config.parallel), setup.grad_accum, splits)
+    return max(computing_s + moving_s + waiting_s, beside_s) / (1 - idle)
+
+
+def search(
+    config: Config, world_size: int, board: Board, reserve: float, on_gpu: bool, rows: int
+) -> tuple[int, list[tuple[Layout, Plan]]]:
+    """How many layouts there are; and of those that may fit the likely fastest, simulated, beside the one that is configured.
+    Best first: those that fit by their tokens per second, then the others."""
+    found = list(layouts(config, world_size, board))
+    room = board.memory_gib * GIB - reserve
+    likely = sorted(
+        (layout for layout in found if _SURE * least_memory(layout) < room), key=lambda one: likely_time(one, board)
+    )[:rows]
+    with suppress(ConfigError):
+        as_it_is = without_files(config)
+        likely.append(Layout({}, as_it_is, set_up(as_it_is, world_size)))
+    jobs = [(layout.config, rank) for layout in likely for rank in chosen_ranks(layout.setup)]
+    simulations = iter(simulate(jobs, world_size, on_gpu))
+    plans = []
+    for layout in likely:
+        of_layout = [next(simulations) for _ in chosen_ranks(layout.setup)]
+        plans.append((layout, assembled(layout.config, layout.setup, of_layout, board, reserve)))
+    return len(found), sorted(plans, key=lambda pair: (pair[1].left < 0, -pair[1].tokens_per_second))
