@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tomli
 
 from tests.conftest import ROOT
 
@@ -49,3 +50,26 @@ def test_a_run_that_does_not_fit_ends_with_one():
 def test_what_cannot_be_planned_is_one_line(words, line):
     ended = plan(*words)
     assert ended.returncode == 2 and ended.stderr.startswith(line) and len(ended.stderr.splitlines()) == 1
+
+
+def test_a_search_ranks_what_fits_and_says_how_to_set_it():
+    small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
+    words = [*small, "--training.global_batch_size", "8", "--world", "4", "--search", "--rows", "4"]
+    ended = plan(*words, "--memory-gib", "16", "--device", "a100")
+    assert ended.returncode == 0, ended.stderr
+    count, rows, settings = ended.stdout.split("\n\n", 2)
+    assert count == f"4 of {count.split()[2]} layouts simulated"
+    told = [line.split() for line in rows.splitlines()[1:]]
+    fitting = [float(words[0].replace(",", "")) for words in told if "no" not in words[4]]
+    assert fitting == sorted(fitting, reverse=True) and "(as configured)" in rows
+    tomli.loads(settings)
+    best = plan(*small, "--training.global_batch_size", "8", "--world", "4", "--memory-gib", "16", "--device", "a100",
+                *flags(tomli.loads(settings)))  # fmt: skip
+    assert best.returncode == 0 and f"{fitting[0]:,.0f} tokens per second" in best.stdout
+
+
+def flags(settings):
+    values = ((f"--{section}.{name}", value) for section, names in settings.items() for name, value in names.items())
+    return [
+        word for flag, value in values for word in (flag, str(value).lower() if isinstance(value, bool) else str(value))
+    ]

@@ -1,6 +1,6 @@
 """Which layouts a run could have, the likely good ones first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from trainer.planning import Plan, assembled, chosen_ranks, without_files
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble
 from trainer.setup import Setup, set_up
 from trainer.simulate import simulate
+from trainer.system import cores
 
 _MOST_PP = 16
 _SURE = 0.9
@@ -146,18 +147,39 @@ def search(
 ) -> tuple[int, list[tuple[Layout, Plan]]]:
     """How many layouts there are; and of those that may fit the likely fastest, simulated, beside the one that is configured.
     Best first: those that fit by their tokens per second, then the others."""
-    found = list(layouts(config, world_size, board))
+    there = list(layouts(config, world_size, board))
+    left = sorted(there, key=lambda layout: likely_time(layout, board))
     room = board.memory_gib * GIB - reserve
-    likely = sorted(
-        (layout for layout in found if _SURE * least_memory(layout) < room), key=lambda one: likely_time(one, board)
-    )[:rows]
+    likely = []
     with suppress(ConfigError):
         as_it_is = without_files(config)
         likely.append(Layout({}, as_it_is, set_up(as_it_is, world_size)))
-    jobs = [(layout.config, rank) for layout in likely for rank in chosen_ranks(layout.setup)]
+    plans: list[tuple[Layout, Plan]] = []
+    of_estimate: dict[tuple[str, str], float] = {}
+    while True:
+        # What was simulated shows how far the estimate is off for its like.
+        left = [one for one in left if of_estimate.get(_like(one), _SURE) * least_memory(one) < room]
+        likely += left[: min(cores(), rows - len(plans))]
+        if not likely:
+            return len(there), sorted(plans, key=lambda pair: (pair[1].left < 0, -pair[1].tokens_per_second))
+        left = [one for one in left if one not in likely]
+        for layout, plan in _simulated(likely, world_size, board, reserve, on_gpu):
+            plans.append((layout, plan))
+            share = plan.largest.peak / least_memory(layout)
+            of_estimate[_like(layout)] = min(share, of_estimate.get(_like(layout), share))
+        likely = []
+
+
+def _like(layout: Layout) -> tuple[str, str]:
+    parallel = layout.config.parallel
+    return layout.config.activation_checkpoint.mode, parallel.pipeline_schedule if parallel.pp > 1 else ""
+
+
+def _simulated(
+    some: Sequence[Layout], world_size: int, board: Board, reserve: float, on_gpu: bool
+) -> Iterator[tuple[Layout, Plan]]:
+    jobs = [(layout.config, rank) for layout in some for rank in chosen_ranks(layout.setup)]
     simulations = iter(simulate(jobs, world_size, on_gpu))
-    plans = []
-    for layout in likely:
+    for layout in some:
         of_layout = [next(simulations) for _ in chosen_ranks(layout.setup)]
-        plans.append((layout, assembled(layout.config, layout.setup, of_layout, board, reserve)))
-    return len(found), sorted(plans, key=lambda pair: (pair[1].left < 0, -pair[1].tokens_per_second))
+        yield layout, assembled(layout.config, layout.setup, of_layout, board, reserve)
