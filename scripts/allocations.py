@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import sleep
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import Batch
 from trainer.engine import Engine, parts_of_rank
@@ -91,9 +93,21 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class _Patient(TorchDispatchMode):
+    """After a collective, gives the thread that communicates the time to let go of its buffers: on a busy machine it would come
+    to it later, and they would be counted."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            sleep(0.001)
+        return result
+
+
 def measure(argv: Sequence[str], repeats: int) -> Measured:
-    """On each rank: the memory of a step that is not the first. The smallest of several: the thread that communicates lets go of
-    its buffers when it comes to it, on a busy machine not at once."""
+    """On each rank: the memory of a step that is not the first; of several, the smallest."""
     config, cpu = load_config(argv), torch.device("cpu")
     setup = set_up(config, dist.get_world_size())
     training, watch = config.training, _Watch()
@@ -112,6 +126,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
             profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
             record_function(STEP),
             watch.over_step(),
+            _Patient(),
         ):
             step()
             for parameter in engine.parameters.values():
