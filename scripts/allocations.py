@@ -18,6 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import Batch
+from trainer.config import TrainingConfig
+from trainer.device import local
 from trainer.engine import Engine, parts_of_rank
 from trainer.load_config import load_config
 from trainer.parallel.attention import ON_CPU
@@ -52,7 +54,7 @@ class _Watch:
 
     def note(self, tensor: Tensor | None, kind: str) -> None:
         if tensor is not None:
-            address = _local(tensor).untyped_storage().data_ptr()
+            address = local(tensor).untyped_storage().data_ptr()
             with record_function(f"{kind}@{address}"):
                 pass
 
@@ -87,10 +89,6 @@ class _Watch:
         finally:
             FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard = reduce, wait
             torch.autograd._engine_run_backward = backward
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Patient(TorchDispatchMode):
@@ -146,12 +144,12 @@ def _there_already() -> list[Block]:
     sizes: dict[int, int] = {}
     for tensor in gc.get_objects():
         if issubclass(type(tensor), Tensor) and tensor.device.type == "cpu":
-            storage = _local(tensor.detach()).untyped_storage()
+            storage = local(tensor.detach()).untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return [Block(address, size, born=0) for address, size in sizes.items() if size]
 
 
-def _batch(vocab_size: int, training) -> Batch:
+def _batch(vocab_size: int, training: TrainingConfig) -> Batch:
     shape = training.local_batch_size, training.seq_len
     tokens = torch.randint(vocab_size, shape)
     positions = torch.arange(training.seq_len).repeat(training.local_batch_size, 1)

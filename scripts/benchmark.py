@@ -76,12 +76,11 @@ from trainer.data.sources import open_source
 from trainer.data.store import open_store, read_description
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
-from trainer.device import GIB, memory_now, memory_peak
+from trainer.device import DTYPES, GIB, memory_now, memory_peak
 from trainer.initial import Weights
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.attention import ON_CPU
 from trainer.parallel.dims import Meshes, ParallelDims
-from trainer.parallel.fsdp import DTYPES
 from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import stages

@@ -4,8 +4,8 @@ Runs a step under each layout, as gloo ranks on this machine's CPU, looks at wha
 prints the largest memory of the first and the last rank beside the plan's. Exit code 1 where they differ by more than 3 %, or
 a kind of memory by more than 5 % of it and 1 % of the peak.
 
---layout "tp=2 pp=2"    settings of a layout, as in scripts/parity.py, and ranks=N (default: 1); may be given several times
-                        (default: a matrix of layouts, what is computed again, and accumulation)
+--layout "tp=2 pp=2"    settings of a layout, as in scripts/parity.py, with as many ranks as its degrees make; may be given
+                        several times (default: a matrix of layouts, what is computed again, and accumulation)
 --section.key VALUE     any other setting, for all layouts (default: a Llama of 100M parameters)
 """
 
@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 from scripts.allocations import Measured, measure
 from scripts.arguments import Arguments, run_to_end
 from scripts.gloo_ranks import GlooRanks
-from scripts.parity import Layout
+from scripts.parity import Layout, flags
 from trainer.config import ConfigError
-from trainer.load_config import exit_with, load_config
+from trainer.load_config import command_words, exit_with, load_config
 from trainer.simulate import Simulation, simulate
 
 MODEL = {
@@ -63,16 +63,14 @@ WIDTH = 92
 
 
 def ranks_of(layout: Layout) -> int:
-    """All degrees are given."""
     degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
     return math.prod(int(layout.settings.get(f"parallel.{name}", "1")) for name in degrees)
 
 
 def words(layout: Layout, given: Sequence[str]) -> list[str]:
-    """Of the run's command line; what a layout says goes before the defaults."""
-    said = {f"--{key}": value for key, value in layout.settings.items()}
-    flags = dict(zip(given[::2], given[1::2], strict=True)) | said
-    return [word for pair in flags.items() for word in pair]
+    """Of the run's command line; what a layout says goes before the rest."""
+    said = {flag.removeprefix("--"): value for flag, value in command_words(given)}
+    return flags(said | layout.settings)
 
 
 def wrong_kind(plan: Simulation, real: Measured) -> str:

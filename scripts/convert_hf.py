@@ -25,13 +25,12 @@ from tqdm import tqdm
 from models import MODELS
 from scripts.arguments import Arguments, positive, run_to_end
 from trainer.config import ConfigError
-from trainer.device import GIB
+from trainer.device import DTYPES, GIB
 from trainer.export import export_of
 from trainer.huggingface import Folder, import_folder
 from trainer.initial import newest
 from trainer.load_config import exit_with
 from trainer.manifest import Damaged
-from trainer.parallel.fsdp import DTYPES
 from trainer.settings import nearest_name
 from trainer.setup import parameter_names
 

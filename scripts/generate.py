@@ -34,9 +34,9 @@ from trainer import distributed
 from trainer.config import ConfigError, DistributedConfig
 from trainer.data.chat import ChatFormat
 from trainer.data.chat_template import TemplateFailure
+from trainer.device import DTYPES
 from trainer.generation import Sampling, Speaker, TextStream
 from trainer.load_config import exit_with
-from trainer.parallel.fsdp import DTYPES
 
 _PATIENCE_S = 7 * 24 * 3600.0
 """How long the other ranks wait for a line of the user."""

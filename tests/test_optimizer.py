@@ -7,7 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
-from trainer.optimizer import DTYPES, Optimizer, parameter_groups
+from trainer.device import DTYPES
+from trainer.optimizer import Optimizer, parameter_groups
 
 
 def network() -> nn.Module:

@@ -76,7 +76,7 @@ def test_a_pipeline_that_is_filled_is_not_run_to_its_end(schedule):
 def whole_pipeline(argv, rank):
     program = (
         "import pickle, sys; from trainer import simulate; from trainer.load_config import load_config\n"
-        "simulate._shown = lambda config, world_size: 12\n"
+        "simulate._shown = lambda config, setup: 12\n"
         "plan = simulate._simulate((load_config(sys.argv[2:]), int(sys.argv[1])), world_size=2, on_gpu=False)\n"
         "sys.stdout.buffer.write(pickle.dumps(plan))"
     )

@@ -16,6 +16,9 @@ from trainer.boards import BOARDS, GIB
 from trainer.config import ConfigError
 from trainer.system import cores, local_rank
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Words of settings -> precisions."""
+
 
 def count() -> int:
     """GPUs of this machine; 0 where it has none."""

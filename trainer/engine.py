@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from trainer import device as devices
 from trainer.batch import Batch
 from trainer.config import Config
+from trainer.device import DTYPES
 from trainer.loss import CrossEntropyHead
 from trainer.optimizer import Optimizer
 from trainer.parallel.attention import Kernels
 from trainer.parallel.context import cut_sequence
 from trainer.parallel.dims import Meshes
-from trainer.parallel.fsdp import DTYPES
 from trainer.parallel.initialize import initialize
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank

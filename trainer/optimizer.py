@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.config import OptimizerConfig
-from trainer.device import local
+from trainer.device import DTYPES, local
 from trainer.distributed import sum_over
 from trainer.updates import DeviceUpdate, HostUpdate
 
@@ -20,9 +20,6 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
     for parameter in parameters:
         (decayed if parameter.dim() >= 2 else plain).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -3,7 +3,15 @@
 from dataclasses import dataclass, replace
 
 from trainer.boards import GIB, Board
-from trainer.config import CompileConfig, Config, ConfigError, DataConfig, EvaluationConfig, TokenizerConfig
+from trainer.config import (
+    CompileConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    EvaluationConfig,
+    ParallelConfig,
+    TokenizerConfig,
+)
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 from trainer.roofline import StepTime, bubble, step_time
 from trainer.setup import Setup, set_up
@@ -53,7 +61,7 @@ class Plan:
 
 
 def without_files(config: Config) -> Config:
-    """What is planned, without what it is planned without."""
+    """The same network, step and optimizer, without the settings that name files or leave work to the compiler."""
     data = DataConfig(document_mask=config.data.document_mask)
     return replace(
         config,
@@ -81,12 +89,16 @@ def plan(config: Config, world_size: int, board: Board, reserve: float, on_gpu: 
     return assembled(config, setup, simulations, board, reserve)
 
 
+def bubble_of(parallel: ParallelConfig, microbatches: int) -> float:
+    """Of the schedule; as of StepTime."""
+    if parallel.pp == 1:
+        return 0.0
+    splits = SCHEDULES[parallel.pipeline_schedule].splits_backward
+    return bubble(parallel.pp, stages_per_rank(parallel), microbatches, splits)
+
+
 def assembled(config: Config, setup: Setup, simulations: list[Simulation], board: Board, reserve: float) -> Plan:
     """simulations: of chosen_ranks."""
-    parallel = config.parallel
-    idle = 0.0
-    if parallel.pp > 1:
-        splits = SCHEDULES[parallel.pipeline_schedule].splits_backward
-        idle = bubble(parallel.pp, stages_per_rank(parallel), setup.grad_accum, splits)
+    idle = bubble_of(config.parallel, setup.grad_accum)
     times = [step_time(s.work, s.traffic, s.group_ranks, board, idle) for s in simulations]
     return Plan(simulations=simulations, times=times, setup=setup, config=config, board=board, reserve=reserve)

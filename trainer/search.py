@@ -5,10 +5,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from trainer.boards import GIB, Board
-from trainer.config import Config, ConfigError
-from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
-from trainer.planning import Plan, assembled, chosen_ranks, without_files
-from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble
+from trainer.config import Config, ConfigError, toml_value
+from trainer.planning import Plan, assembled, bubble_of, chosen_ranks, without_files
+from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK
 from trainer.setup import Setup, set_up
 from trainer.simulate import simulate
 from trainer.system import cores
@@ -34,9 +33,7 @@ class Layout:
         lines = []
         for section, values in self.settings.items():
             lines.append(f"[{section}]")
-            for name, value in values.items():
-                shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
-                lines.append(f"{name} = {shown}")
+            lines += [f"{name} = {toml_value(value)}" for name, value in values.items()]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -135,11 +132,7 @@ def likely_time(layout: Layout, board: Board) -> float:
     spread = dims.fsdp * dims.tp > board.per_machine
     rate = board.network * max(1, board.per_machine // dims.tp) if spread else board.link
     beside_s = (dims.fsdp > 1) * sent / (min(rate, board.link) * OF_NETWORK)
-    idle = 0.0
-    if dims.pp > 1:
-        splits = SCHEDULES[config.parallel.pipeline_schedule].splits_backward
-        idle = bubble(dims.pp, stages_per_rank(config.parallel), setup.grad_accum, splits)
-    return max(computing_s + moving_s + waiting_s, beside_s) / (1 - idle)
+    return max(computing_s + moving_s + waiting_s, beside_s) / (1 - bubble_of(config.parallel, setup.grad_accum))
 
 
 def search(

@@ -38,10 +38,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from trainer import logging
+from trainer.device import local
 from trainer.manifest import Damaged, File, confirmed, read_text, require_name, write_file
 
 INDEX = "index.json"
@@ -175,7 +175,7 @@ def plan_of(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
 
 def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of them this rank holds."""
-    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: local(t) for name, t in tensors.items()}
 
 
 class Planner(DefaultSavePlanner):

@@ -28,7 +28,7 @@ from trainer.parallel.dims import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 from trainer.parallel.step import Step
 from trainer.recorder import KINDS, Moment, Recorder, Traffic
-from trainer.setup import set_up
+from trainer.setup import Setup, set_up
 from trainer.system import cores, die_with_parent
 
 CPU = torch.device("cpu")
@@ -92,9 +92,9 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
 
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:
     config, rank = job
-    count, shown = set_up(config, world_size).grad_accum, _shown(config, world_size)
-    config = _with_microbatches(config, shown, count)
-    setup = set_up(config, world_size)
+    whole = set_up(config, world_size)
+    count, shown = whole.grad_accum, _shown(config, whole)
+    setup = replace(whole, grad_accum=shown)
     with imaginary_world(rank, setup.dims.world_size):
         meshes = Meshes(setup.dims, CPU)
         parts = parts_of_rank(config, setup, meshes, ON_IMAGINARY_GPU if on_gpu else ON_CPU)
@@ -108,10 +108,8 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             engine.optimizer.zero_grad()
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
-            for tensor in engine.optimizer.host_tensors():
-                recorder.know(tensor, "optimizer", host=on_gpu)
-            for kind, tensor in _there_already(engine, fake):
-                recorder.know(tensor, kind, on_host and kind != "")
+            for known in _there_already(engine, fake, on_host, on_gpu):
+                recorder.know(*known)
             batches = [_batch(config) for _ in range(shown)]
             if setup.dims.pp == 1:
                 batches = _Microbatches(batches, recorder, count)
@@ -125,21 +123,14 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
 
 
-def _shown(config: Config, world_size: int) -> int:
+def _shown(config: Config, setup: Setup) -> int:
     """Microbatches that are run."""
-    setup = set_up(config, world_size)
     if setup.dims.pp == 1:
         return min(setup.grad_accum, _SHOWN)
     # From so many on a pipeline is filled, and what it holds grows no more.
     filled = setup.dims.pp * (2 if stages_per_rank(config.parallel) == 1 else 3)
-    return (
-        filled if SCHEDULES[config.parallel.pipeline_schedule].fills and setup.grad_accum > filled else setup.grad_accum
-    )
-
-
-def _with_microbatches(config: Config, shown: int, count: int) -> Config:
-    size = config.training.global_batch_size // count * shown
-    return replace(config, training=replace(config.training, global_batch_size=size))
+    fills = SCHEDULES[config.parallel.pipeline_schedule].fills
+    return min(setup.grad_accum, filled) if fills else setup.grad_accum
 
 
 def _weighted(step: Step, recorder: Recorder, weight: float, parallel: ParallelConfig) -> Callable:
@@ -188,14 +179,18 @@ class _Microbatches(Sequence[Batch]):
             yield batch
 
 
-def _there_already(engine: Engine, fake: FakeTensorMode) -> Iterator[tuple[str, Tensor]]:
-    """With their kinds; of buffers, what is done with them will tell."""
-    yield from (("parameters", parameter.detach()) for parameter in engine.parameters.values())
-    yield from (("optimizer", tensor) for tensor in engine.optimizer.state().values())
+def _there_already(
+    engine: Engine, fake: FakeTensorMode, on_host: bool, on_gpu: bool
+) -> Iterator[tuple[Tensor, str, bool]]:
+    """With their kinds, and whether they are in host memory; of buffers, what is done with them will tell the kind. on_host: all
+    of the parameters and their state is there."""
+    yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors())
+    yield from ((parameter.detach(), "parameters", on_host) for parameter in engine.parameters.values())
+    yield from ((tensor, "optimizer", on_host) for tensor in engine.optimizer.state().values())
     gc.collect()
     for tensor in gc.get_objects():
         if type(tensor) is FakeTensor and tensor.fake_mode is fake:
-            yield "", tensor
+            yield tensor, "", False
 
 
 def _agree_on_shapes(engine: Engine) -> None:

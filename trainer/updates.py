@@ -63,6 +63,7 @@ class HostUpdate:
     def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer, gradients_too: bool):
         """gradients_too: gradients leave the device in backward, as they come; else when the update begins."""
         self.parameters = parameters
+        self.numbers = {p: number for number, p in enumerate(parameters)}
         self.link = devices.HostLink(parameters[0].device)
         self.masters = [self.link.host_like(local(p.detach()), torch.float32) for p in parameters]
         self.gradients = [self.link.host_like(local(p.detach()), p.dtype) for p in parameters]
@@ -126,7 +127,7 @@ class HostUpdate:
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """As of DeviceUpdate; the copy too, where it is more than the parameter."""
-        number = next(n for n, p in enumerate(self.parameters) if p is parameter)
+        number = self.numbers[parameter]
         state = dict(self.inners[number].state[self.masters[number]])
         if self.results[number] is not self.masters[number]:
             state["master"] = self.masters[number]

@@ -9,15 +9,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from models.spec import ParallelPlan
 from trainer.config import ParallelConfig
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from trainer.device import DTYPES
 
 
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
     """Shard every block, the plan's further units, and whatever is left as the root unit.
 
-    mesh: the model mesh. dtype: of gathered parameters and so of the computation ("bf16", "fp32"); the shards and the
-    reduction of gradients stay fp32. Gradients are summed, never averaged: the step divides by the number of targets.
+    mesh: the model mesh. dtype: of gathered parameters and so of the computation ("bf16", "fp32"); the shards keep theirs,
+    and gradients are reduced in fp32. Gradients are summed, never averaged: the step divides by the number of targets.
     """
     axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
     # Inputs keep their precision: what flows is already in dtype, and the rotary angles must stay fp32.

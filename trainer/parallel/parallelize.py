@@ -7,6 +7,7 @@ from torch import nn
 
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.device import DTYPES
 from trainer.parallel import compilation
 from trainer.parallel.activation_checkpoint import (
     Again,
@@ -18,7 +19,7 @@ from trainer.parallel.activation_checkpoint import (
 )
 from trainer.parallel.attention import Kernels, apply_attention
 from trainer.parallel.dims import Meshes
-from trainer.parallel.fsdp import DTYPES, apply_fsdp
+from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.pipeline import Stage, cut_to_stage
 from trainer.parallel.tensor import apply_tensor
 
