@@ -118,7 +118,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
         engine.update(batches, rate=1e-4, stop=False, before_update=lambda: None)
 
     def measured() -> Measured:
-        engine.optimizer.zero_grad()
+        engine.optimizer.begin(1e-4)
         before = _there_already()
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,

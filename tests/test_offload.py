@@ -1,4 +1,4 @@
-"""Whole runs whose update is in host memory, or in another precision."""
+"""Whole runs whose update is in host memory, in backward, or in another precision."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from trainer.config import ConfigError
 from trainer.load_config import load_config
 
 
-def argv(tiny, folder, name, *more):
-    schedule = ("--lr_schedule.warmup_steps", "2", "--checkpoint.interval_steps", "2")
+def argv(tiny, folder, name, *more, interval=2):
+    schedule = ("--lr_schedule.warmup_steps", "2", "--checkpoint.interval_steps", str(interval))
     return [*tiny, "--run.output_folder", str(folder), "--run.name", name, *schedule, *more]
 
 
@@ -24,6 +24,19 @@ def test_a_run_with_its_state_on_the_host_is_the_same_run_resumed_and_resharded(
         rates.append([record["learning_rate"] for record in records(tmp_path / name)])
     assert results[0] == results[1]
     assert rates[0] == rates[1] and len(rates[0]) == 4
+
+
+@pytest.mark.parametrize(
+    "layout", [["--parallel.tp", "2"], ["--parallel.pp", "2"], ["--checkpoint.async_mode", "thread"]]
+)
+def test_a_run_that_updates_in_backward_is_the_same_run(ranks, tiny, tmp_path, layout):
+    """Two steps on 2 ranks, two on 4, with two microbatches or more, saved beside training."""
+    results = []
+    for name, more in (("plain", []), ("early", ["--optimizer.in_backward", "true"])):
+        words = argv(tiny, tmp_path, name, *layout, *more, "--training.max_norm", "none", interval=1)
+        ranks(2).run(train, [*words, "--training.steps", "2"])
+        results.append(ranks(4).run(train, [*words, "--training.steps", "4"])[0].weights)
+    assert results[0] == results[1]
 
 
 def test_a_run_may_change_where_its_state_is(ranks, tiny, tmp_path):
@@ -46,6 +59,14 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (
+            ["--optimizer.in_backward", "true"],
+            "--optimizer.in_backward true: not with [training] max_norm, which needs all gradients at once; it must be none",
+        ),
+        (
+            ["--optimizer.in_backward", "true", "--training.max_norm", "none", "--optimizer.offload", "state"],
+            "--optimizer.in_backward true: not with [optimizer] offload; state_and_gradients frees gradients in backward too",
+        ),
         (
             ["--optimizer.offload", "state", "--parallel.offload_parameters", "true"],
             "--optimizer.offload state: not with [parallel] offload_parameters, which keeps all of it on the host",

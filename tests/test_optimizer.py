@@ -87,10 +87,11 @@ def stepped():
     optimizer = Optimizer(dict(ours.named_parameters()), OptimizerConfig(weight_decay=0.1), dist.group.WORLD, 1)
     reference = torch.optim.AdamW(parameter_groups(theirs.parameters(), 0.1), betas=(0.9, 0.95), eps=1e-8)
     for rate in (1e-2, 3e-2, 1e-3):
+        optimizer.begin(rate)
+        reference.zero_grad()
         for net in (ours, theirs):
-            net.zero_grad()
             net(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step(rate, skip=torch.tensor(False))
+        optimizer.step(skip=torch.tensor(False))
         for group in reference.param_groups:
             group["lr"] = rate
         reference.step()
@@ -113,10 +114,10 @@ def left_out():
     optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, 1)
 
     def step(scale, skip):
-        optimizer.zero_grad()
+        optimizer.begin(1e-2)
         (model(torch.ones(2, 6)).square().sum() * scale).backward()
         optimizer.clip(1.0)
-        optimizer.step(1e-2, skip=torch.tensor(skip))
+        optimizer.step(skip=torch.tensor(skip))
         state = {name: p.full_tensor() for name, p in model.named_parameters()} | optimizer.state()
         return {
             name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in state.items()
@@ -135,7 +136,7 @@ def test_an_update_that_is_left_out_changes_nothing(ranks, size):
 # ------------------------------------------------------------ in host memory
 
 
-def fifty_steps(offload, dtypes=("fp32", "fp32")):
+def fifty_steps(offload, dtypes=("fp32", "fp32"), max_norm=5.0, in_backward=False):
     """Of a network with small and frozen parameters: two microbatches a step, clipped, with a schedule; one step is left out.
     Returns parameters, state and norms."""
     parameter_dtype, state_dtype = dtypes
@@ -144,20 +145,20 @@ def fifty_steps(offload, dtypes=("fp32", "fp32")):
     model.to(DTYPES[parameter_dtype])
     fully_shard(model)
     named = dict(model.named_parameters())
-    config = OptimizerConfig(offload=offload, state_dtype=state_dtype, weight_decay=0.1)
+    config = OptimizerConfig(offload=offload, in_backward=in_backward, state_dtype=state_dtype, weight_decay=0.1)
     optimizer = Optimizer(named, config, dist.group.WORLD, dist.get_world_size())
     norms = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for number in range(50):
-        optimizer.zero_grad()
+        optimizer.begin(1e-2 / (1 + number))
         for last in (False, True):
             model.set_requires_gradient_sync(last)
             x = torch.randn(4, 6, generator=generator).to(DTYPES[parameter_dtype])
             (model(x).square().sum() * (float("nan") if number == 20 else 1.0)).backward()
-        norm, _ = optimizer.clip(5.0)
-        optimizer.step(1e-2 / (1 + number), skip=~norm.isfinite())
+        norm, _ = optimizer.clip(max_norm)
+        optimizer.step(skip=~norm.isfinite())
         norms.append(norm.item())
-    assert all(p.grad is None for p in named.values()) or offload != "state_and_gradients"
+    assert all(p.grad is None for p in named.values()) or not (in_backward or offload == "state_and_gradients")
     tensors = named | optimizer.state()
     return {
         n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for n, t in tensors.items()
@@ -172,6 +173,18 @@ def test_an_update_on_the_host_is_that_of_the_device_bit_by_bit(ranks, offload, 
     ):
         assert set(ours) == set(theirs) and "0.bias/step" not in ours
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert our_norms[:20] == their_norms[:20] and our_norms[21:] == their_norms[21:]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_update_in_backward_is_that_after_it_bit_by_bit(ranks, size):
+    """The step whose gradients are no numbers is left out of every parameter here too."""
+    for (ours, our_norms), (theirs, their_norms) in zip(
+        ranks(size).run(fifty_steps, "none", ("fp32", "fp32"), None, True),
+        ranks(size).run(fifty_steps, "none", ("fp32", "fp32"), None, False),
+        strict=True,
+    ):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and set(ours) == set(theirs)
         assert our_norms[:20] == their_norms[:20] and our_norms[21:] == their_norms[21:]
 
 

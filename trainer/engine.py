@@ -106,11 +106,13 @@ class Engine:
     ) -> StepResult:
         """One optimizer step. rate: learning rate; stop: whether this rank was asked to; before_update: called when
         parameters and the guard's state are about to change."""
-        self.optimizer.zero_grad()
+        self.optimizer.begin(rate)
         num_targets = count_targets(microbatches, self.batch_group)
+        if self.config.optimizer.in_backward:
+            before_update()
         loss = self.step(microbatches, num_targets)
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         before_update()
         left_out, verdict = self.guard.judge(loss, grad_norm, votes)
-        self.optimizer.step(rate, skip=left_out)
+        self.optimizer.step(skip=left_out)
         return StepResult(loss, grad_norm, num_targets, verdict)

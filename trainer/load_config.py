@@ -236,8 +236,24 @@ def _check_combinations(config: Config) -> None:
     if config.optimizer.offload == "state_and_gradients" and config.training.reduce_every_microbatch:
         rule = "state_and_gradients takes gradients when they are complete: not with [training] reduce_every_microbatch"
         raise ConfigError("optimizer.offload", rule)
+    if config.optimizer.in_backward:
+        _check_in_backward(config)
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
         raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
+
+
+def _check_in_backward(config: Config) -> None:
+    """What needs all gradients at once, or gradients that are not complete."""
+    wrong = {
+        "[training] max_norm, which needs all gradients at once; it must be none": config.training.max_norm is not None,
+        "[training] reduce_every_microbatch: gradients are complete after the last one": config.training.reduce_every_microbatch,
+        "[optimizer] offload; state_and_gradients frees gradients in backward too": config.optimizer.offload != "none",
+        "[parallel] offload_parameters": config.parallel.offload_parameters,
+        "[resilience] loss_spike, which leaves out whole updates": config.resilience.loss_spike != "off",
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ConfigError("optimizer.in_backward", f"not with {what}")
 
 
 def _check_files(config: Config) -> None:

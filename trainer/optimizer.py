@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from trainer.config import OptimizerConfig
 from trainer.device import DTYPES, local
 from trainer.distributed import sum_over
-from trainer.updates import DeviceUpdate, HostUpdate
+from trainer.updates import BackwardUpdate, DeviceUpdate, HostUpdate, Update
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
@@ -88,15 +88,20 @@ class Optimizer:
         def make(some: Iterable[Tensor]) -> torch.optim.Optimizer:
             return OPTIMIZERS[config.name](some, config)
 
-        if config.offload == "none":
+        self.update: Update
+        if config.in_backward:
+            self.update = BackwardUpdate(list(self.names), make)
+        elif config.offload == "none":
             self.update = DeviceUpdate(list(self.names), make)
         else:
             self.update = HostUpdate(list(self.names), make, config.offload == "state_and_gradients")
         self.model_group = model_group
 
-    def zero_grad(self) -> None:
+    def begin(self, learning_rate: float) -> None:
+        """Before the first backward of a step."""
         for p in self.names:
             p.grad = None
+        self.update.begin(learning_rate)
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
@@ -111,9 +116,10 @@ class Optimizer:
             self.update.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm, votes
 
-    def step(self, learning_rate: float, skip: Tensor) -> None:
-        """skip: a scalar; where it is true, nothing changes: neither parameters nor any state. The host does not ask."""
-        self.update.step(learning_rate, skip.to(self.copies))
+    def step(self, skip: Tensor) -> None:
+        """skip: a scalar; where it is true, nothing changes: neither parameters nor any state (of an update in backward, what
+        is not finite has been skipped already). The host does not ask."""
+        self.update.step(skip.to(self.copies))
 
     def state(self) -> dict[str, Tensor]:
         """The live state: "<parameter>/<quantity>" -> tensor. Hyperparameters are not in it: they are settings."""

@@ -105,7 +105,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
             first = shown if setup.dims.pp > 1 else min(shown, 2)
             _update(engine, [_batch(config) for _ in range(first)])
-            engine.optimizer.zero_grad()
+            engine.optimizer.begin(1e-4)
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
             for known in _there_already(engine, fake, on_host, on_gpu):

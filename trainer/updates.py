@@ -1,6 +1,7 @@
-"""Where the update of the parameters runs: on their device, or in host memory."""
+"""Where the update of the parameters runs, and when: on their device, after backward or in it, or in host memory."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,36 @@ from trainer import device as devices
 from trainer.device import local
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+class Update(Protocol):
+    """Of all parameters of a rank."""
+
+    def norms(self) -> Tensor:
+        """Of each parameter's gradient, this rank's part: (parameters,), fp32."""
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradients by a scalar."""
+
+    def begin(self, learning_rate: float) -> None:
+        """Before the first backward."""
+
+    def step(self, skip: Tensor) -> None:
+        """skip: as fp32."""
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The live state, by quantity."""
+
+    def after_load(self, state_too: bool) -> None:
+        """As of Optimizer."""
+
+    def host_tensors(self) -> list[Tensor]:
+        """As of Optimizer."""
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    (norm,) = torch._foreach_norm([local(gradient)], 2, dtype=torch.float32)
+    return norm
 
 
 def _step(inner: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> None:
@@ -23,22 +54,24 @@ def _step(inner: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> N
 
 
 class DeviceUpdate:
-    """On the device of the parameters."""
+    """On the device of the parameters, after backward."""
 
     def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
         self.parameters = parameters
         self.inner = make(parameters)
+        self.learning_rate = 0.0
 
     def norms(self) -> Tensor:
-        """Of each parameter's gradient, this rank's part: (parameters,), fp32."""
         return torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients by a scalar."""
         torch._foreach_mul_(self._gradients(), factor)
 
-    def step(self, learning_rate: float, skip: Tensor) -> None:
-        _step(self.inner, learning_rate, skip)
+    def begin(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+
+    def step(self, skip: Tensor) -> None:
+        _step(self.inner, self.learning_rate, skip)
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         return self.inner.state[parameter]
@@ -51,6 +84,47 @@ class DeviceUpdate:
 
     def _gradients(self) -> list[Tensor]:
         return [local(p.grad) for p in self.parameters]
+
+
+class BackwardUpdate:
+    """In backward: each parameter as soon as its gradient is complete, which is let go of then (Lv et al. 2023, "LOMO",
+    arXiv:2306.09782). What depends on all gradients cannot be: a norm to scale by, or an update that is left out as a whole;
+    a gradient that is no number leaves out its own."""
+
+    def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
+        self.inners = {p: make([p]) for p in parameters}
+        self.found_norms: dict[Tensor, Tensor] = {}
+        self.learning_rate = 0.0
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self._take)
+
+    @torch.no_grad()
+    def _take(self, p: Tensor) -> None:
+        """Its gradient is complete."""
+        norm = self.found_norms[p] = _norm(p.grad)
+        _step(self.inners[p], self.learning_rate, skip=norm.isfinite().logical_not().float())
+        p.grad = None
+
+    def norms(self) -> Tensor:
+        return torch.stack([self.found_norms[p] for p in self.inners])
+
+    def scale(self, factor: Tensor) -> None:
+        raise AssertionError("the configuration refuses clipping")
+
+    def begin(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+
+    def step(self, skip: Tensor) -> None:
+        pass  # done
+
+    def state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return self.inners[parameter].state[parameter]
+
+    def after_load(self, state_too: bool) -> None:
+        pass
+
+    def host_tensors(self) -> list[Tensor]:
+        return []
 
 
 class HostUpdate:
@@ -76,6 +150,7 @@ class HostUpdate:
         self.after_load(state_too=False)
         self.arrived: list[Callable[[], None]] = [lambda: None] * len(parameters)
         self.found_norms: list[Tensor | None] = [None] * len(parameters)
+        self.learning_rate = 0.0
         self.gradients_too = gradients_too
         if gradients_too:
             for number, p in enumerate(parameters):
@@ -85,7 +160,7 @@ class HostUpdate:
     def _take(self, number: int) -> None:
         """A gradient that is complete."""
         p = self.parameters[number]
-        (self.found_norms[number],) = torch._foreach_norm([local(p.grad)], 2, dtype=torch.float32)
+        self.found_norms[number] = _norm(p.grad)
         self._send(number)
         p.grad = None
 
@@ -93,13 +168,11 @@ class HostUpdate:
         self.arrived[number] = self.link.to_host(self.gradients[number], local(self.parameters[number].grad))
 
     def norms(self) -> Tensor:
-        """As of DeviceUpdate."""
         if self.gradients_too:
             return torch.stack(self.found_norms)
         return torch.stack(torch._foreach_norm([local(p.grad) for p in self.parameters], 2, dtype=torch.float32))
 
     def scale(self, factor: Tensor) -> None:
-        """As of DeviceUpdate."""
         if not self.gradients_too:
             torch._foreach_mul_([local(p.grad) for p in self.parameters], factor)
             return
@@ -108,8 +181,11 @@ class HostUpdate:
             arrived()
             gradient.mul_(factor)
 
+    def begin(self, learning_rate: float) -> None:
+        self.learning_rate = learning_rate
+
     @torch.no_grad()
-    def step(self, learning_rate: float, skip: Tensor) -> None:
+    def step(self, skip: Tensor) -> None:
         if not self.gradients_too:
             for number in range(len(self.parameters)):
                 self._send(number)
@@ -118,7 +194,7 @@ class HostUpdate:
             self.arrived[number]()
             master = self.masters[number]
             master.grad = self.gradients[number].float()
-            _step(self.inners[number], learning_rate, skip)
+            _step(self.inners[number], self.learning_rate, skip)
             master.grad = None
             if self.results[number] is not master:
                 self.results[number].copy_(master)
@@ -126,7 +202,7 @@ class HostUpdate:
         self.link.join()
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As of DeviceUpdate; the copy too, where it is more than the parameter."""
+        """The copy too, where it is more than the parameter."""
         number = self.numbers[parameter]
         state = dict(self.inners[number].state[self.masters[number]])
         if self.results[number] is not self.masters[number]:
@@ -135,7 +211,6 @@ class HostUpdate:
 
     @torch.no_grad()
     def after_load(self, state_too: bool) -> None:
-        """As of Optimizer."""
         for p, master, result in zip(self.parameters, self.masters, self.results, strict=True):
             if result is master or not state_too:
                 master.copy_(local(p.detach()))
