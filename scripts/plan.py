@@ -7,8 +7,10 @@ prints what it needs: memory, where it goes and when most is needed; what crosse
 --device NAME           a100, a100-40gb, h100, h200, b200, or cpu: this machine (default: h100)
 --tokens N              tokens to train on, as 15e12: how long that takes
 --reserve-gib X         memory of the device that the allocator does not get: context, collectives' buffers (default: 2)
---memory-gib X, --peak-tflops X, --bandwidth-gbs X, --link-gbs X, --network-gbs X, --per-machine N
-                        in the place of the device's own figures (GB/s: 10^9 bytes per second, in each direction)
+--memory-gib X, --peak-tflops X, --bandwidth-gbs X, --link-gbs X, --network-gbs X, --host-memory-gib X, --host-link-gbs X,
+--host-bandwidth-gbs X, --per-machine N
+                        in the place of the device's own figures (GB/s: 10^9 bytes per second, in each direction; of its
+                        machine's memory, a device's share)
 --search                layouts of this many ranks instead, ranked, with the settings of the best
 --rows N                layouts that are simulated (24)
 --json                  the plan as JSON
@@ -40,7 +42,7 @@ from trainer.simulate import Simulation
 from trainer.system import cores
 
 DAY_S = 86400
-NOT_THERE = "  without copies to and from host memory, and what is computed there"
+RATES = ("bandwidth", "link", "network", "host_link", "host_bandwidth")
 TIGHT = 0.1
 """Share of the memory below which what is left may be lost to fragments."""
 
@@ -91,7 +93,6 @@ def told(plan: Plan, device: str, tokens: float) -> str:
         "",
         f"time of a step: {slowest.total_s:.3g} s, {100 * plan.mfu:.1f} % MFU, {plan.tokens_per_second:,.0f} tokens per second, "
         f"{plan.tokens_per_second * DAY_S:,.3g} a day; bound by {slowest.bound}",
-        *([NOT_THERE] if largest.host else []),
         f"  matrix products {slowest.matmuls_s:.3g} s ({flops / 1e12:,.1f} TFLOP), other operators {slowest.memory_s:.3g} s, "
         f"waiting for collectives {slowest.waiting_s:.3g} s, collectives beside them {slowest.beside_s:.3g} s"
         + f", bubble {100 * slowest.bubble:.1f} %"
@@ -101,14 +102,30 @@ def told(plan: Plan, device: str, tokens: float) -> str:
         f"{plan.board.link / 1e9:,.0f} GB/s in a machine of {plan.board.per_machine} and of {plan.board.network / 1e9:,.0f} "
         "GB/s to others",
     ]
+    if largest.host:
+        lines.append(
+            f"  copies to and from host memory beside it {slowest.host_copies_s:.3g} s, the update there "
+            f"{slowest.host_update_s:.3g} s; {100 * OF_NETWORK:.0f} % of {plan.board.host_link / 1e9:,.0f} GB/s, "
+            f"{100 * OF_BANDWIDTH:.0f} % of {plan.board.host_bandwidth / 1e9:,.0f} GB/s of memory"
+        )
     if tokens:
         days = tokens / plan.tokens_per_second / DAY_S
         lines.append(f"  {tokens:,.3g} tokens: {days:,.1f} days, {days * setup.dims.world_size * 24:,.0f} device hours")
-    lines += [f"checkpoint: {gib(plan.checkpoint)}", verdict(plan)]
+    lines += [f"checkpoint: {gib(plan.checkpoint)}", *verdicts(plan)]
     return "\n".join(lines)
 
 
+def verdicts(plan: Plan) -> list[str]:
+    if not plan.largest.host:
+        return [verdict(plan)]
+    share = f"{plan.board.host_memory_gib:g} GiB of host memory, a device's share"
+    if plan.host_left < 0:
+        return [verdict(plan), f"does not fit: {gib(-plan.host_left)} more than {share}"]
+    return [verdict(plan), f"fits: {gib(plan.host_left)} left of {share}"]
+
+
 def verdict(plan: Plan) -> str:
+    """On the device."""
     have = f"{plan.board.memory_gib:g} GiB less {gib(plan.reserve)} that the allocator does not get"
     if plan.left < 0:
         return f"does not fit: {gib(-plan.left)} more than {have}"
@@ -122,12 +139,12 @@ def ranking(there: int, found: Sequence[tuple[Layout, Plan]]) -> str:
     lines = [f"{len(found)} of {there} layouts simulated", ""]
     lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
     for layout, made in found:
-        fits = "" if made.left >= 0 else "no fit"
+        fits = "" if made.fits else "no fit"
         lines.append(
             f"{made.tokens_per_second:>12,.0f} {100 * made.mfu:>5.1f}% {gib(made.largest.peak):>11} {fits:<6} "
             f"{made.slowest.bound:<28} {layout}"
         )
-    if found and found[0][1].left >= 0:
+    if found and found[0][1].fits:
         lines += ["", found[0][0].toml()]
     return "\n".join(lines)
 
@@ -138,8 +155,9 @@ def as_json(plan: Plan) -> str:
         {
             "world_size": plan.setup.dims.world_size,
             "parameters": plan.setup.num_parameters,
-            "fits": plan.left >= 0,
+            "fits": plan.fits,
             "left_bytes": int(plan.left),
+            "host_left_bytes": int(plan.host_left),
             "ranks": [_rank_as_json(simulation) for simulation in plan.simulations],
             "step_time_s": time.total_s,
             "mfu_percent": 100 * plan.mfu,
@@ -148,6 +166,8 @@ def as_json(plan: Plan) -> str:
             "matmuls_s": time.matmuls_s,
             "memory_s": time.memory_s,
             "collectives_s": dict(time.collectives_s),
+            "host_copies_s": time.host_copies_s,
+            "host_update_s": time.host_update_s,
             "bubble": time.bubble,
             "checkpoint_bytes": plan.checkpoint,
         },
@@ -177,9 +197,13 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
 def this_machine() -> Board:
     """A rank on this machine's CPU. Its rates are those of a common core, to be replaced by measured ones."""
     memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    gib = int(memory.split()[1]) / 2**20
     return Board(
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
-        memory_gib=int(memory.split()[1]) / 2**20,
+        memory_gib=gib,
+        host_memory_gib=gib,
+        host_bandwidth=1e10 * cores(),
+        host_link=1e10 * cores(),
         bandwidth=1e10 * cores(),
         link=2e9,
         network=1e9,
@@ -189,10 +213,9 @@ def this_machine() -> Board:
 
 def board_of(arguments: argparse.Namespace) -> Board:
     board = this_machine() if arguments.device == "cpu" else BOARDS[SHORT_NAMES[arguments.device]]
-    rates = {"bandwidth": arguments.bandwidth_gbs, "link": arguments.link_gbs, "network": arguments.network_gbs}
-    given = {name: 1e9 * rate for name, rate in rates.items() if rate}
-    if arguments.memory_gib:
-        given["memory_gib"] = arguments.memory_gib
+    words = vars(arguments)
+    given = {name: 1e9 * words[f"{name}_gbs"] for name in RATES if words[f"{name}_gbs"]}
+    given |= {name: words[name] for name in ("memory_gib", "host_memory_gib") if words[name]}
     if arguments.per_machine:
         given["per_machine"] = arguments.per_machine
     if arguments.peak_tflops:
@@ -206,8 +229,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--device", choices=[*SHORT_NAMES, "cpu"], default="h100")
     parser.add_argument("--tokens", type=positive, default=0.0)
     parser.add_argument("--reserve-gib", type=positive, default=2.0)
-    for name in ("memory-gib", "peak-tflops", "bandwidth-gbs", "link-gbs", "network-gbs"):
-        parser.add_argument(f"--{name}", type=positive)
+    for name in ("memory_gib", "host_memory_gib", "peak_tflops", *(f"{rate}_gbs" for rate in RATES)):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive)
     parser.add_argument("--per-machine", type=count)
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--rows", type=count, default=24)
@@ -224,10 +247,10 @@ def main() -> None:
         if arguments.search:
             there, found = search(config, arguments.world, board, reserve, on_gpu, arguments.rows)
             print(ranking(there, found))
-            sys.exit(0 if found and found[0][1].left >= 0 else 1)
+            sys.exit(0 if found and found[0][1].fits else 1)
         made = plan(config, arguments.world, board, reserve, on_gpu)
     print(as_json(made) if arguments.json else told(made, arguments.device, arguments.tokens))
-    sys.exit(0 if made.left >= 0 else 1)
+    sys.exit(0 if made.fits else 1)
 
 
 if __name__ == "__main__":

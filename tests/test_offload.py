@@ -60,6 +60,10 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
     ("words", "line"),
     [
         (
+            ["--activation_checkpoint.offload", "true", "--activation_checkpoint.mode", "selective"],
+            "--activation_checkpoint.offload true: needs mode = full: only inputs of blocks go to the host",
+        ),
+        (
             ["--optimizer.in_backward", "true"],
             "--optimizer.in_backward true: not with [training] max_norm, which needs all gradients at once; it must be none",
         ),

@@ -5,12 +5,20 @@ from trainer.recorder import Traffic
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble, step_time, wire_bytes
 
 BOARD = Board(
-    flops={"bf16": 100e12, "fp32": 10e12}, memory_gib=80, bandwidth=1e12, link=100e9, network=10e9, per_machine=4
+    flops={"bf16": 100e12, "fp32": 10e12},
+    memory_gib=80,
+    bandwidth=1e12,
+    link=100e9,
+    network=10e9,
+    per_machine=4,
+    host_memory_gib=100,
+    host_bandwidth=50e9,
+    host_link=20e9,
 )
 
 
-def time_of(work=None, traffic=None, groups=None, idle=0.0):
-    return step_time(work or {}, traffic or {}, groups or {}, BOARD, idle)
+def time_of(work=None, traffic=None, groups=None, idle=0.0, host_moved=None, host_work=0.0):
+    return step_time(work or {}, traffic or {}, groups or {}, host_moved or {}, host_work, BOARD, idle)
 
 
 def test_an_operator_takes_as_long_as_its_flops_or_its_bytes_whichever_is_longer():
@@ -52,3 +60,14 @@ def test_the_bubble_of_a_pipeline():
     assert bubble(4, 2, 8, zero_bubble=False) == pytest.approx((3 / 16) / (1 + 3 / 16))
     assert bubble(1, 1, 1, zero_bubble=False) == bubble(4, 2, 8, zero_bubble=True) == 0
     assert time_of({("bf16", 75 * 10**12, 0): 1}, idle=0.5).total_s == pytest.approx(2)
+
+
+def test_host_memory_is_beside_the_step_but_in_the_way_of_its_end():
+    second = {("bf16", 75 * 10**12, 0): 1}
+    assert time_of(second, host_moved={False: 8e9}).total_s == pytest.approx(1)
+    longer = time_of(second, host_moved={False: 32e9})
+    assert (longer.total_s, longer.bound) == (pytest.approx(2), "copies to and from host memory")
+    after = time_of(second, host_moved={True: 32e9}, host_work=1e9)
+    assert (after.total_s, after.bound) == (pytest.approx(3), "the update in host memory")
+    computed = time_of(second, host_moved={True: 1e9}, host_work=50e9 * OF_BANDWIDTH * 4)
+    assert computed.total_s == pytest.approx(5)

@@ -107,3 +107,43 @@ def test_offloaded_parameters_are_in_host_memory():
     assert offloaded.by_kind["parameters"] == offloaded.by_kind["optimizer"] == 0
     assert offloaded.host >= state
     assert offloaded.peak < kept.peak - 0.9 * state
+
+
+def test_what_goes_to_host_memory_and_comes_back_is_counted():
+    """Gradients there and parameters back, 4 bytes each; inputs of blocks there and back, in each of two microbatches."""
+    plain = planned(2, *EIGHT, on_gpu=True)[0]
+    assert plain.host_moved == {} and plain.host_work == 0
+    shards = plain.by_kind["parameters"]
+    late, early, inputs = (
+        planned(2, *EIGHT, *more, on_gpu=True)[0]
+        for more in (
+            ["--optimizer.offload", "state"],
+            ["--optimizer.offload", "state_and_gradients"],
+            ["--activation_checkpoint.mode", "full", "--activation_checkpoint.offload", "true"],
+        )
+    )
+    near = {"rel": 0.02}  # shards are counted in multiples of 512 bytes
+    assert late.host_moved == {True: pytest.approx(2 * shards, **near)}
+    assert early.host_moved == {False: pytest.approx(shards, **near), True: pytest.approx(shards, **near)}
+    assert late.host_work >= 7 * shards * 0.98  # of each parameter, gradient and two averages: read and written, less one
+    hidden = 2 * 128 * 256 * 4
+    assert inputs.host_moved == {False: 2 * 4 * 2 * hidden}
+    assert inputs.host == 4 * hidden
+    kept = planned(2, *EIGHT, "--activation_checkpoint.mode", "full", on_gpu=True)[0]
+    assert max(inputs.course["activations"]) <= max(kept.course["activations"]) - 3 * hidden
+
+
+def test_an_update_in_backward_never_has_all_gradients():
+    more = ["--training.max_norm", "none", "--training.global_batch_size", "2", "--activation_checkpoint.mode", "full"]
+    after, within = (planned(1, *more, *m)[0] for m in ([], ["--optimizer.in_backward", "true"]))
+    assert max(within.course["gradients"]) < 0.5 * after.by_kind["parameters"] == 0.5 * max(after.course["gradients"])
+    assert within.peak < after.peak - 0.5 * after.by_kind["parameters"]
+
+
+def test_the_course_of_memory_leads_to_the_peak():
+    (plan,) = planned(2, *EIGHT)
+    together = [sum(sizes) for sizes in zip(*plan.course.values(), strict=True)]
+    assert max(together) == plan.peak and len(together) == len(plan.course_in_backward) <= 2000
+    at = together.index(plan.peak)
+    assert {kind: sizes[at] for kind, sizes in plan.course.items()} == plan.by_kind
+    assert plan.course_in_backward[at] == plan.at.in_backward

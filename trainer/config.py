@@ -268,6 +268,8 @@ class ActivationCheckpointConfig:
     """Of the matmuls of a block, keep every n-th only; only with mode = selective."""
     every: Count = 1
     """Apply the mode to every n-th block, counted from the first; only with mode = full or selective."""
+    offload: bool = False
+    """Keep what mode = full keeps, the inputs of blocks, in host memory between forward and backward."""
     recompute_all_gather: bool = True
     """Gather again in backward what tp and cp gather in forward (inputs of the column-wise matmuls; keys and values), and
     compute nothing else again for it; off: keep it gathered."""

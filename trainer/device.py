@@ -195,18 +195,18 @@ class HostLink:
             done.record(self.stream)
         return done.synchronize
 
-    def to_device(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy."""
+    def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Begin to copy, when the device has done what it was told so far. What it is told after a call of what is returned
+        comes after the copy."""
         if self.stream is None:
             target.copy_(source)
-            return
+            return lambda: None
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-
-    def join(self) -> None:
-        """What the device is told after this comes after the copies."""
-        if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return lambda: torch.cuda.current_stream().wait_event(done)
 
 
 class HostCopy:

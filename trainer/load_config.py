@@ -236,6 +236,8 @@ def _check_combinations(config: Config) -> None:
     if config.optimizer.offload == "state_and_gradients" and config.training.reduce_every_microbatch:
         rule = "state_and_gradients takes gradients when they are complete: not with [training] reduce_every_microbatch"
         raise ConfigError("optimizer.offload", rule)
+    if config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full":
+        raise ConfigError("activation_checkpoint.offload", "needs mode = full: only inputs of blocks go to the host")
     if config.optimizer.in_backward:
         _check_in_backward(config)
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:

@@ -42,6 +42,15 @@ class Plan:
         return self.board.memory_gib * GIB - self.reserve - self.largest.peak
 
     @property
+    def host_left(self) -> float:
+        """The same of a device's share of host memory, of which the processes themselves take more."""
+        return self.board.host_memory_gib * GIB - max(simulation.host for simulation in self.simulations)
+
+    @property
+    def fits(self) -> bool:
+        return self.left >= 0 and self.host_left >= 0
+
+    @property
     def tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.training.seq_len
 
@@ -100,5 +109,5 @@ def bubble_of(parallel: ParallelConfig, microbatches: int) -> float:
 def assembled(config: Config, setup: Setup, simulations: list[Simulation], board: Board, reserve: float) -> Plan:
     """simulations: of chosen_ranks."""
     idle = bubble_of(config.parallel, setup.grad_accum)
-    times = [step_time(s.work, s.traffic, s.group_ranks, board, idle) for s in simulations]
+    times = [step_time(s.work, s.traffic, s.group_ranks, s.host_moved, s.host_work, board, idle) for s in simulations]
     return Plan(simulations=simulations, times=times, setup=setup, config=config, board=board, reserve=reserve)

@@ -1,13 +1,14 @@
 """What a piece of code allocates, sends and computes, operator by operator; of fake tensors as of real ones."""
 
-import itertools
+import bisect
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -111,6 +112,10 @@ class Recorder(TorchDispatchMode):
         """By (name of the group, collective)."""
         self.work: Counter[tuple[str, int, int]] = Counter()
         """(precision, FLOPs, bytes moved) of an operator -> how often."""
+        self.host_moved: Counter[bool] = Counter()
+        """Bytes that go between device and host memory: in the update (True), and before it."""
+        self.host_work = 0.0
+        """Bytes that operators in host memory read and write."""
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._place = _Place()
         self._resize = torch.UntypedStorage.resize_
@@ -148,6 +153,10 @@ class Recorder(TorchDispatchMode):
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         for tensor in made:
             self._see(tensor, self.events)
+        if self._in_update() and self._all_on_host(given):
+            for tensor in made:
+                if not self._is_on_host(tensor):
+                    self.mark(tensor, "", host=True)
         if self.on_cpu and (size := _workspace(func, given, made)):
             allocation = Allocation(size, self.events, self._module(), in_backward())
             allocation.died, allocation.died_in_backward = self.events + 1, in_backward()
@@ -189,6 +198,24 @@ class Recorder(TorchDispatchMode):
         if found is not None:
             found[1].kind, found[1].host = kind, host
 
+    # ------------------------------------------------------------ host memory
+
+    def move(self, size: int) -> None:
+        """Between host memory and the device's."""
+        self.host_moved[self._in_update()] += size * self.weight
+
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        found = self._alive.get(tensor.untyped_storage()._cdata)
+        return found is not None and found[1].host
+
+    def _all_on_host(self, tensors: Sequence[Tensor]) -> bool:
+        """But for scalars, which go there without being asked."""
+        large = [tensor for tensor in tensors if tensor.dim()]
+        return bool(large) and all(map(self._is_on_host, large))
+
+    def _in_update(self) -> bool:
+        return not self._place.forward and not in_backward()
+
     # ------------------------------------------------------------ what is done
 
     def _note(self, func, args: tuple, kwargs: dict, given: list[Tensor], made: list[Tensor]) -> None:
@@ -199,7 +226,14 @@ class Recorder(TorchDispatchMode):
         if func.is_view:
             return
         flops = _flops(func, args, kwargs, made)
-        size = sum(t.nbytes for t in (*given, *made))  # read, written
+        written = _written(func, args, kwargs) if func._schema.is_mutable else made
+        size = sum(t.nbytes for t in (*given, *written))
+        on_host = [t for t in (*given, *made) if t.dim() and self._is_on_host(t)]
+        if on_host and self._all_on_host((*given, *made)):
+            self.host_work += size * self.weight
+            return
+        if on_host:
+            self.move(sum({t.untyped_storage()._cdata: t.nbytes for t in on_host}.values()))
         precision = "bf16" if made and made[0].dtype == torch.bfloat16 else "fp32"
         self.work[(precision, flops, size)] += self.weight
 
@@ -257,22 +291,23 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------ what was seen
 
-    def course(self, host: bool = False) -> list[int]:
-        """Bytes that are allocated after each event, from the state before the first on."""
-        changes = [0] * (self.events + 2)
+    def course(self, host: bool = False) -> np.ndarray:
+        """Bytes that are allocated after each event, from the state before the first on: (kinds, events), int64."""
+        changes = np.zeros((len(KINDS), self.events + 2), dtype=np.int64)
         for allocation in self.allocations:
             if allocation.host == host:
-                changes[allocation.born + 1] += allocation.size
+                kind = KINDS.index(allocation.final_kind())
+                changes[kind, allocation.born + 1] += allocation.size
                 if allocation.died is not None:
-                    changes[allocation.died + 1] -= allocation.size
-        return list(itertools.accumulate(changes))
+                    changes[kind, allocation.died + 1] -= allocation.size
+        return changes.cumsum(axis=1)
 
     def alive(self, event: int) -> list[Allocation]:
         """What has memory of the device after that event."""
         return [a for a in self.allocations if not a.host and a.born <= event and (a.died is None or a.died > event)]
 
     def moment(self, event: int) -> Moment:
-        return max((entry for entry in self.moments if entry[0] <= event), key=lambda entry: entry[0])[1]
+        return self.moments[bisect.bisect_right(self.moments, event, key=lambda entry: entry[0]) - 1][1]
 
 
 def _workspace(func, given: list[Tensor], made: list[Tensor]) -> int:
@@ -284,6 +319,14 @@ def _workspace(func, given: list[Tensor], made: list[Tensor]) -> int:
     tensors = [t for t in given if t.dim() and t.is_floating_point()]
     common = max((t.element_size() for t in tensors), default=0)
     return sum(t.numel() * common for t in tensors if t.element_size() < common)
+
+
+def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
+    """What an operator changes of what it is given."""
+    named = [*zip(func._schema.arguments, args, strict=False)]
+    named += [(a, kwargs[a.name]) for a in func._schema.arguments[len(args) :] if a.name in kwargs]
+    changed = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    return [t for t in tree_leaves(changed) if isinstance(t, Tensor)]
 
 
 def in_backward() -> bool:

@@ -24,6 +24,10 @@ class StepTime:
     """Operators that the board's memory bounds."""
     collectives_s: Mapping[str, float]
     """By axis."""
+    host_copies_s: float
+    """To and from host memory, beside the computation."""
+    host_update_s: float
+    """After backward: copies and what is computed in host memory, whichever takes longer."""
     bubble: float
     """Share of the step in which a pipeline waits for its first and last microbatches."""
 
@@ -39,22 +43,27 @@ class StepTime:
     @property
     def busy_s(self) -> float:
         """What runs beside the computation shows where it takes longer than that."""
-        return max(self.matmuls_s + self.memory_s + self.waiting_s, self.beside_s)
+        return max(self.matmuls_s + self.memory_s + self.waiting_s, self.beside_s, self.host_copies_s)
 
     @property
     def total_s(self) -> float:
-        return self.busy_s / (1 - self.bubble)
+        return self.busy_s / (1 - self.bubble) + self.host_update_s
 
     @property
     def bound(self) -> str:
         """What takes most of it."""
+        if self.host_update_s > self.total_s / 2:
+            return "the update in host memory"
+        if self.busy_s == self.host_copies_s:
+            return "copies to and from host memory"
         if self.busy_s == self.beside_s:
             axis = max((a for a in self.collectives_s if a in _BESIDE), key=lambda a: self.collectives_s[a])
             return f"collectives over {axis}"
         shares = {
             "matrix products": self.matmuls_s,
             "memory bandwidth": self.memory_s,
-            "the pipeline's bubble": self.total_s - self.busy_s,
+            "the pipeline's bubble": self.busy_s / (1 - self.bubble) - self.busy_s,
+            "the update in host memory": self.host_update_s,
         }
         shares |= {f"collectives over {a}": s for a, s in self.collectives_s.items() if a not in _BESIDE}
         return max(shares, key=lambda name: shares[name])
@@ -64,10 +73,12 @@ def step_time(
     work: Mapping[tuple[str, int, int], float],
     traffic: Mapping[tuple[str, str], Traffic],
     group_ranks: Mapping[str, Sequence[int]],
+    host_moved: Mapping[bool, float],
+    host_work: float,
     board: Board,
     bubble: float,
 ) -> StepTime:
-    """work, traffic and group_ranks: as in Simulation. bubble: as in StepTime."""
+    """work, traffic, group_ranks, host_moved and host_work: as in Simulation. bubble: as in StepTime."""
     matmuls_s = memory_s = 0.0
     for (precision, flops, size), count in work.items():
         computing_s = flops / (board.flops[precision] * OF_FLOPS)
@@ -80,7 +91,15 @@ def step_time(
     for (axis, collective), seen in traffic.items():
         rate = _rate(group_ranks[axis], board) * OF_NETWORK
         collectives_s[axis] += wire_bytes(collective, seen.size, len(group_ranks[axis])) / rate
-    return StepTime(matmuls_s=matmuls_s, memory_s=memory_s, collectives_s=dict(collectives_s), bubble=bubble)
+    link = board.host_link * OF_NETWORK
+    return StepTime(
+        matmuls_s=matmuls_s,
+        memory_s=memory_s,
+        collectives_s=dict(collectives_s),
+        host_copies_s=host_moved.get(False, 0.0) / link,
+        host_update_s=max(host_moved.get(True, 0.0) / link, host_work / (board.host_bandwidth * OF_BANDWIDTH)),
+        bubble=bubble,
+    )
 
 
 def wire_bytes(collective: str, size: float, ranks: int) -> float:

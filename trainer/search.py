@@ -154,7 +154,7 @@ def search(
         left = [one for one in left if of_estimate.get(_like(one), _SURE) * least_memory(one) < room]
         likely += left[: min(cores(), rows - len(plans))]
         if not likely:
-            return len(there), sorted(plans, key=lambda pair: (pair[1].left < 0, -pair[1].tokens_per_second))
+            return len(there), sorted(plans, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))
         left = [one for one in left if one not in likely]
         for layout, plan in _simulated(likely, world_size, board, reserve, on_gpu):
             plans.append((layout, plan))

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
 from trainer.config import Config, ParallelConfig
-from trainer.device import local
+from trainer.device import HostLink, local
 from trainer.engine import Engine, parts_of_rank
 from trainer.parallel.attention import ON_CPU, Kernels
 from trainer.parallel.dims import Meshes
@@ -32,6 +33,8 @@ from trainer.setup import Setup, set_up
 from trainer.system import cores, die_with_parent
 
 CPU = torch.device("cpu")
+_POINTS = 2000
+"""Of the course of memory that are kept."""
 _SHOWN = 4
 """Microbatches that are run. Where a step has more of them, the third counts for all between the second and the last: FSDP
 gathers once more in the second than in those that follow."""
@@ -57,10 +60,16 @@ class Simulation:
     """Bytes at the peak, of each of KINDS."""
     by_module: dict[str, dict[str, int]]
     """The same, by module and kind."""
-    course: list[int]
-    """Bytes after each event of the step."""
+    course: dict[str, list[int]]
+    """Kind -> bytes, over the events of the step; of many events, the one with most memory in each stretch."""
+    course_in_backward: list[bool]
+    """Of the same events."""
     host: int
-    """Peak of the bytes in host memory, where parameters are offloaded; not in the others."""
+    """Peak of the bytes in host memory, of what is offloaded; not in the others."""
+    host_moved: dict[bool, float]
+    """Bytes that go between device and host memory: in the update (True), and before it."""
+    host_work: float
+    """Bytes that operators in host memory read and write."""
     traffic: dict[tuple[str, str], Traffic]
     """By (axis, collective)."""
     group_ranks: dict[str, list[int]]
@@ -98,7 +107,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
     with imaginary_world(rank, setup.dims.world_size):
         meshes = Meshes(setup.dims, CPU)
         parts = parts_of_rank(config, setup, meshes, ON_IMAGINARY_GPU if on_gpu else ON_CPU)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _norms(on_gpu):
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _norms(on_gpu), _host_buffers() as buffers:
             engine = Engine(config, setup, CPU, meshes, parts, set(setup.parameter_names))
             if setup.dims.pp > 1:
                 _agree_on_shapes(engine)
@@ -108,8 +117,9 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             engine.optimizer.begin(1e-4)
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
-            for known in _there_already(engine, fake, on_host, on_gpu):
+            for known in _there_already(engine, fake, on_host, buffers if on_gpu else []):
                 recorder.know(*known)
+            _tell_shards(engine, recorder, on_host)
             batches = [_batch(config) for _ in range(shown)]
             if setup.dims.pp == 1:
                 batches = _Microbatches(batches, recorder, count)
@@ -117,9 +127,6 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
                 engine.step = _weighted(engine.step, recorder, count / shown, config.parallel)
             with recorder, recorder.following(parts.values()), _gradients_told(recorder):
                 _update(engine, batches)
-                for parameter in engine.parameters.values():
-                    if parameter.grad is not None:
-                        recorder.mark(parameter.grad, "gradients", on_host)
             return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
 
 
@@ -180,17 +187,49 @@ class _Microbatches(Sequence[Batch]):
 
 
 def _there_already(
-    engine: Engine, fake: FakeTensorMode, on_host: bool, on_gpu: bool
+    engine: Engine, fake: FakeTensorMode, on_host: bool, buffers: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, str, bool]]:
-    """With their kinds, and whether they are in host memory; of buffers, what is done with them will tell the kind. on_host: all
-    of the parameters and their state is there."""
-    yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors())
+    """With their kinds, and whether they are in host memory; of buffers of the device, what is done with them will tell the
+    kind. on_host: all of the parameters and their state is there. buffers: those there, empty where it is the same memory."""
+    if buffers:
+        yield from ((tensor, "optimizer", True) for tensor in engine.optimizer.host_tensors())
+        yield from ((tensor, "activations", True) for tensor in buffers)
     yield from ((parameter.detach(), "parameters", on_host) for parameter in engine.parameters.values())
     yield from ((tensor, "optimizer", on_host) for tensor in engine.optimizer.state().values())
     gc.collect()
     for tensor in gc.get_objects():
         if type(tensor) is FakeTensor and tensor.fake_mode is fake:
             yield tensor, "", False
+
+
+@contextmanager
+def _host_buffers() -> Iterator[list[Tensor]]:
+    """Those that are made to be copied to, which are as other tensors here."""
+    made: list[Tensor] = []
+    make = HostLink.host_like
+
+    def told(link: HostLink, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        made.append(make(link, tensor, dtype))
+        return made[-1]
+
+    HostLink.host_like = told
+    try:
+        yield made
+    finally:
+        HostLink.host_like = make
+
+
+def _tell_shards(engine: Engine, recorder: Recorder, on_host: bool) -> None:
+    """Gradients that have been reduced. on_host: they go there."""
+
+    def told(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            recorder.mark(parameter.grad, "gradients", on_host)
+            if on_host:
+                recorder.move(local(parameter.grad).nbytes)
+
+    for parameter in engine.optimizer.names:
+        parameter.register_post_accumulate_grad_hook(told)
 
 
 def _agree_on_shapes(engine: Engine) -> None:
@@ -275,9 +314,10 @@ def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, micro
     """microbatches: how many times those of a pipeline that were run. For what each of them receives it has a buffer."""
     buffers = sum(a.size for a in recorder.allocations if a.born < 0 and a.final_kind() == "communication")
     more = int((microbatches - 1) * buffers)
-    course = [size + more for size in recorder.course()]
-    peak = max(course)
-    event = course.index(peak) - 1
+    course = recorder.course()
+    course[KINDS.index("communication")] += more
+    together = course.sum(axis=0)
+    event = int(together.argmax()) - 1
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     by_module: dict[str, Counter[str]] = defaultdict(Counter)
     for allocation in recorder.alive(event):
@@ -289,17 +329,23 @@ def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, micro
     axes = _axes(meshes)
     traffic: dict[tuple[str, str], Traffic] = {}
     for (group, collective), seen in recorder.traffic.items():
-        together = traffic.setdefault((axes.get(group, "world"), collective), Traffic())
-        together.count += seen.count
-        together.size += seen.size
+        of_axis = traffic.setdefault((axes.get(group, "world"), collective), Traffic())
+        of_axis.count += seen.count
+        of_axis.size += seen.size
+    shown = [
+        chunk[together[chunk].argmax()] for chunk in np.array_split(np.arange(len(together)), _POINTS) if len(chunk)
+    ]
     return Simulation(
         rank=rank,
-        peak=peak,
+        peak=int(together.max()),
         at=recorder.moment(event),
         by_kind=by_kind,
         by_module={name: dict(kinds) for name, kinds in by_module.items()},
-        course=course,
-        host=max(recorder.course(host=True)),
+        course={kind: sizes[shown].tolist() for kind, sizes in zip(KINDS, course, strict=True)},
+        course_in_backward=[recorder.moment(event - 1).in_backward for event in shown],
+        host=int(recorder.course(host=True).sum(axis=0).max()),
+        host_moved=dict(recorder.host_moved),
+        host_work=recorder.host_work,
         traffic=traffic,
         group_ranks=_group_ranks(meshes),
         work=dict(recorder.work),

@@ -198,8 +198,8 @@ class HostUpdate:
             master.grad = None
             if self.results[number] is not master:
                 self.results[number].copy_(master)
-            self.link.to_device(local(p.detach()), self.results[number])
-        self.link.join()
+            returned = self.link.to_device(local(p.detach()), self.results[number])
+        returned()  # and so all before it
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The copy too, where it is more than the parameter."""

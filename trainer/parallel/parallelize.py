@@ -17,6 +17,7 @@ from trainer.parallel.activation_checkpoint import (
     recompute_all_but,
     recompute_gathers,
 )
+from trainer.parallel.activation_offload import HostInputs
 from trainer.parallel.attention import Kernels, apply_attention
 from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import apply_fsdp
@@ -53,6 +54,7 @@ def parallelize(
     def gather_again(block: str) -> bool:
         return again(block) == "gathers"
 
+    inputs = HostInputs(torch.device(meshes.model.device_type)) if checkpointing.offload else None
     parts = {}
     for stage in stages:
         with torch.device("meta"):
@@ -61,8 +63,10 @@ def parallelize(
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
         apply_attention(model, plan, cp, document_mask, DTYPES[dtype], kernels, gather_again)
-        for name, block in model.get_submodule(plan.blocks).named_children():
+        for number, (name, block) in enumerate(model.get_submodule(plan.blocks).named_children()):
             block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
+            if inputs is not None and again(name) == "all":
+                block.forward = inputs.keeping(block.forward, first=number == 0)
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         parts[stage] = model
     return parts

@@ -1,0 +1,80 @@
+"""Inputs of blocks in host memory: the same run, and what is there."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.runs import train
+from trainer.device import HostLink
+from trainer.parallel.activation_offload import HostInputs
+
+LAYOUTS = {
+    "dp": (2, []),
+    "every second block": (2, ["--activation_checkpoint.every", "2"]),
+    "cp and tp": (4, ["--parallel.cp", "2", "--parallel.tp", "2"]),
+    "1F1B": (2, ["--parallel.pp", "2"]),
+    "zero bubble": (
+        2,
+        ["--parallel.pp", "2", "--parallel.pipeline_schedule", "ZBVZeroBubble", "--model.overrides.n_layers", "4"],
+    ),
+    "compiled": (1, ["--compile.enabled", "true"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
+    size, layout = LAYOUTS[name]
+    words = [*tiny, "--run.output_folder", str(tmp_path), *layout, "--activation_checkpoint.mode", "full"]
+    plain, offloaded = (
+        ranks(size).run(train, [*words, "--run.name", str(offload), "--activation_checkpoint.offload", offload])
+        for offload in ("false", "true")
+    )
+    assert plain[0].weights == offloaded[0].weights
+
+
+def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
+    """The gradient of what goes through three blocks twice, how many buffers were made, and how many are in use then.
+    link_changes: whether what comes back from the host is something else."""
+    made, (make, bring) = [], (HostLink.host_like, HostLink.to_device)
+
+    def counted(link, tensor, dtype):
+        made.append(make(link, tensor, dtype))
+        return made[-1]
+
+    def changed(link, target, source):
+        return bring(link, target, source * 2 if link_changes else source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostLink, "host_like", counted)
+        patch.setattr(HostLink, "to_device", changed)
+        inputs = HostInputs(torch.device("cpu"))
+        cubes = [inputs.keeping(_Cube.apply, first=number == 0) for number in range(3)]
+        for _ in range(2):
+            x = torch.tensor([1.1], requires_grad=True)
+            out = x
+            for cube in cubes:
+                out = cube(out)
+            out.backward()
+        del out
+        gc.collect()
+    return x.grad, len(made), len(made) - sum(map(len, inputs.unused.values()))
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradient
+
+
+def test_backward_takes_inputs_from_the_host_in_buffers_that_are_made_once():
+    gradient, made, in_use = blocks(link_changes=False)
+    torch.testing.assert_close(gradient, torch.tensor([27 * 1.1**26]))
+    assert (made, in_use) == (3, 0)
+    assert blocks(link_changes=True)[0].item() == pytest.approx(64 * gradient.item())
