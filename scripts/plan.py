@@ -14,6 +14,7 @@ prints what it needs: memory, where it goes and when most is needed; what crosse
 --search                layouts of this many ranks instead, ranked, with the settings of the best
 --rows N                layouts that are simulated (24)
 --json                  the plan as JSON
+--picture FILE          memory over the step of the rank that needs most, as .png, .svg or .pdf (needs matplotlib)
 --section.key VALUE     any setting
 
 Exit code 0 if the run fits, 1 if it does not. Datasets, tokenizer and checkpoints need not be there.
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.arguments import Arguments, count, positive, run_to_end
+from scripts.picture import canvas, draw
 from trainer.boards import BOARDS, GIB, SHORT_NAMES, Board
 from trainer.load_config import config_from_command_line, one_line_errors
 from trainer.planning import Plan, plan
@@ -62,11 +64,16 @@ def by_group(simulation: Simulation) -> dict[str, Counter[str]]:
     return groups
 
 
+def headline(plan: Plan, device: str) -> str:
+    model, setup = plan.config.model, plan.setup
+    parameters = f"{model.name}/{model.size}, {setup.num_parameters:,} parameters"
+    return f"{plan.config.run.name}: {parameters}, {setup.dims.world_size} x {device} ({setup.dims})"
+
+
 def told(plan: Plan, device: str, tokens: float) -> str:
     config, setup, largest, slowest = plan.config, plan.setup, plan.largest, plan.slowest
     lines = [
-        f"{config.run.name}: {config.model.name}/{config.model.size}, {setup.num_parameters:,} parameters, "
-        f"{setup.dims.world_size} x {device} ({setup.dims})",
+        headline(plan, device),
         f"{config.training.global_batch_size} samples of {config.training.seq_len} tokens a step, in {setup.grad_accum} "
         f"microbatches on each rank",
         "",
@@ -235,7 +242,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--rows", type=count, default=24)
     parser.add_argument("--json", action="store_true")
-    return parser.parse_known_args(argv)
+    parser.add_argument("--picture", type=Path)
+    arguments, settings = parser.parse_known_args(argv)
+    if arguments.search and (arguments.json or arguments.tokens or arguments.picture):
+        parser.error("--search prints a table: not with --json, --tokens or --picture")
+    return arguments, settings
 
 
 def main() -> None:
@@ -244,11 +255,14 @@ def main() -> None:
     on_gpu = arguments.device != "cpu"
     board, reserve = board_of(arguments), arguments.reserve_gib * GIB * on_gpu
     with one_line_errors(config):
+        figure = canvas(arguments.picture) if arguments.picture else None
         if arguments.search:
             there, found = search(config, arguments.world, board, reserve, on_gpu, arguments.rows)
             print(ranking(there, found))
             sys.exit(0 if found and found[0][1].fits else 1)
         made = plan(config, arguments.world, board, reserve, on_gpu)
+    if figure is not None:
+        draw(figure, arguments.picture, made.largest, headline(made, arguments.device), board.memory_gib)
     print(as_json(made) if arguments.json else told(made, arguments.device, arguments.tokens))
     sys.exit(0 if made.fits else 1)
 

@@ -8,6 +8,7 @@ import pytest
 import tomli
 
 from tests.conftest import ROOT
+from trainer.recorder import KINDS
 
 
 def plan(*words):
@@ -20,6 +21,25 @@ def test_a_run_is_planned_where_its_files_are_not():
     assert ended.returncode == 0, ended.stderr
     assert "\nfits: " in ended.stdout and "% MFU" in ended.stdout and "1e+12 tokens: " in ended.stdout
     assert "8 x h100 (dp_shard 8)" in ended.stdout
+
+
+def test_a_picture_shows_every_kind_of_memory(tmp_path):
+    picture = tmp_path / "memory.svg"
+    ended = plan("--config", "train_configs/debug.toml", "--world", "2", "--picture", str(picture))
+    assert ended.returncode == 0, ended.stderr
+    drawn = picture.read_text()
+    for words in (*KINDS, "peak", "grey: backward"):
+        assert words in drawn, words
+
+
+def test_what_goes_to_host_memory_has_a_verdict_of_its_own():
+    words = ["--model.overrides.n_layers", "2", "--optimizer.offload", "state", "--host-memory-gib", "4"]
+    ended = plan("--config", "train_configs/llama3_8b.toml", *words, "--world", "4")
+    assert ended.returncode == 1, ended.stderr
+    on_device, on_host = ended.stdout.splitlines()[-2:]
+    assert on_device.startswith("fits: ") and on_host.startswith("does not fit: ")
+    assert on_host.endswith("more than 4 GiB of host memory, a device's share")
+    assert "the update there" in ended.stdout
 
 
 def test_a_run_that_does_not_fit_ends_with_one():
@@ -39,6 +59,9 @@ def test_a_run_that_does_not_fit_ends_with_one():
     ("words", "line"),
     [
         (["--world", "6", "--parallel.tp", "4"], "--parallel.tp 4: must divide the 6 ranks of this run"),
+        (["--picture", "memory.gif"], "--picture memory.gif: expected a name that ends in .png, .svg, .pdf"),
+        (["--picture", "no/memory.png"], "--picture no/memory.png: there is no folder no"),
+        (["--search", "--json"], "--search prints a table: not with --json, --tokens or --picture"),
         (["--device", "h101"], "argument --device: invalid choice: 'h101'"),
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
         (

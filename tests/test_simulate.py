@@ -125,7 +125,9 @@ def test_what_goes_to_host_memory_and_comes_back_is_counted():
     near = {"rel": 0.02}  # shards are counted in multiples of 512 bytes
     assert late.host_moved == {True: pytest.approx(2 * shards, **near)}
     assert early.host_moved == {False: pytest.approx(shards, **near), True: pytest.approx(shards, **near)}
-    assert late.host_work >= 7 * shards * 0.98  # of each parameter, gradient and two averages: read and written, less one
+    assert (
+        late.host_work >= 7 * shards * 0.98
+    )  # of each parameter, gradient and two averages: read and written, less one
     hidden = 2 * 128 * 256 * 4
     assert inputs.host_moved == {False: 2 * 4 * 2 * hidden}
     assert inputs.host == 4 * hidden

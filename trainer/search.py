@@ -32,6 +32,8 @@ class Layout:
     def toml(self) -> str:
         lines = []
         for section, values in self.settings.items():
+            if not values:
+                continue
             lines.append(f"[{section}]")
             lines += [f"{name} = {toml_value(value)}" for name, value in values.items()]
         return "\n".join(lines)
