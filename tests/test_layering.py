@@ -34,6 +34,7 @@ FLOORS = {
     "trainer.checkpoint": 3,
     "trainer.lineage": 3,
     "trainer.saver": 3,
+    "trainer.room": 3,
     "trainer.resilience": 3,
     "trainer.huggingface": 3,
     "trainer.initial": 3,

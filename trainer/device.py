@@ -124,6 +124,11 @@ def memory_now(device: torch.device) -> int:
     return _largest_resident()
 
 
+def memory_free(device: torch.device) -> int | None:
+    """Bytes of a GPU that nobody has; None for a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
 def memory_peak(device: torch.device) -> int:
     """Largest memory_now: since the last reset_memory_peak on a GPU, since the start of the process on a CPU."""
     if device.type == "cuda":

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from trainer import device as devices
 from trainer.config import ConfigError, DistributedConfig
-from trainer.system import local_rank
+from trainer.system import local_rank, machine
 
 T = TypeVar("T")
 
@@ -104,7 +103,7 @@ def tell_once(line: str) -> None:
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set("failed", "")  # ranks that lose contact for it need not tell
-        told = store.add(f"told/{_machine()}", 1)
+        told = store.add(f"told/{machine()}", 1)
     except (dist.DistNetworkError, dist.DistStoreError):
         return  # whoever held the store has told it, and ended
     if told == 1:
@@ -137,16 +136,18 @@ def is_lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
 
 
-def _machine() -> str:
-    """torchrun numbers the machines; started by hand, they have their names."""
-    return os.environ.get("GROUP_RANK") or socket.gethostname()
-
-
 def broadcast(value: Any, source: int) -> Any:
     """The value that rank `source` has, on all ranks."""
     values = [value]
     dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
     return values[0]
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Every rank's value, on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def from_rank_0(work: Callable[[], T]) -> T:
@@ -167,8 +168,7 @@ def from_rank_0(work: Callable[[], T]) -> T:
 def require_agreement(values: Mapping[str, Any]) -> None:
     """Raises ConfigError on all ranks, with the differences, where the ranks do not have the same values."""
     mine = json.dumps(values, sort_keys=True)
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(mine.encode()).hexdigest())
+    digests = from_all_ranks(hashlib.sha256(mine.encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
@@ -188,7 +188,7 @@ def once_per_machine(work: Callable[[], str]) -> str:
     """
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"once_per_machine/rank_{dist.get_rank()}", 1)
-    by_rank_0, here = f"once_per_machine/{number}", f"once_per_machine/{number}/{_machine()}"
+    by_rank_0, here = f"once_per_machine/{number}", f"once_per_machine/{number}/{machine()}"
     if local_rank() > 0:
         store.wait([here], _WAIT_FOR_WORK)
         return store.get(here).decode()

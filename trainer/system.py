@@ -21,6 +21,29 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def machine() -> str:
+    """This one among those of a run: torchrun numbers them; started by hand, they have their names."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def memory_available() -> int | None:
+    """Bytes that this machine, or the container on it, can give without swapping; None where that is not told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        files = next(
+            line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
+        )
+    except (OSError, ValueError, StopIteration):  # no container, or one without a limit
+        return free
+    return min(free, limit - used + int(files.split()[1]))
+
+
 def no_folder(path: str | Path) -> str:
     """Why there is no folder there, or "" where there is one."""
     if os.path.isdir(path):

@@ -30,6 +30,7 @@ from trainer.pace import Pace
 from trainer.parallel.attention import ON_CPU, ON_GPU
 from trainer.parallel.dims import Meshes
 from trainer.resilience import StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
+from trainer.room import require_disk, require_memory, state_bytes
 from trainer.run_folder import (
     changed_settings,
     describe,
@@ -72,6 +73,11 @@ class Trainer:
         names = setup.parameter_names
         loaded = initial_names(config.checkpoint, names) if saved is None else set(names)
         parts = parts_of_rank(config, setup, meshes, ON_CPU if device.type == "cpu" else ON_GPU)
+        parameters = [p for part in parts.values() for p in part.parameters()]
+        require_memory(parameters, training, config.optimizer, config.parallel, device)
+        size = setup.num_parameters * state_bytes(training, config.optimizer)
+        done = 0 if saved is None else saved.state["step"]
+        require_disk(self.folder / "checkpoints", config.checkpoint, size, done, training.steps)
         self.engine = Engine(config, setup, device, meshes, parts, loaded)
         self.pace = Pace(config.resilience.slow_rank_ratio, device)
         for part in parts.values():

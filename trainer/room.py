@@ -1,0 +1,108 @@
+"""What a run needs for certain, against what there is: told before its work begins, not in the middle of it."""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer import device as devices
+from trainer.boards import GIB
+from trainer.config import CheckpointConfig, ConfigError, OptimizerConfig, ParallelConfig, TrainingConfig
+from trainer.device import DTYPES, local
+from trainer.distributed import from_all_ranks, from_rank_0
+from trainer.lineage import candidates
+from trainer.system import machine, memory_available
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes."""
+
+    device: int
+    host: int
+
+
+def state_bytes(training: TrainingConfig, optimizer: OptimizerConfig) -> int:
+    """That a checkpoint holds of each parameter: itself, two averages, and a copy where that is more precise."""
+    parameter = DTYPES[training.parameter_dtype].itemsize
+    copy = 4 if optimizer.offload != "none" and parameter < 4 else 0
+    return parameter + 2 * DTYPES[optimizer.state_dtype].itemsize + copy
+
+
+def least(count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Need:
+    """Of a rank that has so many parameters, for them, their gradients and the optimizer, and for nothing else."""
+    parameter = DTYPES[training.parameter_dtype].itemsize
+    averages = 2 * DTYPES[optimizer.state_dtype].itemsize
+    gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
+    if parallel.offload_parameters:
+        return Need(device=0, host=count * (2 * parameter + averages))
+    if optimizer.offload == "none":
+        return Need(device=count * (parameter + gradient + averages), host=0)
+    there = 4 + parameter + averages + (parameter if parameter < 4 else 0)  # copy, gradient, averages, what goes back
+    return Need(device=count * (parameter + gradient), host=count * there)
+
+
+def require_memory(
+    parameters: Iterable[Tensor],
+    training: TrainingConfig,
+    optimizer: OptimizerConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+) -> None:
+    """Raises ConfigError on all ranks where one of them has too little. parameters: this rank's; they need no memory yet."""
+    need = least(sum(local(p).numel() for p in parameters), training, optimizer, parallel)
+    if device.type == "cpu":
+        need = Need(device=0, host=need.device + need.host)
+    of_ranks = from_all_ranks((machine(), need, devices.memory_free(device), memory_available()))
+    together: dict[str, int] = defaultdict(int)
+    advice = "scripts/plan.py shows where memory goes, docs/memory.md what gives some back"
+    what = "parameters, gradients and optimizer alone need"
+    for rank, (name, of_rank, free, available) in enumerate(of_ranks):
+        if free is not None and of_rank.device > free:
+            told = f"{what} {of_rank.device / GIB:.3g} GiB on rank {rank}, whose device has {free / GIB:.3g} GiB left"
+            raise ConfigError("", f"{told}; {advice}")
+        together[name] += of_rank.host
+        if available is not None and together[name] > available:
+            told = f"more than the {available / GIB:.3g} GiB of host memory that {name} has left"
+            raise ConfigError("", f"{what} {together[name] / GIB:.3g} GiB up to rank {rank}, {told}; {advice}")
+
+
+def checkpoints_to_come(config: CheckpointConfig, step: int, steps: int) -> int:
+    """That a run writes from a step to its end."""
+    every = config.interval_steps or steps
+    return steps // every - step // every + (steps % every > 0)
+
+
+def require_disk(folder: Path, config: CheckpointConfig, size: int, step: int, steps: int) -> None:
+    """Raises ConfigError on all ranks where checkpoints will find no room. folder: of the checkpoints; size: of one, in bytes;
+    step: that has been trained."""
+    to_come = checkpoints_to_come(config, step, steps)
+
+    def together(keep: int) -> int:
+        """Of them: an old one goes when a new one is written."""
+        there = len(candidates(folder))
+        more = max(1, keep + 1 - there) if keep else to_come
+        if keep and config.keep_every:
+            more += steps // config.keep_every - step // config.keep_every
+        return min(to_come, more)
+
+    def check() -> None:
+        free = shutil.disk_usage(folder).free
+        count = together(config.keep)
+        if count * size <= free:
+            return
+        told = f"{folder} has {free / GIB:.3g} GiB left"
+        if size > free:
+            raise ConfigError("run.output_folder", f"a checkpoint takes {size / GIB:.3g} GiB, and {told}")
+        few = next((k for k in (3, 2, 1) if together(k) * size <= free), None)
+        advice = f"; keep = {few} needs {together(few) * size / GIB:.3g} GiB" if few else ""
+        raise ConfigError(
+            "checkpoint.keep",
+            f"{count} checkpoints of {size / GIB:.3g} GiB will be there at a time, and {told}{advice}",
+        )
+
+    from_rank_0(check)
