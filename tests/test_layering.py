@@ -23,6 +23,7 @@ FLOORS = {
     "trainer.loss": 2,
     "trainer.optimizer": 2,
     "trainer.updates": 2,
+    "trainer.eight_bits": 2,
     "trainer.schedule": 2,
     "trainer.pace": 2,
     "trainer.metrics": 2,

@@ -199,9 +199,10 @@ class OptimizerConfig:
     """Added to the denominator."""
     weight_decay: Annotated[float, Rule(low=0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
-    state_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
+    state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the averages that the optimizer keeps; updates are computed in fp32. bf16: half the memory, rounded to the
-    nearest, so averages with betas above 0.99 or so no longer follow small changes."""
+    nearest, so averages with betas above 0.99 or so no longer follow small changes. 8bit: a quarter; matrices whose rows are
+    multiples of 256, in blocks that have a scale each."""
     offload: Literal["none", "state", "state_and_gradients"] = "none"
     """Keep the optimizer's state, and an fp32 copy of the parameters, in host memory, where the update runs.
     state_and_gradients: gradients go there in backward; else when the update begins."""

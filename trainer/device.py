@@ -177,6 +177,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """What rank by rank belongs to a parameter's shards, as a whole. part: this rank's; of their shape, or with dims that are
+    smaller by a common factor; scalars are whole."""
+    if part.dim() == 0 or not isinstance(parameter, DTensor):
+        return part
+    shape = torch.Size(
+        whole if mine == shard else whole * mine // shard
+        for whole, shard, mine in zip(parameter.shape, local(parameter).shape, part.shape, strict=True)
+    )
+    stride = torch.empty(shape, device="meta").stride()
+    placements = parameter.placements
+    return DTensor.from_local(part, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 class HostLink:
     """Copies between a device and buffers in host memory, in a stream of their own."""
 

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from trainer.config import OptimizerConfig
-from trainer.device import DTYPES, local
+from trainer import eight_bits
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.device import DTYPES, local, sharded_like
 from trainer.distributed import sum_over
+from trainer.eight_bits import EightBits
 from trainer.updates import BackwardUpdate, DeviceUpdate, HostUpdate, Update
 
 
@@ -25,24 +28,40 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Loshchilov & Hutter 2017 (arXiv:1711.05101), torch's fused kernel."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
-    state_dtype = DTYPES[config.state_dtype]
-    alike = all(p.dtype == state_dtype for group in groups for p in group["params"])
+    alike = all(p.dtype == DTYPES.get(config.state_dtype) for group in groups for p in group["params"])
     kind = torch.optim.AdamW if alike else _AdamWInFp32
     optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     # Made now, not in the first step: a checkpoint can be loaded into it, and memory is taken from the start.
     for group in optimizer.param_groups:
         for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p, dtype=state_dtype),
-                "exp_avg_sq": torch.zeros_like(p, dtype=state_dtype),
-            }
+            optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+            for name, signed in _AVERAGES.items():
+                optimizer.state[p] |= _new_average(name, signed, p, config.state_dtype)
     return optimizer
+
+
+_CHUNK = 2**24
+"""Values that are in fp32 at a time."""
+
+_AVERAGES = {"exp_avg": True, "exp_avg_sq": False}
+"""Name -> whether it has a sign."""
+
+
+def _new_average(name: str, signed: bool, p: Tensor, precision: str) -> dict[str, Tensor]:
+    if precision != "8bit" or not eight_bits.fits(p):
+        return {name: torch.zeros_like(p, dtype=DTYPES.get(precision, torch.float32))}
+    codes, scales = EightBits(signed, p.device).zeros_like(local(p.detach()))
+    return {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
 
 
 class _AdamWInFp32(torch.optim.AdamW):
     """For parameters and averages of different precisions: each parameter's update is computed in fp32, by the same kernel, and
     rounded to the nearest."""
+
+    def __init__(self, groups: list[dict], **hyperparameters: Any):
+        super().__init__(groups, **hyperparameters)
+        device = groups[0]["params"][0].device
+        self.codes = {name: EightBits(signed, device) for name, signed in _AVERAGES.items()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -52,19 +71,35 @@ class _AdamWInFp32(torch.optim.AdamW):
                     self._update(p, group)
 
     def _update(self, p: Tensor, group: dict) -> None:
-        state = self.state[p]
-        stored = [local(t) for t in (p, state["exp_avg"], state["exp_avg_sq"])]
-        parameter, average, squares = computed = [t.float() for t in stored]
-        state["step"] += 1
+        step = self.state[p]["step"]
+        step += 1
+        tensors = {"p": local(p), "grad": local(p.grad)}
+        tensors |= {name: local(t) for name, t in self.state[p].items() if name != "step"}
+        rows = max(1, _CHUNK // max(1, tensors["p"][:1].numel()))
+        names, parts = list(tensors), zip(*(t.split(rows) for t in tensors.values()), strict=True)
+        for chunk in parts:
+            self._update_rows(dict(zip(names, chunk, strict=True)), step, group)
+        # A skipped update has still counted itself.
+        step -= self.found_inf
+
+    def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
+        """stored: some rows of the parameter, its gradient and state, by name."""
+        parameter, average, squares = computed = [self._read(stored, name) for name in ("p", *_AVERAGES)]
         torch._fused_adamw_(
-            [parameter], [local(p.grad).float()], [average], [squares], [], [state["step"]],
+            [parameter], [stored["grad"].float()], [average], [squares], [], [step],
             lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
             eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=self.found_inf,
         )  # fmt: skip
-        # A skipped update has still counted itself.
-        state["step"] -= self.found_inf
-        for target, value in zip(stored, computed, strict=True):
-            target.copy_(value)
+        for name, value in zip(("p", *_AVERAGES), computed, strict=True):
+            if f"{name}_scale" in stored:
+                self.codes[name].write(value, stored[name], stored[f"{name}_scale"])
+            else:
+                stored[name].copy_(value)
+
+    def _read(self, stored: dict[str, Tensor], name: str) -> Tensor:
+        if f"{name}_scale" in stored:
+            return self.codes[name].read(stored[name], stored[f"{name}_scale"])
+        return stored[name].float()
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
@@ -80,6 +115,8 @@ class Optimizer:
         hold a part of the model. ranks_of_stage: how many of them hold a part of what this rank holds; all, unless the model is
         cut into stages."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
+        if config.state_dtype == "8bit":
+            self._require_blocks()
         self.device = next(iter(self.names)).device
         self.copies = torch.tensor(
             [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=self.device
@@ -96,6 +133,14 @@ class Optimizer:
         else:
             self.update = HostUpdate(list(self.names), make, config.offload == "state_and_gradients")
         self.model_group = model_group
+
+    def _require_blocks(self) -> None:
+        """Else what is kept in 8 bits would depend on the layout."""
+        for p, name in self.names.items():
+            if eight_bits.fits(p) and not eight_bits.fits(local(p)):
+                columns = local(p).shape[1]
+                rule = f"8bit keeps blocks of {eight_bits.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
+                raise ConfigError("optimizer.state_dtype", rule)
 
     def begin(self, learning_rate: float) -> None:
         """Before the first backward of a step."""

@@ -30,13 +30,17 @@ def state_bytes(training: TrainingConfig, optimizer: OptimizerConfig) -> int:
     """That a checkpoint holds of each parameter: itself, two averages, and a copy where that is more precise."""
     parameter = DTYPES[training.parameter_dtype].itemsize
     copy = 4 if optimizer.offload != "none" and parameter < 4 else 0
-    return parameter + 2 * DTYPES[optimizer.state_dtype].itemsize + copy
+    return parameter + _averages(optimizer) + copy
+
+
+def _averages(optimizer: OptimizerConfig) -> int:
+    return 2 * (1 if optimizer.state_dtype == "8bit" else DTYPES[optimizer.state_dtype].itemsize)
 
 
 def least(count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Need:
     """Of a rank that has so many parameters, for them, their gradients and the optimizer, and for nothing else."""
     parameter = DTYPES[training.parameter_dtype].itemsize
-    averages = 2 * DTYPES[optimizer.state_dtype].itemsize
+    averages = _averages(optimizer)
     gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
     if parallel.offload_parameters:
         return Need(device=0, host=count * (2 * parameter + averages))

@@ -5,10 +5,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer import device as devices
-from trainer.device import local
+from trainer.device import local, sharded_like
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -207,7 +206,7 @@ class HostUpdate:
         state = dict(self.inners[number].state[self.masters[number]])
         if self.results[number] is not self.masters[number]:
             state["master"] = self.masters[number]
-        return {quantity: _placed_like(parameter, tensor) for quantity, tensor in state.items()}
+        return {quantity: sharded_like(parameter, tensor) for quantity, tensor in state.items()}
 
     @torch.no_grad()
     def after_load(self, state_too: bool) -> None:
@@ -218,10 +217,3 @@ class HostUpdate:
     def host_tensors(self) -> list[Tensor]:
         states = [t for inner in self.inners for state in inner.state.values() for t in state.values()]
         return [*self.masters, *self.gradients, *self.results, *states]
-
-
-def _placed_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """The host's part of something that is sharded like a parameter."""
-    if tensor.dim() == 0 or not isinstance(parameter, DTensor):
-        return tensor
-    return DTensor(tensor, parameter._spec, requires_grad=False)
