@@ -3,7 +3,7 @@
 import bisect
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import sleep
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import Batch
-from trainer.config import TrainingConfig
+from trainer.config import Config, TrainingConfig
 from trainer.device import local
 from trainer.engine import Engine, parts_of_rank
 from trainer.load_config import load_config
@@ -104,18 +104,24 @@ class _Patient(TorchDispatchMode):
         return result
 
 
-def measure(argv: Sequence[str], repeats: int) -> Measured:
-    """On each rank: the memory of a step that is not the first; of several, the smallest."""
-    config, cpu = load_config(argv), torch.device("cpu")
+def a_step(config: Config) -> tuple[Engine, Callable[[], None]]:
+    """On each rank of a CPU: the engine, and one update of it, on random tokens."""
+    cpu, training = torch.device("cpu"), config.training
     setup = set_up(config, dist.get_world_size())
-    training, watch = config.training, _Watch()
     meshes = Meshes(setup.dims, cpu)
-    parts = parts_of_rank(config, setup, meshes, ON_CPU)
-    engine = Engine(config, setup, cpu, meshes, parts, loaded=set())
+    engine = Engine(config, setup, cpu, meshes, parts_of_rank(config, setup, meshes, ON_CPU), loaded=set())
 
     def step() -> None:
         batches = [_batch(setup.sizes.vocab_size, training) for _ in range(setup.grad_accum)]
         engine.update(batches, rate=1e-4, stop=False, before_update=lambda: None)
+
+    return engine, step
+
+
+def measure(argv: Sequence[str], repeats: int) -> Measured:
+    """On each rank: the memory of a step that is not the first; of several, the smallest."""
+    watch = _Watch()
+    engine, step = a_step(load_config(argv))
 
     def measured() -> Measured:
         engine.optimizer.begin(1e-4)

@@ -28,10 +28,11 @@ from trainer.simulate import Simulation, simulate
 MODEL = {
     "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "hidden_dim": 2048, "vocab_size": 16384,
 }  # fmt: skip
-DEFAULTS = [
-    *(word for name, value in MODEL.items() for word in (f"--model.overrides.{name}", str(value))),
-    *("--training.seq_len", "512", "--training.local_batch_size", "1", "--training.global_batch_size", "4"),
-]
+DEFAULTS = {f"model.overrides.{name}": str(value) for name, value in MODEL.items()} | {
+    "training.seq_len": "512",
+    "training.local_batch_size": "1",
+    "training.global_batch_size": "4",
+}
 MATRIX = [
     "dp_shard=1",
     "dp_shard=1 activation_checkpoint.mode=full training.compute_dtype=bf16",
@@ -54,6 +55,9 @@ MATRIX = [
     "pp=2 pipeline_schedule=Interleaved1F1B dp_shard=2 activation_checkpoint.mode=full",
     "pp=2 tp=2 training.compute_dtype=bf16",
     "dp_shard=2 data.document_mask=true model.overrides.tied_embeddings=true",
+    "dp_shard=2 optimizer.in_backward=true training.max_norm=none",
+    "dp_shard=2 optimizer.offload=state_and_gradients training.parameter_dtype=bf16",
+    "dp_shard=2 optimizer.state_dtype=8bit activation_checkpoint.mode=full activation_checkpoint.offload=true",
 ]
 
 REPEATS = 3
@@ -67,10 +71,14 @@ def ranks_of(layout: Layout) -> int:
     return math.prod(int(layout.settings.get(f"parallel.{name}", "1")) for name in degrees)
 
 
-def words(layout: Layout, given: Sequence[str]) -> list[str]:
-    """Of the run's command line; what a layout says goes before the rest."""
-    said = {flag.removeprefix("--"): value for flag, value in command_words(given)}
-    return flags(said | layout.settings)
+def said(words: Sequence[str]) -> dict[str, str]:
+    """ "section.name" -> value, of a command line."""
+    return {flag.removeprefix("--"): value for flag, value in command_words(words)}
+
+
+def with_defaults(given: dict[str, str]) -> dict[str, str]:
+    """Of the network and its batches, unless a file or a size is named."""
+    return given if {"config", "model.size"} & set(given) else DEFAULTS | given
 
 
 def wrong_kind(plan: Simulation, real: Measured) -> str:
@@ -82,9 +90,9 @@ def wrong_kind(plan: Simulation, real: Measured) -> str:
     return ""
 
 
-def check(layout: Layout, given: Sequence[str]) -> bool:
-    """Whether the plan is right for the first and the last rank."""
-    argv, size = words(layout, given), ranks_of(layout)
+def check(layout: Layout, given: dict[str, str]) -> bool:
+    """Whether the plan is right for the first and the last rank. What a layout says goes before what was given."""
+    argv, size = flags(given | layout.settings), ranks_of(layout)
     measured = GlooRanks(size).run(measure, argv, REPEATS)
     config, ranks = load_config(argv), sorted({0, size - 1})
     good = True
@@ -106,9 +114,9 @@ def main() -> None:
     arguments, settings = parser.parse_known_args()
     try:
         layouts = [Layout.parse(text) for text in arguments.layout or MATRIX]
-        given = settings if "--config" in settings or "--model.size" in settings else [*DEFAULTS, *settings]
+        given = with_defaults(said(settings))
         for layout in layouts:
-            load_config(words(layout, given))
+            load_config(flags(given | layout.settings))
     except ConfigError as error:
         exit_with(str(error))
     print(f"{'layout':<{WIDTH}} rank {'planned bytes':>15} {'measured bytes':>15} {'':>8}  at the peak")

@@ -46,7 +46,8 @@ class EightBits:
 
     def read(self, codes: Tensor, scales: Tensor) -> Tensor:
         """As fp32."""
-        return (self.values[codes.int()].unflatten(1, (-1, BLOCK)) * scales[:, :, None]).flatten(1)
+        relative = self.values.index_select(0, codes.flatten().int())  # by brackets it would be int64
+        return (relative.view(*scales.shape, BLOCK) * scales[:, :, None]).flatten(1)
 
     def write(self, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
         """What was read is written as it was."""

@@ -40,7 +40,7 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
     return optimizer
 
 
-_CHUNK = 2**24
+_CHUNK = 2**23
 """Values that are in fp32 at a time."""
 
 _AVERAGES = {"exp_avg": True, "exp_avg_sq": False}

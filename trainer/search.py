@@ -8,6 +8,7 @@ from trainer.boards import GIB, Board
 from trainer.config import Config, ConfigError, toml_value
 from trainer.planning import Plan, assembled, bubble_of, chosen_ranks, without_files
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK
+from trainer.room import least
 from trainer.setup import Setup, set_up
 from trainer.simulate import simulate
 from trainer.system import cores
@@ -107,7 +108,8 @@ def least_memory(layout: Layout) -> float:
     dims = setup.dims
     held = setup.num_parameters / (dims.tp * dims.pp)
     gathered_gradients = setup.grad_accum > 1 and not config.training.reduce_every_microbatch
-    state = held * 16 / dims.fsdp + held * 4 * gathered_gradients
+    of_shards = least(int(held / dims.fsdp), config.training, config.optimizer, config.parallel).device
+    state = of_shards + held * 4 * gathered_gradients
     batch, seq, dim = setup.hidden_shape
     tokens = batch * seq * (dims.tp if config.parallel.sequence_parallel else 1)
     blocks = sum(len(stage.blocks) for stage in setup.stages) / dims.pp

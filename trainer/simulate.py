@@ -117,7 +117,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             engine.optimizer.begin(1e-4)
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
-            for known in _there_already(engine, fake, on_host, buffers if on_gpu else []):
+            for known in _there_already(engine, fake, on_gpu, buffers):
                 recorder.know(*known)
             _tell_shards(engine, recorder, on_host)
             batches = [_batch(config) for _ in range(shown)]
@@ -187,12 +187,13 @@ class _Microbatches(Sequence[Batch]):
 
 
 def _there_already(
-    engine: Engine, fake: FakeTensorMode, on_host: bool, buffers: Sequence[Tensor]
+    engine: Engine, fake: FakeTensorMode, on_gpu: bool, buffers: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, str, bool]]:
-    """With their kinds, and whether they are in host memory; of buffers of the device, what is done with them will tell the
-    kind. on_host: all of the parameters and their state is there. buffers: those there, empty where it is the same memory."""
-    if buffers:
-        yield from ((tensor, "optimizer", True) for tensor in engine.optimizer.host_tensors())
+    """With their kinds, and whether they are in host memory where that is not the device's; of buffers of the device, what is
+    done with them will tell the kind. buffers: those there."""
+    on_host = on_gpu and engine.config.parallel.offload_parameters
+    yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors())
+    if on_gpu:
         yield from ((tensor, "activations", True) for tensor in buffers)
     yield from ((parameter.detach(), "parameters", on_host) for parameter in engine.parameters.values())
     yield from ((tensor, "optimizer", on_host) for tensor in engine.optimizer.state().values())
