@@ -116,6 +116,7 @@ class Recorder(TorchDispatchMode):
         """Bytes that go between device and host memory: in the update (True), and before it."""
         self.host_work = 0.0
         """Bytes that operators in host memory read and write."""
+        self._looking = True
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._place = _Place()
         self._resize = torch.UntypedStorage.resize_
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default or not self._looking:
             return out
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -164,6 +165,15 @@ class Recorder(TorchDispatchMode):
         self._note(func, args, kwargs or {}, given, made)
         self.events += 1
         return out
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """From what no real step would do."""
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
 
     def _see(self, tensor: Tensor, now: int) -> None:
         storage = tensor.untyped_storage()

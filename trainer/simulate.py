@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
@@ -125,7 +126,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
                 batches = _Microbatches(batches, recorder, count)
             else:
                 engine.step = _weighted(engine.step, recorder, count / shown, config.parallel)
-            with recorder, recorder.following(parts.values()), _gradients_told(recorder):
+            with recorder, recorder.following(parts.values()), _gradients_told(recorder), _trials_unseen(recorder):
                 _update(engine, batches)
             return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
 
@@ -264,6 +265,23 @@ def _gradients_told(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         FSDPParamGroup.post_backward = reduce
+
+
+@contextmanager
+def _trials_unseen(recorder: Recorder) -> Iterator[None]:
+    """DTensor tries operators on fake tensors of the whole sizes, to know what they give; what torch 2.11 does so each time, 2.13
+    remembers."""
+    attempt = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(propagator: ShardingPropagator, *args):
+        with recorder.looking_away():
+            return attempt(propagator, *args)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = attempt
 
 
 # ---------------------------------------------------------------- norms
