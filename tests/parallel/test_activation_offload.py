@@ -24,6 +24,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
+    if name == "zero bubble" and torch.__version__ < (2, 13):
+        pytest.skip("needs torch 2.13")
     size, layout = LAYOUTS[name]
     words = [*tiny, "--run.output_folder", str(tmp_path), *layout, "--activation_checkpoint.mode", "full"]
     plain, offloaded = (
