@@ -55,7 +55,8 @@ MATRIX = [
     "pp=2 pipeline_schedule=Interleaved1F1B dp_shard=2 activation_checkpoint.mode=full",
     "pp=2 tp=2 training.compute_dtype=bf16",
     "dp_shard=2 data.document_mask=true model.overrides.tied_embeddings=true",
-    "dp_shard=2 optimizer.in_backward=true training.max_norm=none",
+    "dp_shard=2 optimizer.in_backward=true training.max_norm=none resilience.max_left_out=1",
+    "dp_replicate=2 dp_shard=2 optimizer.in_backward=true training.max_norm=none resilience.max_left_out=1",
     "dp_shard=2 optimizer.offload=state_and_gradients training.parameter_dtype=bf16",
     "dp_shard=2 optimizer.state_dtype=8bit activation_checkpoint.mode=full activation_checkpoint.offload=true",
 ]

@@ -38,7 +38,7 @@ RUNGS = {
     "loss in chunks": {"training.loss_chunk_tokens": "1024"},
     "blocks computed again": {"activation_checkpoint.mode": "full"},
     "inputs of blocks on the host": {"activation_checkpoint.offload": "true"},
-    "update in backward": {"optimizer.in_backward": "true"},
+    "update in backward": {"optimizer.in_backward": "true", "resilience.max_left_out": "1"},
     "averages in 8 bits": {"optimizer.state_dtype": "8bit"},
     "parameters in bf16": {"training.parameter_dtype": "bf16"},
     "optimizer and gradients on the host": {

@@ -44,6 +44,7 @@ from trainer.simulate import Simulation
 from trainer.system import cores
 
 DAY_S = 86400
+ROWS = 24
 RATES = ("bandwidth", "link", "network", "host_link", "host_bandwidth")
 TIGHT = 0.1
 """Share of the memory below which what is left may be lost to fragments."""
@@ -240,12 +241,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive)
     parser.add_argument("--per-machine", type=count)
     parser.add_argument("--search", action="store_true")
-    parser.add_argument("--rows", type=count, default=24)
+    parser.add_argument("--rows", type=count)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", type=Path)
     arguments, settings = parser.parse_known_args(argv)
     if arguments.search and (arguments.json or arguments.tokens or arguments.picture):
         parser.error("--search prints a table: not with --json, --tokens or --picture")
+    if arguments.rows and not arguments.search:
+        parser.error(f"--rows {arguments.rows}: of a table; needs --search")
+    of_host = [name for name in ("host_memory_gib", "host_link_gbs", "host_bandwidth_gbs") if vars(arguments)[name]]
+    if of_host and arguments.device == "cpu":
+        parser.error(f"--{of_host[0].replace('_', '-')}: not with --device cpu, which has no other memory")
     return arguments, settings
 
 
@@ -257,7 +263,7 @@ def main() -> None:
     with one_line_errors(config):
         figure = canvas(arguments.picture) if arguments.picture else None
         if arguments.search:
-            there, found = search(config, arguments.world, board, reserve, on_gpu, arguments.rows)
+            there, found = search(config, arguments.world, board, reserve, on_gpu, arguments.rows or ROWS)
             print(ranking(there, found))
             sys.exit(0 if found and found[0][1].fits else 1)
         made = plan(config, arguments.world, board, reserve, on_gpu)

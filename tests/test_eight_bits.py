@@ -8,6 +8,7 @@ from tests.test_offload import argv
 from trainer.config import ConfigError
 from trainer.eight_bits import BLOCK, EightBits, _values, fits
 from trainer.load_config import load_config
+from trainer.setup import set_up
 from trainer.simulate import simulate
 
 CPU = torch.device("cpu")
@@ -108,6 +109,13 @@ def test_a_layout_that_cuts_blocks_is_refused():
     with pytest.raises(ConfigError) as error:
         simulate([(load_config(words), 0)], 2, on_gpu=False)
     rule = "8bit keeps blocks of 256 values, and tp leaves rows of 128 of layers.0.attention.wo.weight; or bf16"
+    assert (error.value.key, error.value.rule) == ("optimizer.state_dtype", rule)
+
+
+def test_a_network_without_blocks_is_refused():
+    with pytest.raises(ConfigError) as error:
+        set_up(load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT]), 1)
+    rule = "8bit keeps matrices whose rows are multiples of 256, and llama3/debug has none"
     assert (error.value.key, error.value.rule) == ("optimizer.state_dtype", rule)
 
 

@@ -47,6 +47,7 @@ FLOORS = {
     "trainer.engine": 4,
     "trainer.trainer": 4,
     "trainer.roofline": 2,
+    "trainer.imaginary": 5,
     "trainer.simulate": 5,
     "trainer.planning": 5,
     "trainer.search": 5,

@@ -6,6 +6,18 @@ from tests.runs import records, train
 from trainer.config import ConfigError
 from trainer.load_config import load_config
 
+EARLY = ("--training.max_norm", "none", "--resilience.max_left_out", "1")
+"""What an update in backward needs."""
+NOT_IN_BACKWARD = [
+    (
+        ["--training.reduce_every_microbatch", "true"],
+        "[training] reduce_every_microbatch: gradients are complete after the last one",
+    ),
+    (["--optimizer.offload", "state"], "[optimizer] offload; state_and_gradients frees gradients in backward too"),
+    (["--parallel.offload_parameters", "true"], "[parallel] offload_parameters, where gradients come to the host late"),
+    (["--resilience.loss_spike", "skip"], "[resilience] loss_spike, which leaves out whole updates"),
+]
+
 
 def argv(tiny, folder, name, *more, interval=2):
     schedule = ("--lr_schedule.warmup_steps", "2", "--checkpoint.interval_steps", str(interval))
@@ -33,7 +45,7 @@ def test_a_run_that_updates_in_backward_is_the_same_run(ranks, tiny, tmp_path, l
     """Two steps on 2 ranks, two on 4, with two microbatches or more, saved beside training."""
     results = []
     for name, more in (("plain", []), ("early", ["--optimizer.in_backward", "true"])):
-        words = argv(tiny, tmp_path, name, *layout, *more, "--training.max_norm", "none", interval=1)
+        words = argv(tiny, tmp_path, name, *layout, *more, *EARLY, interval=1)
         ranks(2).run(train, [*words, "--training.steps", "2"])
         results.append(ranks(4).run(train, [*words, "--training.steps", "4"])[0].weights)
     assert results[0] == results[1]
@@ -63,13 +75,20 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
             ["--activation_checkpoint.offload", "true", "--activation_checkpoint.mode", "selective"],
             "--activation_checkpoint.offload true: needs mode = full: only inputs of blocks go to the host",
         ),
+        *(
+            (
+                ["--optimizer.in_backward", "true", *EARLY, *more],
+                f"--optimizer.in_backward true: not with {rule}",
+            )
+            for more, rule in NOT_IN_BACKWARD
+        ),
         (
             ["--optimizer.in_backward", "true"],
             "--optimizer.in_backward true: not with [training] max_norm, which needs all gradients at once; it must be none",
         ),
         (
-            ["--optimizer.in_backward", "true", "--training.max_norm", "none", "--optimizer.offload", "state"],
-            "--optimizer.in_backward true: not with [optimizer] offload; state_and_gradients frees gradients in backward too",
+            ["--optimizer.in_backward", "true", "--training.max_norm", "none"],
+            "--optimizer.in_backward true: not with [resilience] max_left_out above 1: no update can be left out as a whole",
         ),
         (
             ["--optimizer.offload", "state", "--parallel.offload_parameters", "true"],

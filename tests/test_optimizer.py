@@ -7,7 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
-from trainer.device import DTYPES
+from trainer.device import DTYPES, local
+from trainer.distributed import sharded_like
 from trainer.optimizer import Optimizer, parameter_groups
 
 
@@ -189,6 +190,64 @@ def test_an_update_in_backward_is_that_after_it_bit_by_bit(ranks, size):
     ):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and set(ours) == set(theirs)
         assert our_norms[:20] == their_norms[:20] and our_norms[21:] == their_norms[21:]
+
+
+def one_is_no_number():
+    """Parameters that an update in backward has changed, when one of their gradients is no number."""
+    model = network()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(in_backward=True), dist.group.WORLD, 1)
+    model[2].weight.register_hook(lambda gradient: gradient * float("nan"))
+    optimizer.begin(1e-2)
+    model(torch.ones(2, 6)).square().sum().backward()
+    norm, _ = optimizer.clip(None)
+    assert not norm.isfinite() and all(p.isfinite().all() for p in model.parameters())
+    return sorted(name for name, p in model.named_parameters() if not torch.equal(p, before[name]))
+
+
+def test_a_gradient_that_is_no_number_changes_nothing_in_backward(ranks):
+    (changed,) = ranks(1).run(one_is_no_number)
+    assert "2.weight" not in changed
+
+
+def chunks(precision, size):
+    """Parameters and state after three updates, so many values at a time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 37, bias=False))
+    config = OptimizerConfig(state_dtype=precision)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.optimizer._CHUNK", size)
+        optimizer = Optimizer(dict(model.named_parameters()), config, dist.group.WORLD, 1)
+        for _ in range(3):
+            optimizer.begin(1e-2)
+            model(torch.ones(2, 6)).square().sum().backward()
+            optimizer.step(skip=torch.tensor(False))
+    return {name: p.detach() for name, p in model.named_parameters()} | optimizer.state()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "8bit"])
+def test_an_update_in_chunks_is_that_of_the_whole(ranks, precision):
+    ((whole,), (cut,)) = (ranks(1).run(chunks, precision, size) for size in (2**23, 2560))
+    assert set(whole) == set(cut) and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert whole["1.weight/step"] == 3
+
+
+def test_what_belongs_to_a_shard_stays_where_it_is(ranks):
+    ranks(2).run(parts_of_shards)
+
+
+def parts_of_shards():
+    """On another device than the mesh, and written through the whole."""
+    weight = distribute_tensor(torch.zeros(5, 512), init_device_mesh("cpu", (2,)), [Shard(0)])
+    rows = local(weight).shape[0]
+    codes, scales = torch.zeros(rows, 512, dtype=torch.uint8), torch.empty(rows, 2, device="meta")
+    whole = sharded_like(weight, codes)
+    assert (whole.shape, whole.dtype) == (weight.shape, torch.uint8)
+    whole.to_local().fill_(7)
+    assert (codes == 7).all()
+    assert (
+        sharded_like(weight, scales).shape == (5, 2) and sharded_like(weight, scales).to_local().device.type == "meta"
+    )
 
 
 def test_parameters_in_bf16_have_an_fp32_copy_on_the_host(ranks):

@@ -62,6 +62,11 @@ def test_a_run_that_does_not_fit_ends_with_one():
         (["--picture", "memory.gif"], "--picture memory.gif: expected a name that ends in .png, .svg, .pdf"),
         (["--picture", "no/memory.png"], "--picture no/memory.png: there is no folder no"),
         (["--search", "--json"], "--search prints a table: not with --json, --tokens or --picture"),
+        (["--rows", "3"], "--rows 3: of a table; needs --search"),
+        (
+            ["--device", "cpu", "--host-link-gbs", "3"],
+            "--host-link-gbs: not with --device cpu, which has no other memory",
+        ),
         (["--device", "h101"], "argument --device: invalid choice: 'h101'"),
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
         (

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.runs import Result, train
+from tests.test_offload import EARLY
 from trainer.boards import BOARDS, SHORT_NAMES
 from trainer.config import ConfigError
 from trainer.load_config import load_config
@@ -56,6 +57,14 @@ def test_checkpoints_that_will_find_no_room_are_refused_before_the_first_step(ra
     line = line_of(ranks, words, disk(tiny, 0.9))
     assert line.startswith(f"--run.output_folder {tmp_path}: a checkpoint takes {size:.3g} GiB, and ")
     assert all(isinstance(end, Result) for end in ranks(2).run(refusal, every_step, disk(tiny, 4.1)))
+
+
+def test_checkpoints_that_stay_are_counted_where_they_are_due(ranks, tiny, tmp_path):
+    """Of steps 2, 4, ..., 12: two are kept, one is written, and of those that are older 6 stays; not 3, which is not saved."""
+    words = [*tiny, "--run.output_folder", str(tmp_path), "--training.steps", "12", "--checkpoint.interval_steps", "2"]
+    words += ["--checkpoint.keep", "2", "--checkpoint.keep_every", "3"]
+    assert line_of(ranks, words, disk(tiny, 3.9)).startswith("--checkpoint.keep 2: 4 checkpoints of ")
+    assert all(isinstance(end, Result) for end in ranks(2).run(refusal, words, disk(tiny, 4.1)))
 
 
 def test_a_run_that_goes_on_needs_room_for_what_it_will_write_alone(ranks, tiny, tmp_path):
@@ -119,7 +128,7 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
     [
         ([], Need(16, 0)),
         (["--training.parameter_dtype", "bf16", "--optimizer.state_dtype", "bf16"], Need(8, 0)),
-        (["--optimizer.in_backward", "true", "--training.max_norm", "none"], Need(12, 0)),
+        (["--optimizer.in_backward", "true", *EARLY], Need(12, 0)),
         (["--optimizer.offload", "state"], Need(8, 16)),
         (["--optimizer.offload", "state_and_gradients", "--training.parameter_dtype", "bf16"], Need(2, 16)),
         (["--parallel.offload_parameters", "true"], Need(0, 16)),

@@ -207,8 +207,8 @@ class OptimizerConfig:
     """Keep the optimizer's state, and an fp32 copy of the parameters, in host memory, where the update runs.
     state_and_gradients: gradients go there in backward; else when the update begins."""
     in_backward: bool = False
-    """Update each parameter in backward, as soon as its gradient is complete, and free that; without clipping ([training]
-    max_norm = "none"), and of an update that is no number, only the parameters at fault are left out."""
+    """Update each parameter in backward, as soon as its gradient is complete, and free that; needs [training] max_norm = "none"
+    and [resilience] max_left_out = 1: nothing is known of the whole update then, to scale it or to leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)

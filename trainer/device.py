@@ -146,13 +146,27 @@ def reset_memory_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+_PAGE = 4096
+
+
 def pin(buffer: Tensor, device: torch.device) -> None:
     """Let the device copy into host memory by itself. Not torch's own pinned memory: its sizes are powers of two, up to twice
     what is needed. Raises MemoryError."""
     if device.type == "cuda":
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code != 0:
-            raise MemoryError(f"{buffer.numel() / GIB:.1f} GiB of host memory cannot be pinned (CUDA error {code})")
+            raise MemoryError(f"{buffer.nbytes / GIB:.1f} GiB of host memory cannot be pinned (CUDA error {code})")
+
+
+def pinned(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer that the device can reach by itself, in pages of its own: a page is pinned once."""
+    size = shape.numel() * dtype.itemsize
+    if size < _PAGE:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    whole = torch.empty(size + 2 * _PAGE, dtype=torch.uint8)
+    start = -whole.data_ptr() % _PAGE
+    pin(whole[start : start + -(-size // _PAGE) * _PAGE], device)
+    return whole[start : start + size].view(dtype).view(shape)
 
 
 def read_later(tensor: Tensor) -> Callable[[], list]:
@@ -177,29 +191,18 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """What rank by rank belongs to a parameter's shards, as a whole. part: this rank's; of their shape, or with dims that are
-    smaller by a common factor; scalars are whole."""
-    if part.dim() == 0 or not isinstance(parameter, DTensor):
-        return part
-    shape = torch.Size(
-        whole if mine == shard else whole * mine // shard
-        for whole, shard, mine in zip(parameter.shape, local(parameter).shape, part.shape, strict=True)
-    )
-    stride = torch.empty(shape, device="meta").stride()
-    placements = parameter.placements
-    return DTensor.from_local(part, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
 class HostLink:
     """Copies between a device and buffers in host memory, in a stream of their own."""
 
     def __init__(self, device: torch.device):
+        self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A buffer that the device can reach by itself."""
-        return torch.empty_like(tensor, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
+        """A buffer, for as long as the process lives."""
+        if self.stream is None:
+            return torch.empty(tensor.shape, dtype=dtype)
+        return pinned(tensor.shape, dtype, self.device)
 
     def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]:
         """Begin to copy; what is returned waits for it. The source may be let go of at once."""
@@ -223,6 +226,7 @@ class HostLink:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
+            target.record_stream(self.stream)  # it may be let go of without having been waited for
             done = torch.cuda.Event()
             done.record(self.stream)
         return lambda: torch.cuda.current_stream().wait_event(done)

@@ -13,7 +13,7 @@ from trainer.batch import Batch
 from trainer.config import Config
 from trainer.device import DTYPES
 from trainer.loss import CrossEntropyHead
-from trainer.optimizer import Optimizer
+from trainer.optimizer import Optimizer, require_whole_blocks
 from trainer.parallel.attention import Kernels
 from trainer.parallel.context import cut_sequence
 from trainer.parallel.dims import Meshes
@@ -37,8 +37,9 @@ class StepResult:
 
 
 def parts_of_rank(config: Config, setup: Setup, meshes: Meshes, kernels: Kernels) -> dict[Stage, nn.Module]:
-    """The stages of the network that this rank holds, parallelised, on the meta device."""
-    return parallelize(
+    """The stages of the network that this rank holds, parallelised, on the meta device. Raises ConfigError for a layout that
+    the optimizer cannot have."""
+    parts = parallelize(
         lambda: setup.spec.network(setup.sizes).to(DTYPES[config.training.parameter_dtype]),
         setup.spec.plan(setup.sizes),
         stages_of_rank(setup.stages, meshes.model["pp"].get_local_rank(), config.parallel),
@@ -50,6 +51,9 @@ def parts_of_rank(config: Config, setup: Setup, meshes: Meshes, kernels: Kernels
         config.data.document_mask,
         kernels,
     )
+    for part in parts.values():
+        require_whole_blocks(dict(part.named_parameters()), config.optimizer)
+    return parts
 
 
 class Engine:

@@ -198,7 +198,7 @@ def load_config(argv: Sequence[str], files: bool = True) -> Config:
     }
     config = Config(**sections, origins=into.origins)
     try:
-        _check_combinations(config)
+        check_combinations(config)
         if files:
             _check_files(config)
     except ConfigError as error:
@@ -209,7 +209,7 @@ def load_config(argv: Sequence[str], files: bool = True) -> Config:
 # ---------------------------------------------------------------- rules between settings, as far as no mesh is needed
 
 
-def _check_combinations(config: Config) -> None:
+def check_combinations(config: Config) -> None:
     if config.run.name.strip() in ("", ".", "..") or "/" in config.run.name or "\\" in config.run.name:
         raise ConfigError("run.name", "must be the name of one folder")
     if len(os.fsencode(config.run.name)) > 255:
@@ -250,8 +250,9 @@ def _check_in_backward(config: Config) -> None:
         "[training] max_norm, which needs all gradients at once; it must be none": config.training.max_norm is not None,
         "[training] reduce_every_microbatch: gradients are complete after the last one": config.training.reduce_every_microbatch,
         "[optimizer] offload; state_and_gradients frees gradients in backward too": config.optimizer.offload != "none",
-        "[parallel] offload_parameters": config.parallel.offload_parameters,
+        "[parallel] offload_parameters, where gradients come to the host late": config.parallel.offload_parameters,
         "[resilience] loss_spike, which leaves out whole updates": config.resilience.loss_spike != "off",
+        "[resilience] max_left_out above 1: no update can be left out as a whole": config.resilience.max_left_out > 1,
     }
     for what, is_so in wrong.items():
         if is_so:

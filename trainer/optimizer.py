@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trainer import eight_bits
 from trainer.config import ConfigError, OptimizerConfig
-from trainer.device import DTYPES, local, sharded_like
-from trainer.distributed import sum_over
+from trainer.device import DTYPES, local
+from trainer.distributed import sharded_like, sum_over
 from trainer.eight_bits import EightBits
 from trainer.updates import BackwardUpdate, DeviceUpdate, HostUpdate, Update
 
@@ -29,14 +29,21 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
     """Loshchilov & Hutter 2017 (arXiv:1711.05101), torch's fused kernel."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
     alike = all(p.dtype == DTYPES.get(config.state_dtype) for group in groups for p in group["params"])
-    kind = torch.optim.AdamW if alike else _AdamWInFp32
-    optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    codes = {}
+    if config.state_dtype == "8bit":
+        device = groups[0]["params"][0].device
+        codes = {name: EightBits(signed, device) for name, signed in _AVERAGES.items()}
+    if alike:
+        optimizer = torch.optim.AdamW(groups, **hyperparameters)
+    else:
+        optimizer = _AdamWInFp32(groups, codes, **hyperparameters)
     # Made now, not in the first step: a checkpoint can be loaded into it, and memory is taken from the start.
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-            for name, signed in _AVERAGES.items():
-                optimizer.state[p] |= _new_average(name, signed, p, config.state_dtype)
+            for name in _AVERAGES:
+                optimizer.state[p] |= _new_average(name, p, codes.get(name), DTYPES.get(config.state_dtype))
     return optimizer
 
 
@@ -47,21 +54,22 @@ _AVERAGES = {"exp_avg": True, "exp_avg_sq": False}
 """Name -> whether it has a sign."""
 
 
-def _new_average(name: str, signed: bool, p: Tensor, precision: str) -> dict[str, Tensor]:
-    if precision != "8bit" or not eight_bits.fits(p):
-        return {name: torch.zeros_like(p, dtype=DTYPES.get(precision, torch.float32))}
-    codes, scales = EightBits(signed, p.device).zeros_like(local(p.detach()))
-    return {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
+def _new_average(name: str, p: Tensor, codes: EightBits | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """codes: where it is kept in 8 bits, if it can be; else dtype."""
+    if codes is None or not eight_bits.fits(p):
+        return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
+    values, scales = codes.zeros_like(local(p.detach()))
+    return {name: sharded_like(p, values), f"{name}_scale": sharded_like(p, scales)}
 
 
 class _AdamWInFp32(torch.optim.AdamW):
     """For parameters and averages of different precisions: each parameter's update is computed in fp32, by the same kernel, and
     rounded to the nearest."""
 
-    def __init__(self, groups: list[dict], **hyperparameters: Any):
+    def __init__(self, groups: list[dict], codes: dict[str, EightBits], **hyperparameters: Any):
+        """codes: of averages that are kept in 8 bits, by name."""
         super().__init__(groups, **hyperparameters)
-        device = groups[0]["params"][0].device
-        self.codes = {name: EightBits(signed, device) for name, signed in _AVERAGES.items()}
+        self.codes = codes
 
     @torch.no_grad()
     def step(self) -> None:
@@ -105,6 +113,15 @@ class _AdamWInFp32(torch.optim.AdamW):
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
 
 
+def require_whole_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+    """Raises ConfigError where what is kept in 8 bits would depend on the layout. parameters: they need no memory yet."""
+    for name, p in parameters.items():
+        if config.state_dtype == "8bit" and eight_bits.fits(p) and not eight_bits.fits(local(p)):
+            columns = local(p).shape[1]
+            rule = f"8bit keeps blocks of {eight_bits.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
+            raise ConfigError("optimizer.state_dtype", rule)
+
+
 class Optimizer:
     """The update of the parameters, its state under their names, and the global norm of their gradients."""
 
@@ -115,8 +132,6 @@ class Optimizer:
         hold a part of the model. ranks_of_stage: how many of them hold a part of what this rank holds; all, unless the model is
         cut into stages."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
-        if config.state_dtype == "8bit":
-            self._require_blocks()
         self.device = next(iter(self.names)).device
         self.copies = torch.tensor(
             [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=self.device
@@ -133,14 +148,6 @@ class Optimizer:
         else:
             self.update = HostUpdate(list(self.names), make, config.offload == "state_and_gradients")
         self.model_group = model_group
-
-    def _require_blocks(self) -> None:
-        """Else what is kept in 8 bits would depend on the layout."""
-        for p, name in self.names.items():
-            if eight_bits.fits(p) and not eight_bits.fits(local(p)):
-                columns = local(p).shape[1]
-                rule = f"8bit keeps blocks of {eight_bits.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
-                raise ConfigError("optimizer.state_dtype", rule)
 
     def begin(self, learning_rate: float) -> None:
         """Before the first backward of a step."""

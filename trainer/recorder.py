@@ -116,6 +116,8 @@ class Recorder(TorchDispatchMode):
         """Bytes that go between device and host memory: in the update (True), and before it."""
         self.host_work = 0.0
         """Bytes that operators in host memory read and write."""
+        self.stepping = False
+        """Whether what is done belongs to forward and backward, where no module tells so: a pipeline's schedule."""
         self._looking = True
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._place = _Place()
@@ -165,6 +167,14 @@ class Recorder(TorchDispatchMode):
         self._note(func, args, kwargs or {}, given, made)
         self.events += 1
         return out
+
+    @contextmanager
+    def weighing(self, weight: float) -> Iterator[None]:
+        before, self.weight = self.weight, weight
+        try:
+            yield
+        finally:
+            self.weight = before
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -224,7 +234,7 @@ class Recorder(TorchDispatchMode):
         return bool(large) and all(map(self._is_on_host, large))
 
     def _in_update(self) -> bool:
-        return not self._place.forward and not in_backward()
+        return not (self.stepping or self._place.forward or in_backward())
 
     # ------------------------------------------------------------ what is done
 

@@ -1,5 +1,6 @@
 """What a run needs for certain, against what there is: told before its work begins, not in the middle of it."""
 
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable
@@ -91,7 +92,9 @@ def require_disk(folder: Path, config: CheckpointConfig, size: int, step: int, s
         there = len(candidates(folder))
         more = max(1, keep + 1 - there) if keep else to_come
         if keep and config.keep_every:
-            more += steps // config.keep_every - step // config.keep_every
+            every = config.interval_steps or steps
+            stay = math.lcm(every, config.keep_every)  # only what is due is saved
+            more += max(0, (steps - keep * every) // stay - step // stay)
         return min(to_come, more)
 
     def check() -> None:

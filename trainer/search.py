@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trainer.boards import GIB, Board
 from trainer.config import Config, ConfigError, toml_value
+from trainer.load_config import check_combinations
 from trainer.planning import Plan, assembled, bubble_of, chosen_ranks, without_files
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK
 from trainer.room import least
@@ -14,6 +16,8 @@ from trainer.simulate import simulate
 from trainer.system import cores
 
 _MOST_PP = 16
+_DERIVED = {"pipeline_stages_per_rank": 0, "pipeline_split": (), "reshard_after_forward": "default"}
+"""What fits one layout alone, and is left to the trainer."""
 _SURE = 0.9
 """What even this share of its estimate says does not fit is not simulated."""
 
@@ -25,7 +29,7 @@ _AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
 
 @dataclass(frozen=True)
 class Layout:
-    settings: dict[str, dict[str, str | int | bool]]
+    settings: dict[str, dict[str, Any]]
     """Section -> name -> value: what it changes in the configuration; none for what is configured."""
     config: Config
     setup: Setup
@@ -77,6 +81,9 @@ def _legal(
         parallel["pipeline_schedule"] = schedule
     if reduce_every and pp > 1:
         return
+    for name, value in _DERIVED.items():
+        if getattr(config.parallel, name) != value:
+            parallel[name] = value
     settings = {
         "parallel": parallel,
         "activation_checkpoint": {"mode": mode},
@@ -84,14 +91,12 @@ def _legal(
     }
     changed = replace(
         config,
-        parallel=replace(
-            config.parallel, **parallel, pipeline_stages_per_rank=0, pipeline_split=(),
-            reshard_after_forward="default",
-        ),
+        parallel=replace(config.parallel, **parallel),
         activation_checkpoint=replace(config.activation_checkpoint, mode=mode),
         training=replace(config.training, reduce_every_microbatch=reduce_every),
     )  # fmt: skip
     try:
+        check_combinations(changed)
         setup = set_up(changed, world_size)
     except ConfigError:
         return

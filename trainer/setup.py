@@ -9,6 +9,7 @@ import torch
 from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer import device as devices
+from trainer import eight_bits
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.data.chat import ChatFormat
 from trainer.data.encode import chat_format
@@ -66,6 +67,9 @@ def set_up(config: Config, world_size: int) -> Setup:
         )
     if dims.pp > 1:
         refuse_microbatches(config.parallel, training.global_batch_size // together)
+    if config.optimizer.state_dtype == "8bit" and not any(map(eight_bits.fits, network.parameters())):
+        rule = f"8bit keeps matrices whose rows are multiples of {eight_bits.BLOCK}, and {name} has none"
+        raise ConfigError("optimizer.state_dtype", rule)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise ConfigError(

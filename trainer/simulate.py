@@ -12,20 +12,16 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.pipelining import _utils as pipelining
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
 from trainer.config import Config, ParallelConfig
-from trainer.device import HostLink, local
+from trainer.device import local
 from trainer.engine import Engine, parts_of_rank
-from trainer.parallel.attention import ON_CPU, Kernels
+from trainer.imaginary import ON_IMAGINARY_GPU, agree_on_shapes, fsdp_told, host_buffers, norms, trials_unseen
+from trainer.parallel.attention import ON_CPU
 from trainer.parallel.dims import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 from trainer.parallel.step import Step
@@ -39,14 +35,6 @@ _POINTS = 2000
 _SHOWN = 4
 """Microbatches that are run. Where a step has more of them, the third counts for all between the second and the last: FSDP
 gathers once more in the second than in those that follow."""
-
-ON_IMAGINARY_GPU = Kernels(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
-"""flex_attention keeps for backward what the plain kernel keeps, and its mask is small."""
-
-
-class _NoMask(nn.Module):
-    def forward(self, positions: Tensor, documents: Tensor) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +96,10 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
     with imaginary_world(rank, setup.dims.world_size):
         meshes = Meshes(setup.dims, CPU)
         parts = parts_of_rank(config, setup, meshes, ON_IMAGINARY_GPU if on_gpu else ON_CPU)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _norms(on_gpu), _host_buffers() as buffers:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, norms(on_gpu), host_buffers() as buffers:
             engine = Engine(config, setup, CPU, meshes, parts, set(setup.parameter_names))
             if setup.dims.pp > 1:
-                _agree_on_shapes(engine)
+                agree_on_shapes(engine.step.schedule)
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
             first = shown if setup.dims.pp > 1 else min(shown, 2)
             _update(engine, [_batch(config) for _ in range(first)])
@@ -126,7 +114,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
                 batches = _Microbatches(batches, recorder, count)
             else:
                 engine.step = _weighted(engine.step, recorder, count / shown, config.parallel)
-            with recorder, recorder.following(parts.values()), _gradients_told(recorder), _trials_unseen(recorder):
+            with recorder, recorder.following(parts.values()), fsdp_told(recorder), trials_unseen(recorder):
                 _update(engine, batches)
             return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
 
@@ -149,11 +137,11 @@ def _weighted(step: Step, recorder: Recorder, weight: float, parallel: ParallelC
         once.add("allgather_base")
 
     def weighted(*args) -> Tensor:
-        recorder.weight, recorder.once = weight, frozenset(once)
+        recorder.weight, recorder.once, recorder.stepping = weight, frozenset(once), True
         try:
             return step(*args)
         finally:
-            recorder.weight, recorder.once = 1.0, frozenset()
+            recorder.weight, recorder.once, recorder.stepping = 1.0, frozenset(), False
 
     return weighted
 
@@ -204,23 +192,6 @@ def _there_already(
             yield tensor, "", False
 
 
-@contextmanager
-def _host_buffers() -> Iterator[list[Tensor]]:
-    """Those that are made to be copied to, which are as other tensors here."""
-    made: list[Tensor] = []
-    make = HostLink.host_like
-
-    def told(link: HostLink, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        made.append(make(link, tensor, dtype))
-        return made[-1]
-
-    HostLink.host_like = told
-    try:
-        yield made
-    finally:
-        HostLink.host_like = make
-
-
 def _tell_shards(engine: Engine, recorder: Recorder, on_host: bool) -> None:
     """Gradients that have been reduced. on_host: they go there."""
 
@@ -232,92 +203,6 @@ def _tell_shards(engine: Engine, recorder: Recorder, on_host: bool) -> None:
 
     for parameter in engine.optimizer.names:
         parameter.register_post_accumulate_grad_hook(told)
-
-
-def _agree_on_shapes(engine: Engine) -> None:
-    """In torch's pipelines neighbours vote on whether both know the shapes of what passes; here are none, and all do."""
-
-    def agree(stages: Sequence, *rest) -> None:
-        for stage in stages:
-            stage._inference_mode = pipelining.InferenceMode.STATIC
-
-    engine.step.schedule._warmup_p2p = agree
-
-
-@contextmanager
-def _gradients_told(recorder: Recorder) -> Iterator[None]:
-    """Gradients of gathered parameters, which FSDP takes away when it has reduced them or added them up."""
-    reduce = FSDPParamGroup.post_backward
-
-    def told(group: FSDPParamGroup, *args) -> None:
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            for gradient in (gathered is not None and gathered.grad, parameter.unsharded_accumulated_grad):
-                if isinstance(gradient, Tensor):
-                    recorder.mark(gradient, "gradients")
-        reduce(group, *args)
-        for parameter in group.fsdp_params:
-            if parameter.unsharded_accumulated_grad is not None:
-                recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
-
-    FSDPParamGroup.post_backward = told
-    try:
-        yield
-    finally:
-        FSDPParamGroup.post_backward = reduce
-
-
-@contextmanager
-def _trials_unseen(recorder: Recorder) -> Iterator[None]:
-    """DTensor tries operators on fake tensors of the whole sizes, to know what they give; what torch 2.11 does so each time, 2.13
-    remembers."""
-    attempt = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def unseen(propagator: ShardingPropagator, *args):
-        with recorder.looking_away():
-            return attempt(propagator, *args)
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = attempt
-
-
-# ---------------------------------------------------------------- norms
-
-
-class _FusedNorm(torch.autograd.Function):
-    """What torch's kernel for GPUs keeps and makes; on a CPU the norm is put together of operators that keep fp32 values."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        ctx.save_for_backward(x, weight, scale)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _fused_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    if not isinstance(x, DTensor):
-        return _FusedNorm.apply(x, weight)
-    partial = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
-    out = _FusedNorm.apply(x.to_local(), weight.to_local(grad_placements=partial))
-    return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)
-
-
-@contextmanager
-def _norms(on_gpu: bool) -> Iterator[None]:
-    plain = F.rms_norm
-    F.rms_norm = _fused_norm if on_gpu else plain
-    try:
-        yield
-    finally:
-        F.rms_norm = plain
 
 
 # ---------------------------------------------------------------- what came of it

@@ -1,14 +1,14 @@
 """The training loop, and the one place where every part of a run meets."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer import device as devices
 from trainer import lineage, logging, manifest
@@ -29,6 +29,7 @@ from trainer.metrics import Metrics, duration
 from trainer.pace import Pace
 from trainer.parallel.attention import ON_CPU, ON_GPU
 from trainer.parallel.dims import Meshes
+from trainer.parallel.pipeline import Stage
 from trainer.resilience import StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
 from trainer.room import require_disk, require_memory, state_bytes
 from trainer.run_folder import (
@@ -68,16 +69,12 @@ class Trainer:
             rank=meshes.data["batch"].get_local_rank(),
             ranks=setup.dims.batch,
         )
+        parts = parts_of_rank(config, setup, meshes, ON_CPU if device.type == "cpu" else ON_GPU)
+        self._require_room(setup, parts, saved)
         self._open_data(setup)
 
         names = setup.parameter_names
         loaded = initial_names(config.checkpoint, names) if saved is None else set(names)
-        parts = parts_of_rank(config, setup, meshes, ON_CPU if device.type == "cpu" else ON_GPU)
-        parameters = [p for part in parts.values() for p in part.parameters()]
-        require_memory(parameters, training, config.optimizer, config.parallel, device)
-        size = setup.num_parameters * state_bytes(training, config.optimizer)
-        done = 0 if saved is None else saved.state["step"]
-        require_disk(self.folder / "checkpoints", config.checkpoint, size, done, training.steps)
         self.engine = Engine(config, setup, device, meshes, parts, loaded)
         self.pace = Pace(config.resilience.slow_rank_ratio, device)
         for part in parts.values():
@@ -111,6 +108,15 @@ class Trainer:
             peak_flops=devices.peak_flops(device, training.compute_dtype),
         )
         self.metrics = self.open_metrics(first_step=self.steps_done)
+
+    def _require_room(self, setup: Setup, parts: Mapping[Stage, nn.Module], saved: Saved | None) -> None:
+        """parts: on the meta device. Raises ConfigError."""
+        config = self.config
+        parameters = [p for part in parts.values() for p in part.parameters()]
+        require_memory(parameters, config.training, config.optimizer, config.parallel, self.device)
+        size = setup.num_parameters * state_bytes(config.training, config.optimizer)
+        done = 0 if saved is None else saved.state["step"]
+        require_disk(self.folder / "checkpoints", config.checkpoint, size, done, config.training.steps)
 
     def _open_data(self, setup: Setup) -> None:
         config = self.config

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from trainer import device as devices
-from trainer.device import local, sharded_like
+from trainer.device import local
+from trainer.distributed import sharded_like
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -87,8 +88,8 @@ class DeviceUpdate:
 
 class BackwardUpdate:
     """In backward: each parameter as soon as its gradient is complete, which is let go of then (Lv et al. 2023, "LOMO",
-    arXiv:2306.09782). What depends on all gradients cannot be: a norm to scale by, or an update that is left out as a whole;
-    a gradient that is no number leaves out its own."""
+    arXiv:2306.09782). What depends on all gradients cannot be: a norm to scale by, or an update that is left out as a whole.
+    A shard whose gradient is no number stays as it is, but the run must not go on from there."""
 
     def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
         self.inners = {p: make([p]) for p in parameters}

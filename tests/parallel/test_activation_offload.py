@@ -33,6 +33,24 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
         for offload in ("false", "true")
     )
     assert plain[0].weights == offloaded[0].weights
+    kept = ranks(size).run(
+        inputs_on_the_host, [*words, "--run.name", "kept", "--activation_checkpoint.offload", "true"]
+    )
+    assert all(kept)
+    if name in ("dp", "every second block"):  # of two, in four microbatches of four steps
+        assert set(kept) == {32 if name == "dp" else 16}
+
+
+def inputs_on_the_host(argv) -> int:
+    """How often something went there in a whole run."""
+    sent, send = [], HostLink.to_host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            HostLink, "to_host", lambda link, target, source: sent.append(target.shape) or send(link, target, source)
+        )
+        train(argv)
+    assert len(set(sent)) == 1
+    return len(sent)
 
 
 def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.device import HostLink, local
+from trainer.device import HostLink
 from trainer.parallel.activation_checkpoint import Compute
+from trainer.parallel.recompute import storage_id
 
 
 class HostInputs:
@@ -22,13 +23,14 @@ class HostInputs:
 
     def keeping(self, compute: Compute, first: bool) -> Compute:
         """compute: of a block; it keeps its first argument for backward, and of the others what all blocks have in common.
-        first: whether no block comes before it."""
+        first: of the blocks of its stage that are kept so."""
 
         def compute_from_host(hidden: Tensor, *rest) -> Tensor:
-            storage = local(hidden.detach()).untyped_storage()._cdata
+            assert not isinstance(hidden, DTensor)  # blocks pass each other plain tensors
+            storage = storage_id(hidden)  # pack, which the graph keeps, must not keep hidden
 
             def pack(tensor: Tensor) -> Tensor | _Kept:
-                if local(tensor.detach()).untyped_storage()._cdata != storage:
+                if storage_id(tensor) != storage:
                     return tensor
                 kept = _Kept(self, tensor.detach(), (lambda: None) if first else self.newest)
                 self.newest = weakref.ref(kept)
@@ -45,16 +47,15 @@ class _Kept:
 
     def __init__(self, inputs: HostInputs, tensor: Tensor, before: Callable[[], "_Kept | None"]):
         """before: what is wanted next in backward, the input of the block before."""
-        source = local(tensor)
-        unused = inputs.unused[source.shape, source.dtype]
-        self.buffer = unused.pop() if unused else inputs.link.host_like(source, source.dtype)
+        unused = inputs.unused[tensor.shape, tensor.dtype]
+        self.buffer = unused.pop() if unused else inputs.link.host_like(tensor, tensor.dtype)
         weakref.finalize(self, unused.append, self.buffer)
         self.link = inputs.link
-        self.link.to_host(self.buffer, source)
+        self.link.to_host(self.buffer, tensor)
         self.before = before
-        self.device = source.device
-        self.spec = tensor._spec if isinstance(tensor, DTensor) else None
+        self.device = tensor.device
         self.coming: tuple[Tensor, Callable[[], None]] | None = None
+        self.taken = False
 
     def bring(self) -> None:
         """Begin to copy it to the device."""
@@ -65,11 +66,12 @@ class _Kept:
     def restore(self) -> Tensor:
         self.bring()
         assert self.coming is not None
-        (tensor, arrived), self.coming = self.coming, None
-        if (before := self.before()) is not None:
+        (tensor, arrived), self.coming, self.taken = self.coming, None, True
+        # A zero-bubble schedule goes through backward twice, the second time in another order.
+        if (before := self.before()) is not None and not before.taken:
             before.bring()
         arrived()
-        return tensor if self.spec is None else DTensor(tensor, self.spec, requires_grad=False)
+        return tensor
 
 
 def _restored(kept: Tensor | _Kept) -> Tensor:

@@ -63,10 +63,12 @@ def parallelize(
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
         apply_attention(model, plan, cp, document_mask, DTYPES[dtype], kernels, gather_again)
-        for number, (name, block) in enumerate(model.get_submodule(plan.blocks).named_children()):
+        first = True
+        for name, block in model.get_submodule(plan.blocks).named_children():
             block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
             if inputs is not None and again(name) == "all":
-                block.forward = inputs.keeping(block.forward, first=number == 0)
+                block.forward = inputs.keeping(block.forward, first)
+                first = False
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         parts[stage] = model
     return parts

@@ -60,10 +60,10 @@ class recompute_in_backward(torch.autograd.graph.saved_tensors_hooks):
 
     def __init__(self, *recipes: tuple[Tensor, Callable[[], Tensor]]):
         """recipes: (tensor, what makes the same local values in the same memory layout)."""
-        by_storage = {_storage(tensor): _Recomputed(recipe) for tensor, recipe in recipes}
+        by_storage = {storage_id(tensor): _Recomputed(recipe) for tensor, recipe in recipes}
 
         def pack(tensor: Tensor) -> Tensor | _View:
-            recomputed = by_storage.get(_storage(tensor))
+            recomputed = by_storage.get(storage_id(tensor))
             return tensor if recomputed is None else _View(recomputed, tensor)
 
         super().__init__(pack, lambda kept: kept.restore() if isinstance(kept, _View) else kept)
@@ -73,6 +73,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Identity of the memory; not its address, which fake tensors do not have."""
     return _local(tensor).untyped_storage()._cdata
