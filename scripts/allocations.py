@@ -2,6 +2,7 @@
 
 import bisect
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +117,11 @@ def a_step(config: Config) -> tuple[Engine, Callable[[], None]]:
         engine.update(batches, rate=1e-4, stop=False, before_update=lambda: None)
 
     return engine, step
+
+
+def quiet() -> None:
+    """Ranks that are started after this do not tell that the profiler starts and ends, nor what it did not see begin."""
+    os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def measure(argv: Sequence[str], repeats: int) -> Measured:

@@ -57,6 +57,11 @@ def positive(text: str) -> float:
     return value
 
 
+def amount(text: str) -> float:
+    """A number of at least 0."""
+    return 0.0 if text in ("0", "0.0") else positive(text)
+
+
 def whole(text: str) -> int:
     """A whole number of at least 0."""
     if not text.isascii() or not text.isdigit():

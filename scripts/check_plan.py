@@ -17,12 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.allocations import Measured, measure
+from scripts.allocations import Measured, measure, quiet
 from scripts.arguments import Arguments, run_to_end
 from scripts.gloo_ranks import GlooRanks
 from scripts.parity import Layout, flags
 from trainer.config import ConfigError
-from trainer.load_config import command_words, exit_with, load_config
+from trainer.load_config import command_words, exit_with, load_config, one_line_errors
+from trainer.setup import set_up
 from trainer.simulate import Simulation, simulate
 
 MODEL = {
@@ -62,6 +63,7 @@ MATRIX = [
 ]
 
 REPEATS = 3
+MOST_RANKS = 16
 TOTAL, KIND, OF_PEAK = 0.03, 0.05, 0.01
 """Largest deviations."""
 WIDTH = 92
@@ -110,6 +112,7 @@ def check(layout: Layout, given: dict[str, str]) -> bool:
 
 
 def main() -> None:
+    quiet()
     parser = Arguments(__doc__)
     parser.add_argument("--layout", action="append", default=[])
     arguments, settings = parser.parse_known_args()
@@ -117,7 +120,14 @@ def main() -> None:
         layouts = [Layout.parse(text) for text in arguments.layout or MATRIX]
         given = with_defaults(said(settings))
         for layout in layouts:
-            load_config(flags(given | layout.settings))
+            if (ranks := ranks_of(layout)) > MOST_RANKS:
+                raise ConfigError(
+                    "", f"--layout '{layout.text}': {ranks:,} ranks, and {MOST_RANKS} may be tried on one machine"
+                )
+            argv = flags(given | layout.settings)
+            config = load_config(argv)
+            with one_line_errors(config):
+                set_up(config, ranks)
     except ConfigError as error:
         exit_with(str(error))
     print(f"{'layout':<{WIDTH}} rank {'planned bytes':>15} {'measured bytes':>15} {'':>8}  at the peak")

@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.allocations import a_step, measure
+from scripts.allocations import a_step, measure, quiet
 from scripts.arguments import Arguments, count, run_to_end
 from scripts.check_plan import said, with_defaults
 from scripts.gloo_ranks import GlooRanks
 from scripts.parity import flags
 from trainer import device as devices
 from trainer.boards import BOARDS, GIB, SHORT_NAMES
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError
 from trainer.load_config import exit_with, load_config
 from trainer.planning import plan
 
@@ -41,7 +41,7 @@ RUNGS = {
     "update in backward": {"optimizer.in_backward": "true", "resilience.max_left_out": "1"},
     "averages in 8 bits": {"optimizer.state_dtype": "8bit"},
     "parameters in bf16": {"training.parameter_dtype": "bf16"},
-    "optimizer and gradients on the host": {
+    "optimizer on the host instead": {
         "optimizer.in_backward": "false",
         "optimizer.state_dtype": "fp32",
         "optimizer.offload": "state_and_gradients",
@@ -72,6 +72,14 @@ def rungs(names: Sequence[str], given: Sequence[str]) -> Iterator[tuple[str, lis
         yield f"+ {name}", flags(settings)
 
 
+def config_of(name: str, argv: Sequence[str]) -> Config:
+    """Raises ConfigError, with the rung that is at fault."""
+    try:
+        return load_config(argv, files=False)
+    except ConfigError as error:
+        raise error if name == "nothing" else ConfigError("", f"rung '{name[2:]}': {error}") from None
+
+
 def row(name: str, peak: int, before: int | None, host: int, tokens_per_second: float) -> str:
     change = f"{peak / before - 1:+.1%}" if before else ""
     beside = f"{host / GIB:>8.2f} GiB" if host else f"{'':>12}"
@@ -79,6 +87,7 @@ def row(name: str, peak: int, before: int | None, host: int, tokens_per_second: 
 
 
 def main() -> None:
+    quiet()
     parser = Arguments(__doc__)
     parser.add_argument("--device", choices=SHORT_NAMES)
     parser.add_argument("--world", type=count, default=1)
@@ -88,7 +97,7 @@ def main() -> None:
         parser.error(f"--world {arguments.world}: of a plan; needs --device")
     before = None
     try:
-        steps = [(name, argv, load_config(argv, files=False)) for name, argv in rungs(arguments.rungs, settings)]
+        steps = [(name, argv, config_of(name, argv)) for name, argv in rungs(arguments.rungs, settings)]
         print(f"{'':<40}{'memory':>12} {'':>7} {'on the host':>12}{'tokens/s':>14}")
         for name, argv, config in steps:
             if arguments.device:

@@ -22,6 +22,10 @@ def canvas(path: Path) -> Any:
     if not path.parent.is_dir():
         raise ConfigError("", f"--picture {path}: there is no folder {path.parent}")
     try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError("", f"--picture {path}: cannot be written ({error.strerror})") from None
+    try:
         return library("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
     except ConfigError as error:
         raise ConfigError("", f"--picture {path}: {error.rule}") from None

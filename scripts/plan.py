@@ -11,13 +11,13 @@ prints what it needs: memory, where it goes and when most is needed; what crosse
 --host-bandwidth-gbs X, --per-machine N
                         in the place of the device's own figures (GB/s: 10^9 bytes per second, in each direction; of its
                         machine's memory, a device's share)
---search                layouts of this many ranks instead, ranked, with the settings of the best
+--search                layouts of this many ranks instead, ranked, with the settings of the best that fits
 --rows N                layouts that are simulated (24)
 --json                  the plan as JSON
 --picture FILE          memory over the step of the rank that needs most, as .png, .svg or .pdf (needs matplotlib)
 --section.key VALUE     any setting
 
-Exit code 0 if the run fits, 1 if it does not. Datasets, tokenizer and checkpoints need not be there.
+Exit code 0 if the run fits, 1 if it does not, 2 if it cannot run. Datasets, tokenizer and checkpoints need not be there.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.arguments import Arguments, count, positive, run_to_end
+from scripts.arguments import Arguments, amount, count, positive, run_to_end
 from scripts.picture import canvas, draw
 from trainer.boards import BOARDS, GIB, SHORT_NAMES, Board
-from trainer.load_config import config_from_command_line, one_line_errors
+from trainer.load_config import config_from_command_line, exit_with, one_line_errors
 from trainer.planning import Plan, plan
 from trainer.recorder import KINDS
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, wire_bytes
@@ -54,7 +54,7 @@ TIGHT = 0.1
 
 
 def gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB"
+    return f"{size / 2**20:,.2f} MiB" if 0 < size < GIB / 10 else f"{size / GIB:,.2f} GiB"
 
 
 def by_group(simulation: Simulation) -> dict[str, Counter[str]]:
@@ -96,18 +96,19 @@ def told(plan: Plan, device: str, tokens: float) -> str:
         ranks = len(largest.group_ranks[axis])
         sent = gib(wire_bytes(collective, seen.size, ranks))
         lines.append(f"  {axis:<14}{ranks:>6} ranks {collective:<16}{seen.count:>9,.0f} times {sent:>14}")
+    together = min(plan.board.per_machine, setup.dims.world_size)
     flops = sum(flops * times for (_, flops, _), times in plan.simulations[plan.times.index(slowest)].work.items())
     lines += [
         "",
         f"time of a step: {slowest.total_s:.3g} s, {100 * plan.mfu:.1f} % MFU, {plan.tokens_per_second:,.0f} tokens per second, "
         f"{plan.tokens_per_second * DAY_S:,.3g} a day; bound by {slowest.bound}",
-        f"  matrix products {slowest.matmuls_s:.3g} s ({flops / 1e12:,.1f} TFLOP), other operators {slowest.memory_s:.3g} s, "
+        f"  matrix products {slowest.matmuls_s:.3g} s ({flops / 1e12:,.4g} TFLOP), other operators {slowest.memory_s:.3g} s, "
         f"waiting for collectives {slowest.waiting_s:.3g} s, collectives beside them {slowest.beside_s:.3g} s"
         + f", bubble {100 * slowest.bubble:.1f} %"
         * (slowest.bubble > 0),
-        f"  assumed: {100 * OF_FLOPS:.0f} % of {plan.board.flops[config.training.compute_dtype] / 1e12:,.0f} TFLOP/s, "
+        f"  assumed: {100 * OF_FLOPS:.0f} % of {plan.board.flops[config.training.compute_dtype] / 1e12:,g} TFLOP/s, "
         f"{100 * OF_BANDWIDTH:.0f} % of {plan.board.bandwidth / 1e9:,.0f} GB/s of memory, {100 * OF_NETWORK:.0f} % of "
-        f"{plan.board.link / 1e9:,.0f} GB/s in a machine of {plan.board.per_machine} and of {plan.board.network / 1e9:,.0f} "
+        f"{plan.board.link / 1e9:,.0f} GB/s in a machine of {together} and of {plan.board.network / 1e9:,.0f} "
         "GB/s to others",
     ]
     if largest.host:
@@ -126,10 +127,10 @@ def told(plan: Plan, device: str, tokens: float) -> str:
 def verdicts(plan: Plan) -> list[str]:
     if not plan.largest.host:
         return [verdict(plan)]
-    share = f"{plan.board.host_memory_gib:g} GiB of host memory, a device's share"
+    share = f"{plan.board.host_memory_gib:g} GiB, a device's share"
     if plan.host_left < 0:
-        return [verdict(plan), f"does not fit: {gib(-plan.host_left)} more than {share}"]
-    return [verdict(plan), f"fits: {gib(plan.host_left)} left of {share}"]
+        return [verdict(plan), f"host memory: does not fit: {gib(-plan.host_left)} more than {share}"]
+    return [verdict(plan), f"host memory: fits: {gib(plan.host_left)} left of {share}"]
 
 
 def verdict(plan: Plan) -> str:
@@ -152,8 +153,11 @@ def ranking(there: int, found: Sequence[tuple[Layout, Plan]]) -> str:
             f"{made.tokens_per_second:>12,.0f} {100 * made.mfu:>5.1f}% {gib(made.largest.peak):>11} {fits:<6} "
             f"{made.slowest.bound:<28} {layout}"
         )
-    if found and found[0][1].fits:
-        lines += ["", found[0][0].toml()]
+    best = found[0][0] if found else None
+    if best is None or not found[0][1].fits:
+        lines += ["", "none of them fits"]
+    elif best.settings:
+        lines += ["", best.toml(), "", "or: " + " ".join(best.flags())]
     return "\n".join(lines)
 
 
@@ -236,7 +240,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--world", type=count, default=8)
     parser.add_argument("--device", choices=[*SHORT_NAMES, "cpu"], default="h100")
     parser.add_argument("--tokens", type=positive, default=0.0)
-    parser.add_argument("--reserve-gib", type=positive, default=2.0)
+    parser.add_argument("--reserve-gib", type=amount, default=2.0)
     for name in ("memory_gib", "host_memory_gib", "peak_tflops", *(f"{rate}_gbs" for rate in RATES)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive)
     parser.add_argument("--per-machine", type=count)
@@ -260,6 +264,8 @@ def main() -> None:
     config = config_from_command_line(settings, files=False)
     on_gpu = arguments.device != "cpu"
     board, reserve = board_of(arguments), arguments.reserve_gib * GIB * on_gpu
+    if reserve >= board.memory_gib * GIB:
+        exit_with(f"--reserve-gib {arguments.reserve_gib:g}: more than the {board.memory_gib:g} GiB that there are")
     with one_line_errors(config):
         figure = canvas(arguments.picture) if arguments.picture else None
         if arguments.search:

@@ -38,6 +38,10 @@ def test_a_rung_has_its_memory_the_change_and_its_speed(where):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (
+            ["--rungs", "inputs of blocks on the host"],
+            "rung 'inputs of blocks on the host': --activation_checkpoint.offload true: needs mode = full",
+        ),
         (["--rungs", "less"], "argument --rungs: invalid choice: 'less'"),
         (["--world", "2"], "--world 2: of a plan; needs --device"),
         (["--training.stpes", "2"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),

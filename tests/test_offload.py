@@ -2,6 +2,7 @@
 
 import pytest
 
+from scripts.gloo_ranks import RankError
 from tests.runs import records, train
 from trainer.config import ConfigError
 from trainer.load_config import load_config
@@ -64,6 +65,8 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
     more = ["--training.parameter_dtype", "bf16", "--optimizer.offload", "state"]
     whole = ranks(1).run(train, [*argv(tiny, tmp_path, "whole", *more), "--training.steps", "4"])[0]
     ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more), "--training.steps", "2"])
+    with pytest.raises(RankError, match=r"an fp32 copy of the parameters \(\[optimizer\] offload\) was true, is false"):
+        ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more[:2]), "--training.steps", "4"])
     halves = ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more), "--training.steps", "4"])[0]
     assert halves.weights == whole.weights
 

@@ -37,8 +37,8 @@ def test_what_goes_to_host_memory_has_a_verdict_of_its_own():
     ended = plan("--config", "train_configs/llama3_8b.toml", *words, "--world", "4")
     assert ended.returncode == 1, ended.stderr
     on_device, on_host = ended.stdout.splitlines()[-2:]
-    assert on_device.startswith("fits: ") and on_host.startswith("does not fit: ")
-    assert on_host.endswith("more than 4 GiB of host memory, a device's share")
+    assert on_device.startswith("fits: ") and on_host.startswith("host memory: does not fit: ")
+    assert on_host.endswith("more than 4 GiB, a device's share")
     assert "the update there" in ended.stdout
 
 
@@ -62,6 +62,12 @@ def test_a_run_that_does_not_fit_ends_with_one():
         (["--picture", "memory.gif"], "--picture memory.gif: expected a name that ends in .png, .svg, .pdf"),
         (["--picture", "no/memory.png"], "--picture no/memory.png: there is no folder no"),
         (["--search", "--json"], "--search prints a table: not with --json, --tokens or --picture"),
+        (["--picture", "/proc/memory.png"], "--picture /proc/memory.png: cannot be written ("),
+        (["--reserve-gib", "500"], "--reserve-gib 500: more than the 79.1 GiB that there are"),
+        (
+            ["--search", "--world", "5", "--training.global_batch_size", "32"],
+            "--training.global_batch_size 32: must be a multiple of local_batch_size 4 x 5 data-parallel ranks = 20",
+        ),
         (["--rows", "3"], "--rows 3: of a table; needs --search"),
         (
             ["--device", "cpu", "--host-link-gbs", "3"],
@@ -85,14 +91,16 @@ def test_a_search_ranks_what_fits_and_says_how_to_set_it():
     words = [*small, "--training.global_batch_size", "8", "--world", "4", "--search", "--rows", "4"]
     ended = plan(*words, "--memory-gib", "16", "--device", "a100")
     assert ended.returncode == 0, ended.stderr
-    count, rows, settings = ended.stdout.split("\n\n", 2)
+    count, rows, settings, words_too = ended.stdout.split("\n\n")
     assert count == f"4 of {count.split()[2]} layouts simulated"
     told = [line.split() for line in rows.splitlines()[1:]]
     fitting = [float(words[0].replace(",", "")) for words in told if "no" not in words[4]]
     assert fitting == sorted(fitting, reverse=True) and "(as configured)" in rows
     tomli.loads(settings)
-    best = plan(*small, "--training.global_batch_size", "8", "--world", "4", "--memory-gib", "16", "--device", "a100",
-                *flags(tomli.loads(settings)))  # fmt: skip
+    said = words_too.split()
+    assert said[0] == "or:" and said[1:] == flags(tomli.loads(settings))
+    again = [*small, "--training.global_batch_size", "8", "--world", "4"]
+    best = plan(*again, "--memory-gib", "16", "--device", "a100", *said[1:])
     assert best.returncode == 0 and f"{fitting[0]:,.0f} tokens per second" in best.stdout
 
 

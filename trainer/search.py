@@ -43,6 +43,11 @@ class Layout:
             lines += [f"{name} = {toml_value(value)}" for name, value in values.items()]
         return "\n".join(lines)
 
+    def flags(self) -> list[str]:
+        """The same, as on a command line."""
+        named = {f"--{s}.{name}": value for s, values in self.settings.items() for name, value in values.items()}
+        return [word for flag, value in named.items() for word in (flag, toml_value(value).strip('"'))]
+
     def __str__(self) -> str:
         config = self.config
         words = [str(self.setup.dims), f"checkpointing {config.activation_checkpoint.mode}"]
@@ -150,6 +155,9 @@ def search(
     """How many layouts there are; and of those that may fit the likely fastest, simulated, beside the one that is configured.
     Best first: those that fit by their tokens per second, then the others."""
     there = list(layouts(config, world_size, board))
+    if not there:
+        set_up(without_files(config), world_size)  # says why
+        raise ConfigError("", f"no layout of {world_size} ranks can run")
     left = sorted(there, key=lambda layout: likely_time(layout, board))
     room = board.memory_gib * GIB - reserve
     likely = []

@@ -81,6 +81,9 @@ def set_up(config: Config, world_size: int) -> Setup:
     # Of the model, what counts are the sizes that its settings lead to.
     identity = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")
     identity |= {f"model.{name}": value for name, value in asdict(sizes).items()}
+    if training.parameter_dtype == "bf16":
+        # It would be lost, or missing, when the run goes on otherwise.
+        identity["an fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     return Setup(
         spec=spec,
         sizes=sizes,
