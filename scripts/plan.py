@@ -135,7 +135,7 @@ def verdicts(plan: Plan) -> list[str]:
 
 def verdict(plan: Plan) -> str:
     """On the device."""
-    have = f"{plan.board.memory_gib:g} GiB less {gib(plan.reserve)} that the allocator does not get"
+    have = f"{plan.board.memory_gib:.4g} GiB less {gib(plan.reserve)} that the allocator does not get"
     if plan.left < 0:
         return f"does not fit: {gib(-plan.left)} more than {have}"
     share = plan.left / (plan.board.memory_gib * GIB)
