@@ -41,7 +41,7 @@ from trainer.recorder import KINDS
 from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, wire_bytes
 from trainer.search import Layout, search
 from trainer.simulate import Simulation
-from trainer.system import cores
+from trainer.system import cores, meminfo
 
 DAY_S = 86400
 ROWS = 24
@@ -208,12 +208,11 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
 
 def this_machine() -> Board:
     """A rank on this machine's CPU. Its rates are those of a common core, to be replaced by measured ones."""
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    gib = int(memory.split()[1]) / 2**20
+    memory_gib = meminfo("MemTotal") / GIB
     return Board(
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
-        memory_gib=gib,
-        host_memory_gib=gib,
+        memory_gib=memory_gib,
+        host_memory_gib=memory_gib,
         host_bandwidth=1e10 * cores(),
         host_link=1e10 * cores(),
         bandwidth=1e10 * cores(),

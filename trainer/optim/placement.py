@@ -36,57 +36,56 @@ class Update(Protocol):
 
     def host_tensors(self) -> list[Tensor]:
         """As of Optimizer."""
+        return []
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    (norm,) = torch._foreach_norm([local(gradient)], 2, dtype=torch.float32)
-    return norm
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [local(p.grad) for p in parameters]
 
 
-def _step(inner: torch.optim.Optimizer, learning_rate: float, skip: Tensor) -> None:
+def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Of their gradients: scalars, fp32."""
+    return list(torch._foreach_norm(_gradients(parameters), 2, dtype=torch.float32))
+
+
+def _set_learning_rate(inners: Iterable[torch.optim.Optimizer], learning_rate: float) -> None:
+    for inner in inners:
+        for group in inner.param_groups:
+            group["lr"] = learning_rate
+
+
+def _step(inner: torch.optim.Optimizer, skip: Tensor) -> None:
     """skip: as fp32."""
-    for group in inner.param_groups:
-        group["lr"] = learning_rate
     # The protocol of torch.amp.GradScaler, which fused optimizers honour inside their kernels.
     inner.grad_scale = None
     inner.found_inf = skip
     inner.step()
 
 
-class DeviceUpdate:
+class DeviceUpdate(Update):
     """On the device of the parameters, after backward."""
 
     def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
         self.parameters = parameters
         self.inner = make(parameters)
-        self.learning_rate = 0.0
 
     def norms(self) -> Tensor:
-        return torch.stack(torch._foreach_norm(self._gradients(), 2, dtype=torch.float32))
+        return torch.stack(_norms(self.parameters))
 
     def scale(self, factor: Tensor) -> None:
-        torch._foreach_mul_(self._gradients(), factor)
+        torch._foreach_mul_(_gradients(self.parameters), factor)
 
     def begin(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
+        _set_learning_rate([self.inner], learning_rate)
 
     def step(self, skip: Tensor) -> None:
-        _step(self.inner, self.learning_rate, skip)
+        _step(self.inner, skip)
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         return self.inner.state[parameter]
 
-    def after_load(self, state_too: bool) -> None:
-        pass
 
-    def host_tensors(self) -> list[Tensor]:
-        return []
-
-    def _gradients(self) -> list[Tensor]:
-        return [local(p.grad) for p in self.parameters]
-
-
-class BackwardUpdate:
+class BackwardUpdate(Update):
     """In backward: each parameter as soon as its gradient is complete, which is let go of then (Lv et al. 2023, "LOMO",
     arXiv:2306.09782). What depends on all gradients cannot be: a norm to scale by, or an update that is left out as a whole.
     A shard whose gradient is no number stays as it is, but the run must not go on from there."""
@@ -94,15 +93,15 @@ class BackwardUpdate:
     def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
         self.inners = {p: make([p]) for p in parameters}
         self.found_norms: dict[Tensor, Tensor] = {}
-        self.learning_rate = 0.0
         for p in parameters:
             p.register_post_accumulate_grad_hook(self._take)
 
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
         """Its gradient is complete."""
-        norm = self.found_norms[p] = _norm(p.grad)
-        _step(self.inners[p], self.learning_rate, skip=norm.isfinite().logical_not().float())
+        (norm,) = _norms([p])
+        self.found_norms[p] = norm
+        _step(self.inners[p], skip=norm.isfinite().logical_not().float())
         p.grad = None
 
     def norms(self) -> Tensor:
@@ -112,7 +111,7 @@ class BackwardUpdate:
         raise AssertionError("the configuration refuses clipping")
 
     def begin(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
+        _set_learning_rate(self.inners.values(), learning_rate)
 
     def step(self, skip: Tensor) -> None:
         pass  # done
@@ -120,14 +119,8 @@ class BackwardUpdate:
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         return self.inners[parameter].state[parameter]
 
-    def after_load(self, state_too: bool) -> None:
-        pass
 
-    def host_tensors(self) -> list[Tensor]:
-        return []
-
-
-class HostUpdate:
+class HostUpdate(Update):
     """In host memory, parameter by parameter: a gradient comes there, an optimizer of its own updates an fp32 copy of the
     parameter, and the result goes back, while the next one is on its way (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
 
@@ -150,7 +143,6 @@ class HostUpdate:
         self.after_load(state_too=False)
         self.arrived: list[Callable[[], None]] = [lambda: None] * len(parameters)
         self.found_norms: list[Tensor | None] = [None] * len(parameters)
-        self.learning_rate = 0.0
         self.gradients_too = gradients_too
         if gradients_too:
             for number, p in enumerate(parameters):
@@ -160,7 +152,7 @@ class HostUpdate:
     def _take(self, number: int) -> None:
         """A gradient that is complete."""
         p = self.parameters[number]
-        self.found_norms[number] = _norm(p.grad)
+        (self.found_norms[number],) = _norms([p])
         self._send(number)
         p.grad = None
 
@@ -170,11 +162,11 @@ class HostUpdate:
     def norms(self) -> Tensor:
         if self.gradients_too:
             return torch.stack(self.found_norms)
-        return torch.stack(torch._foreach_norm([local(p.grad) for p in self.parameters], 2, dtype=torch.float32))
+        return torch.stack(_norms(self.parameters))
 
     def scale(self, factor: Tensor) -> None:
         if not self.gradients_too:
-            torch._foreach_mul_([local(p.grad) for p in self.parameters], factor)
+            torch._foreach_mul_(_gradients(self.parameters), factor)
             return
         factor = factor.cpu()
         for arrived, gradient in zip(self.arrived, self.gradients, strict=True):
@@ -182,7 +174,7 @@ class HostUpdate:
             gradient.mul_(factor)
 
     def begin(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
+        _set_learning_rate(self.inners, learning_rate)
 
     @torch.no_grad()
     def step(self, skip: Tensor) -> None:
@@ -194,7 +186,7 @@ class HostUpdate:
             self.arrived[number]()
             master = self.masters[number]
             master.grad = self.gradients[number].float()
-            _step(self.inners[number], self.learning_rate, skip)
+            _step(self.inners[number], skip)
             master.grad = None
             if self.results[number] is not master:
                 self.results[number].copy_(master)

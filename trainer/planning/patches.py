@@ -51,9 +51,9 @@ def agree_on_shapes(schedule: Any) -> None:
 
 
 @contextmanager
-def fsdp_told(recorder: Recorder) -> Iterator[None]:
+def fsdp_told(recorder: Recorder, gathers_once: bool) -> Iterator[None]:
     """Gradients of gathered parameters, which FSDP takes away when it has reduced them or added them up; and in a pipeline, where
-    a microbatch stands for several, what it does once a step."""
+    a microbatch stands for several, what it does once a step: reductions, and gathers if gathers_once."""
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def reduced(group: FSDPParamGroup, *args) -> None:
@@ -70,7 +70,7 @@ def fsdp_told(recorder: Recorder) -> Iterator[None]:
                 recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
 
     def of_gathers() -> AbstractContextManager:
-        return recorder.weighing(1.0) if "allgather_base" in recorder.once else nullcontext()
+        return recorder.weighing(1.0) if gathers_once else nullcontext()
 
     def gathered(group: FSDPParamGroup, *args, **kwargs) -> None:
         with of_gathers():

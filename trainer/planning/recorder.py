@@ -106,8 +106,6 @@ class Recorder(TorchDispatchMode):
         self.events = 0
         self.weight = 1.0
         """Of the work and traffic that follow: how often they happen."""
-        self.once: frozenset[str] = frozenset()
-        """Collectives that happen once whatever the weight."""
         self.traffic: dict[tuple[str, str], Traffic] = {}
         """By (name of the group, collective)."""
         self.work: Counter[tuple[str, int, int]] = Counter()
@@ -267,9 +265,8 @@ class Recorder(TorchDispatchMode):
         if group.size() == 1:
             return
         traffic = self.traffic.setdefault((group.group_name, _COLLECTIVES[name]), Traffic())
-        weight = 1.0 if name in self.once else self.weight
-        traffic.count += weight
-        traffic.size += weight * max(t.nbytes for t in (*given, *made))
+        traffic.count += self.weight
+        traffic.size += self.weight * max(t.nbytes for t in (*given, *made))
 
     # ------------------------------------------------------------ modules
 

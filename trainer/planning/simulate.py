@@ -17,14 +17,13 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
-from trainer.config import Config, ParallelConfig
+from trainer.config import Config
 from trainer.device import local
 from trainer.engine import Engine, parts_of_rank
 from trainer.imaginary import ON_IMAGINARY_GPU, agree_on_shapes, fsdp_told, host_buffers, norms, trials_unseen
 from trainer.parallel.attention import ON_CPU
 from trainer.parallel.dims import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
-from trainer.parallel.step import Step
 from trainer.recorder import KINDS, Moment, Recorder, Traffic
 from trainer.setup import Setup, set_up
 from trainer.system import cores, die_with_parent
@@ -106,15 +105,18 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             engine.optimizer.begin(1e-4)
             on_host = on_gpu and config.parallel.offload_parameters
             recorder = Recorder(on_gpu)
-            for known in _there_already(engine, fake, on_gpu, buffers):
+            for known in _there_already(engine, fake, on_gpu, on_host, buffers):
                 recorder.know(*known)
             _tell_shards(engine, recorder, on_host)
             batches = [_batch(config) for _ in range(shown)]
             if setup.dims.pp == 1:
                 batches = _Microbatches(batches, recorder, count)
             else:
-                engine.step = _weighted(engine.step, recorder, count / shown, config.parallel)
-            with recorder, recorder.following(parts.values()), fsdp_told(recorder), trials_unseen(recorder):
+                schedule = engine.step.schedule
+                schedule.step = _weighted(schedule.step, recorder, count / shown)
+            # Unless it frees parameters in between, a pipeline gathers them once a step.
+            once = setup.dims.pp > 1 and config.parallel.reshard_after_forward in ("default", "never")
+            with recorder, recorder.following(parts.values()), fsdp_told(recorder, once), trials_unseen(recorder):
                 _update(engine, batches)
             return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
 
@@ -129,19 +131,16 @@ def _shown(config: Config, setup: Setup) -> int:
     return min(setup.grad_accum, filled) if fills else setup.grad_accum
 
 
-def _weighted(step: Step, recorder: Recorder, weight: float, parallel: ParallelConfig) -> Callable:
-    """The same step, of a pipeline with so many times more microbatches. What FSDP reduces, it reduces once a step, and unless it
-    frees parameters in between, so it gathers."""
-    once = {"reduce_scatter_base", "allreduce"}
-    if parallel.reshard_after_forward in ("default", "never"):
-        once.add("allgather_base")
+def _weighted(run: Callable, recorder: Recorder, weight: float) -> Callable:
+    """A pipeline's schedule, with so many times more microbatches."""
 
-    def weighted(*args) -> Tensor:
-        recorder.weight, recorder.once, recorder.stepping = weight, frozenset(once), True
+    def weighted(*args, **kwargs) -> None:
+        recorder.stepping = True
         try:
-            return step(*args)
+            with recorder.weighing(weight):
+                run(*args, **kwargs)
         finally:
-            recorder.weight, recorder.once, recorder.stepping = 1.0, frozenset(), False
+            recorder.stepping = False
 
     return weighted
 
@@ -176,11 +175,10 @@ class _Microbatches(Sequence[Batch]):
 
 
 def _there_already(
-    engine: Engine, fake: FakeTensorMode, on_gpu: bool, buffers: Sequence[Tensor]
+    engine: Engine, fake: FakeTensorMode, on_gpu: bool, on_host: bool, buffers: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, str, bool]]:
     """With their kinds, and whether they are in host memory where that is not the device's; of buffers of the device, what is
-    done with them will tell the kind. buffers: those there."""
-    on_host = on_gpu and engine.config.parallel.offload_parameters
+    done with them will tell the kind. on_host: all of the parameters and their state is there. buffers: those there."""
     yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors())
     if on_gpu:
         yield from ((tensor, "activations", True) for tensor in buffers)

@@ -87,9 +87,8 @@ def require_disk(folder: Path, config: CheckpointConfig, size: int, step: int, s
     step: that has been trained."""
     to_come = checkpoints_to_come(config, step, steps)
 
-    def together(keep: int) -> int:
-        """Of them: an old one goes when a new one is written."""
-        there = len(candidates(folder))
+    def together(keep: int, there: int) -> int:
+        """Of them, beside those that are there: an old one goes when a new one is written."""
         more = max(1, keep + 1 - there) if keep else to_come
         if keep and config.keep_every:
             every = config.interval_steps or steps
@@ -99,14 +98,15 @@ def require_disk(folder: Path, config: CheckpointConfig, size: int, step: int, s
 
     def check() -> None:
         free = shutil.disk_usage(folder).free
-        count = together(config.keep)
+        there = len(candidates(folder))
+        count = together(config.keep, there)
         if count * size <= free:
             return
         told = f"{folder} has {free / GIB:.3g} GiB left"
         if size > free:
             raise ConfigError("run.output_folder", f"a checkpoint takes {size / GIB:.3g} GiB, and {told}")
-        few = next((k for k in (3, 2, 1) if together(k) * size <= free), None)
-        advice = f"; keep = {few} needs {together(few) * size / GIB:.3g} GiB" if few else ""
+        few = next((k for k in (3, 2, 1) if together(k, there) * size <= free), None)
+        advice = f"; keep = {few} needs {together(few, there) * size / GIB:.3g} GiB" if few else ""
         raise ConfigError(
             "checkpoint.keep",
             f"{count} checkpoints of {size / GIB:.3g} GiB will be there at a time, and {told}{advice}",

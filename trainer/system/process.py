@@ -26,12 +26,17 @@ def machine() -> str:
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
+def meminfo(name: str) -> int:
+    """Bytes, as Linux tells them under that name. Raises OSError on other systems."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
+
+
 def memory_available() -> int | None:
     """Bytes that this machine, or the container on it, can give without swapping; None where that is not told."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    except (OSError, StopIteration):
+        free = meminfo("MemAvailable")
+    except OSError:
         return None
     group = Path("/sys/fs/cgroup")
     try:
