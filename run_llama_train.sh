@@ -28,4 +28,4 @@ export NGPU
 if [ "$NGPU" = 1 ] && [ "${NNODES:-1}" = 1 ]; then
     exec "$PYTHON" "$ROOT/train.py" "$@"
 fi
-exec "$PYTHON" "$ROOT/scripts/launch.py" "$@"
+exec "$PYTHON" "$ROOT/trainer/launch.py" "$@"

@@ -5,8 +5,8 @@ import sys
 from contextlib import suppress
 
 from trainer.config import Config, ConfigError
-from trainer.load_config import config_from_command_line, one_line_errors
-from trainer.system import die_with_parent, local_rank
+from trainer.config.command_line import config_from_command_line, one_line_errors
+from trainer.system.process import die_with_parent, local_rank
 
 
 def run(config: Config) -> int:
@@ -14,12 +14,14 @@ def run(config: Config) -> int:
     # Not at the top: a wrong setting is told, and --help answered, without waiting for torch.
     from torch.distributed import DistNetworkError, DistStoreError
 
-    from trainer import device, distributed, logging
-    from trainer.checkpoint import SaveFailed
-    from trainer.export import export_run
-    from trainer.resilience import StopRequest, Stuck
-    from trainer.run_folder import claim, give_back, resume_point, run_folder
-    from trainer.setup import set_up
+    from trainer.checkpoint.commit import SaveFailed
+    from trainer.checkpoint.export import export_run
+    from trainer.resilience.guard import Stuck
+    from trainer.resilience.stop_signals import StopRequest
+    from trainer.run.resolve import set_up
+    from trainer.run.run_folder import claim, give_back, resume_point, run_folder
+    from trainer.runtime import device, distributed
+    from trainer.system import logging
     from trainer.trainer import Trainer
 
     with one_line_errors(config):
@@ -54,7 +56,7 @@ def run(config: Config) -> int:
 
 
 def tell(error: BaseException) -> None:
-    from trainer.distributed import tell_failure
+    from trainer.runtime.distributed import tell_failure
 
     tell_failure(error)
 

@@ -21,15 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tqdm import tqdm
 
-from scripts.arguments import Arguments, run_to_end
-from trainer import manifest
-from trainer.checkpoint import of_step
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import of_step
+from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.resume import LARGEST_STATE, candidates, state_problem
+from trainer.checkpoint.storage import read_index
 from trainer.config import ConfigError
-from trainer.lineage import LARGEST_STATE, candidates, state_problem
-from trainer.load_config import exit_with
-from trainer.manifest import Damaged
-from trainer.shards import read_index
-from trainer.system import no_folder
+from trainer.config.command_line import Arguments, exit_with, run_to_end
+from trainer.system.files import no_folder
 
 
 def found_at(path: Path) -> list[Path]:

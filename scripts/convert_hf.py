@@ -23,16 +23,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tqdm import tqdm
 
 from models import MODELS
-from scripts.arguments import Arguments, positive, run_to_end
+from trainer.checkpoint.export import export_of
+from trainer.checkpoint.huggingface import Folder, import_folder
+from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.weights import newest
 from trainer.config import ConfigError
-from trainer.device import DTYPES, GIB
-from trainer.export import export_of
-from trainer.huggingface import Folder, import_folder
-from trainer.initial import newest
-from trainer.load_config import exit_with
-from trainer.manifest import Damaged
-from trainer.settings import nearest_name
-from trainer.setup import parameter_names
+from trainer.config.command_line import Arguments, exit_with, positive, run_to_end
+from trainer.config.fields import nearest_name
+from trainer.run.resolve import parameter_names
+from trainer.runtime.device import DTYPES
+from trainer.system.units import GIB
 
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:

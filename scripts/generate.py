@@ -28,15 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch.distributed as dist
 
-from scripts.arguments import Arguments, count, run_to_end, utf8, whole
-from trainer import device as devices
-from trainer import distributed
 from trainer.config import ConfigError, DistributedConfig
-from trainer.data.chat import ChatFormat
-from trainer.data.chat_template import TemplateFailure
-from trainer.device import DTYPES
-from trainer.generation import Sampling, Speaker, TextStream
-from trainer.load_config import exit_with
+from trainer.config.command_line import Arguments, count, exit_with, run_to_end, utf8, whole
+from trainer.data.chat.format import ChatFormat
+from trainer.data.chat.template import TemplateFailure
+from trainer.inference.generate import Sampling, Speaker, TextStream
+from trainer.runtime import device as devices
+from trainer.runtime import distributed
+from trainer.runtime.device import DTYPES
 
 _PATIENCE_S = 7 * 24 * 3600.0
 """How long the other ranks wait for a line of the user."""

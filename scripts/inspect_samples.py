@@ -1,4 +1,4 @@
-"""Say which samples a step of a run saw: python scripts/samples.py RUN_FOLDER STEP
+"""Say which samples a step of a run saw: python scripts/inspect_samples.py RUN_FOLDER STEP
 
 For each sample: its place in the order, its dataset, its number there, and how its text begins. The order is computed from
 config.toml, the run's records say where the step began, and its newest checkpoint what was passed over on purpose.
@@ -13,14 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from scripts.arguments import Arguments, count, run_to_end
-from trainer.checkpoint import steps_in
+from trainer.checkpoint.commit import steps_in
 from trainer.config import ConfigError
-from trainer.data.datasets import open_all
-from trainer.data.loader import SampleOrder
-from trainer.data.members import members, prepare_all
-from trainer.data.tokenizers import load_tokenizer
-from trainer.load_config import exit_with, load_config
+from trainer.config.command_line import Arguments, count, exit_with, run_to_end
+from trainer.config.load import load_config
+from trainer.data.build import members, open_all, prepare_all
+from trainer.data.sampling.loader import SampleOrder
+from trainer.data.tokenizer.backends import load_tokenizer
 
 _SHOWN = 60
 """Characters of each text."""

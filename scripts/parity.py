@@ -31,13 +31,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from scripts.arguments import Arguments, count
-from scripts.gloo_ranks import GlooRanks, RankError
-from trainer.config import Config, ConfigError, ParallelConfig, toml_value
-from trainer.load_config import command_words, exit_with, load_config
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config.command_line import Arguments, count, exit_with
+from trainer.config.fields import nearest_name, settings
+from trainer.config.load import command_words, load_config
+from trainer.config.schema import toml_value
 from trainer.parallel.pipeline import SCHEDULES, least_microbatches
-from trainer.settings import nearest_name, settings
-from trainer.setup import set_up
+from trainer.run.resolve import set_up
+from trainer.testing.ranks import GlooRanks, RankError
 from trainer.trainer import Trainer
 
 LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}

@@ -32,16 +32,25 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.arguments import Arguments, amount, count, positive, run_to_end
-from scripts.picture import canvas, draw
-from trainer.boards import BOARDS, GIB, SHORT_NAMES, Board
-from trainer.load_config import config_from_command_line, exit_with, one_line_errors
-from trainer.planning import Plan, plan
-from trainer.recorder import KINDS
-from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, wire_bytes
-from trainer.search import Layout, search
-from trainer.simulate import Simulation
-from trainer.system import cores, meminfo
+from trainer.config.command_line import (
+    Arguments,
+    amount,
+    config_from_command_line,
+    count,
+    exit_with,
+    one_line_errors,
+    positive,
+    run_to_end,
+)
+from trainer.planning.estimate import Plan, plan
+from trainer.planning.recorder import KINDS
+from trainer.planning.report import canvas, draw
+from trainer.planning.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, wire_bytes
+from trainer.planning.search import Layout, search
+from trainer.planning.simulate import Simulation
+from trainer.runtime.accelerators import BOARDS, SHORT_NAMES, Board
+from trainer.system.process import cores, meminfo
+from trainer.system.units import GIB
 
 DAY_S = 86400
 ROWS = 24

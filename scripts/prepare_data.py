@@ -16,12 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scripts.arguments import Arguments, run_to_end
-from trainer.data.members import all_members, named_by, pack_splits
-from trainer.data.prepare import prepare
-from trainer.data.store import SPLITS, check_content, open_store, read_description
-from trainer.data.tokenizers import load_tokenizer
-from trainer.load_config import config_from_command_line, exit_with, one_line_errors
+from trainer.config.command_line import Arguments, config_from_command_line, exit_with, one_line_errors, run_to_end
+from trainer.data.build import all_members, named_by, pack_splits
+from trainer.data.prepare.prepare import prepare
+from trainer.data.store.store import SPLITS, check_content, open_store, read_description
+from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def share(text: str) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
     python scripts/train_tokenizer.py OUT.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
 
-The shipped default was made by `python scripts/train_tokenizer.py trainer/data/default.tiktoken --vocab-size 2048`.
+The shipped default was made by `python scripts/train_tokenizer.py trainer/data/tokenizer/default.tiktoken --vocab-size 2048`.
 Needs the optional package `tokenizers` (pip install tokenizers). Settings of the trainer choose the dataset.
 """
 
@@ -15,15 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from scripts.arguments import run_to_end
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.members import all_members, named_by
+from trainer.config.command_line import config_from_command_line, exit_with, one_line_errors, run_to_end
+from trainer.data.build import all_members, named_by
+from trainer.data.prepare.tokenize import require_few
 from trainer.data.sources import Problem, open_source
-from trainer.data.tokenizer_json import letters
-from trainer.data.tokenizers import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
-from trainer.data.tokenizing import require_few
-from trainer.load_config import config_from_command_line, exit_with, one_line_errors
-from trainer.system import replace_durably
+from trainer.data.tokenizer.backends import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
+from trainer.data.tokenizer.hf_json import letters
+from trainer.system.files import replace_durably
 
 try:
     import tokenizers

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.faults.bench import CONFIG, write_corpus
-from scripts.gloo_ranks import GlooRanks
+from tests.faults.bench import CONFIG, write_corpus
+from trainer.testing.ranks import GlooRanks
 
 ROOT = Path(__file__).parent.parent
 

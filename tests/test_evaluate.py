@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.faults.bench import write_corpus
-from scripts.gloo_ranks import RankError
-from tests.runs import records, train
-from trainer.checkpoint import step_of, steps_in
+from tests.faults.bench import write_corpus
+from tests.training_runs import records, train
+from trainer.checkpoint.commit import step_of, steps_in
 from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
-from trainer.data.datasets import open_all
-from trainer.data.members import prepare_all
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.build import open_all, prepare_all
+from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.evaluate import Best
+from trainer.testing.ranks import RankError
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
-"""The floors of the house: a module imports its own floor or below, and only at the top of its file."""
+"""Layers of folders: a module imports lower layers or its own folder, and only at the top of its file."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,60 +9,42 @@ import pytest
 
 from tests.conftest import ROOT
 
-FLOORS = {
-    "trainer.config": 0,
-    "trainer.settings": 0,
-    "trainer.show_config": 0,
-    "trainer.load_config": 0,
-    "trainer.logging": 0,
-    "trainer.boards": 0,
-    "trainer.system": 0,
-    "models": 1,
-    "trainer.batch": 1,
-    "trainer.device": 2,
-    "trainer.distributed": 2,
-    "trainer.loss": 2,
-    "trainer.optimizer": 2,
-    "trainer.updates": 2,
-    "trainer.eight_bits": 2,
-    "trainer.schedule": 2,
-    "trainer.pace": 2,
-    "trainer.metrics": 2,
-    "trainer.parallel": 2,
-    "trainer.data": 2,
-    "trainer.manifest": 2,
-    "trainer.recorder": 2,
-    "trainer.shards": 2,
-    "trainer.checkpoint": 3,
-    "trainer.lineage": 3,
-    "trainer.saver": 3,
-    "trainer.room": 3,
-    "trainer.resilience": 3,
-    "trainer.huggingface": 3,
-    "trainer.initial": 3,
-    "trainer.export": 3,
-    "trainer.evaluate": 3,
-    "trainer.generation": 3,
-    "trainer.setup": 4,
-    "trainer.run_folder": 4,
-    "trainer.engine": 4,
-    "trainer.trainer": 4,
-    "trainer.roofline": 2,
-    "trainer.imaginary": 5,
-    "trainer.simulate": 5,
-    "trainer.planning": 5,
-    "trainer.search": 5,
-    "train": 5,
-    "scripts": 5,
+LAYERS: tuple[set[str], ...] = (
+    {"trainer.system", "models", "trainer.batch", "trainer.state"},
+    {"trainer.config", "trainer.loss"},
+    {"trainer.runtime", "trainer.data"},
+    {"trainer.optim", "trainer.parallel", "trainer.resilience", "trainer.checkpoint"},
+    {"trainer.run", "trainer.evaluate", "trainer.inference"},
+    {"trainer.engine"},
+    {"trainer.trainer", "trainer.planning"},
+    {"trainer.build"},
+    {"trainer.testing"},
+    {"train", "trainer.launch", "scripts"},
+)
+DATA_LAYERS: tuple[set[str], ...] = (
+    {"trainer.data.tokenizer"},
+    {"trainer.data.chat", "trainer.data.sources", "trainer.data.store"},
+    {"trainer.data.sampling"},
+    {"trainer.data.prepare"},
+    {"trainer.data.build"},
+)
+LIBRARIES = {  # beside the standard library; a folder that is not listed may import any dependency
+    "models": {"torch"},
+    "trainer.batch": {"torch"},
+    "trainer.system": {"tqdm", "xxhash"},
+    "trainer.state": set(),
+    "trainer.config": {"tomli"},
+    "trainer.launch": {"torch"},
 }
-FLOOR_0_LIBRARIES = {"tomli"}
-FLOOR_1_LIBRARIES = {"torch"}
 MAY_IMPORT_INSIDE = {
-    "train": "a wrong setting is told without waiting for torch",
-    "scripts.launch": "likewise",
-    "scripts.faults.sitecustomize": "it runs before everything else",
-    "trainer.metrics": "TensorBoard, where it is written",
+    "train": "a wrong setting is reported without importing torch",
+    "trainer.launch": "a wrong setting is reported without importing torch",
+    "trainer.run.metrics": "TensorBoard is imported only where it is written",
 }
+MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
+MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.build"} | {
+    "trainer.planning", "trainer.testing", "train", "scripts",
+}  # fmt: skip
 
 SOURCES = sorted([ROOT / "train.py", *(p for f in ("trainer", "models", "scripts") for p in (ROOT / f).rglob("*.py"))])
 
@@ -70,10 +53,13 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room_of(module: str) -> str | None:
-    """The longest name in FLOORS that the module is, or lies in."""
-    rooms = [room for room in FLOORS if module == room or module.startswith(room + ".")]
-    return max(rooms, key=len, default=None)
+def folder_of(module: str, layers: tuple[set[str], ...]) -> str | None:
+    """The entry of the layers that the module is or lies in."""
+    return next((f for layer in layers for f in layer if module == f or module.startswith(f + ".")), None)
+
+
+def layer_of(folder: str, layers: tuple[set[str], ...]) -> int:
+    return next(i for i, layer in enumerate(layers) if folder in layer)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -82,74 +68,62 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            # `from trainer import device` names a module
+            # `from trainer.runtime import device` names a module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_module_imports_its_own_floor_or_below(path):
+def test_a_module_imports_only_lower_layers_and_its_own_folder(path):
     module = name_of(path)
-    room = room_of(module)
-    if path.read_text() == "":
+    targets = [
+        t for t in imports(ast.parse(path.read_text())) if t.partition(".")[0] in ("trainer", "models", "scripts")
+    ]
+    if module in ("trainer", "trainer.data") and not targets:
         return
-    assert room is not None, f"{module}: give it a floor"
-    for imported in imports(ast.parse(path.read_text())):
-        target = room_of(imported)
-        library = imported.partition(".")[0]
-        if target is not None:
-            assert FLOORS[target] <= FLOORS[room], f"{module} imports {imported} from a higher floor"
-            assert not (room == "models" and target != "models"), (
-                f"{module} imports {imported}: models import torch alone"
-            )
-            assert {room, target} != {"trainer.parallel", "trainer.data"}, f"{module} imports {imported}"
-        elif library not in __import__("sys").stdlib_module_names and library not in ("trainer", "models"):
-            assert FLOORS[room] > 0 or library in FLOOR_0_LIBRARIES, f"{module} imports {library} on floor 0"
-            assert FLOORS[room] != 1 or library in FLOOR_1_LIBRARIES, f"{module} imports {library} on floor 1"
+    for layers in (LAYERS, DATA_LAYERS) if module.startswith("trainer.data.") else (LAYERS,):
+        own = folder_of(module, layers)
+        assert own is not None, f"{module} lies in no folder of LAYERS"
+        for target in targets:
+            folder = folder_of(target, layers)
+            if folder is None:
+                assert layers is DATA_LAYERS, f"{module} imports {target}, which lies in no folder of LAYERS"
+            elif folder != own:
+                assert layer_of(folder, layers) < layer_of(own, layers), f"{module} imports {target}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_imports_stand_at_the_top(path):
+def test_lower_layers_import_few_libraries(path):
+    folder = folder_of(name_of(path), LAYERS)
+    if folder in LIBRARIES:
+        found = {target.partition(".")[0] for target in imports(ast.parse(path.read_text()))}
+        assert found <= LIBRARIES[folder] | {"trainer", "models"} | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_stand_at_the_top_of_a_file(path):
     tree = ast.parse(path.read_text())
     inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) and list(imports(f))]
     assert not inside or name_of(path) in MAY_IMPORT_INSIDE, f"imports inside {inside[0].name}"
 
 
-def test_there_are_no_cycles():
-    graph = {name_of(p): {i for i in imports(ast.parse(p.read_text()))} for p in SOURCES}
-    names = set(graph)
-    edges = {
-        m: {n for i in targets for n in (i, i.rpartition(".")[0]) if n in names} - {m} for m, targets in graph.items()
+def test_modules_have_no_import_cycle():
+    graph = {name_of(p): set(imports(ast.parse(p.read_text()))) for p in SOURCES}
+    remaining = {
+        m: {n for i in targets for n in (i, i.rpartition(".")[0]) if n in graph} - {m} for m, targets in graph.items()
     }
-    while edges:
-        leaves = {m for m, targets in edges.items() if not targets & set(edges)}
-        assert leaves, f"a cycle among {sorted(edges)}"
-        edges = {m: targets for m, targets in edges.items() if m not in leaves}
+    while remaining:
+        leaves = {m for m, targets in remaining.items() if not targets & set(remaining)}
+        assert leaves, f"a cycle among {sorted(remaining)}"
+        remaining = {m: targets for m, targets in remaining.items() if m not in leaves}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_only_device_names_the_accelerator(path):
-    if path.name != "device.py":
-        assert "cuda" not in path.read_text().lower()
+def test_only_runtime_names_cuda(path):
+    assert name_of(path) in MAY_NAME_CUDA or "cuda" not in path.read_text().lower()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_functions_take_their_own_section(path):
-    """The whole `Config` stands only where it is made and shown, and from floor 4 on, where a run is put together."""
-    allowed = {
-        "trainer.settings",
-        "trainer.show_config",
-        "trainer.load_config",
-        "trainer.setup",
-        "trainer.run_folder",
-        "trainer.engine",
-        "trainer.simulate",
-        "trainer.planning",
-        "trainer.search",
-        "trainer.trainer",
-        "train",
-        "scripts.parity",
-        "scripts.allocations",
-        "scripts.ladder",
-    }
-    if name_of(path) not in allowed:
+    """The complete `Config` is imported only where a run is put together."""
+    if folder_of(name_of(path), LAYERS) not in MAY_IMPORT_CONFIG:
         assert "trainer.config.Config" not in set(imports(ast.parse(path.read_text())))

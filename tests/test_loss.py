@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.benchmark import loss_table
+from scripts.dev.benchmark import loss_table
 from trainer.batch import IGNORED
 from trainer.loss import CrossEntropyHead
 

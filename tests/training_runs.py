@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainer.device import random_state
-from trainer.load_config import load_config
-from trainer.run_folder import resume_point
-from trainer.setup import set_up
+from trainer.config.load import load_config
+from trainer.run.resolve import set_up
+from trainer.run.run_folder import resume_point
+from trainer.runtime.device import random_state
 from trainer.trainer import Trainer
 
 

@@ -8,21 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer import device as devices
 from trainer.batch import Batch
 from trainer.config import Config
-from trainer.device import DTYPES
 from trainer.loss import CrossEntropyHead
-from trainer.optimizer import Optimizer, require_whole_blocks
+from trainer.optim.optimizer import Optimizer, require_whole_blocks
 from trainer.parallel.attention import Kernels
 from trainer.parallel.context import cut_sequence
-from trainer.parallel.dims import Meshes
-from trainer.parallel.initialize import initialize
+from trainer.parallel.init_weights import initialize
+from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
-from trainer.resilience import Guard
-from trainer.setup import Setup
+from trainer.resilience.guard import Guard
+from trainer.run.resolve import Setup
+from trainer.runtime import device as devices
+from trainer.runtime.device import DTYPES
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from itertools import islice
 import numpy as np
 import torch
 
-from trainer import logging
 from trainer.batch import IGNORED, Batch
 from trainer.config import ConfigError, EvaluationConfig
-from trainer.data.loader import Cut, held_out_batches
-from trainer.data.samples import Samples
+from trainer.data.sampling.loader import Cut, held_out_batches
+from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
+from trainer.system import logging
 
 _BLOCK = 256
 """Samples that are looked at together."""

@@ -18,9 +18,8 @@ from typing import NoReturn
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.arguments import run_to_end
-from trainer.load_config import config_from_command_line, exit_with, one_line_errors
-from trainer.system import cores
+from trainer.config.command_line import config_from_command_line, exit_with, one_line_errors, run_to_end
+from trainer.system.process import cores
 
 
 def whole_number(name: str, default: int, low: int) -> int:
@@ -96,8 +95,8 @@ def main() -> NoReturn:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from trainer import device
-    from trainer.setup import set_up
+    from trainer.run.resolve import set_up
+    from trainer.runtime import device
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # of the ranks, for the same reason
     with one_line_errors(config):

@@ -10,29 +10,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer import device as devices
-from trainer import lineage, logging, manifest
 from trainer.batch import Batch
-from trainer.checkpoint import SaveFailed, load, step_of
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.async_save import Ended, LostWriter, Saver
+from trainer.checkpoint.commit import SaveFailed, load, step_of
+from trainer.checkpoint.export import export_run
+from trainer.checkpoint.resume import Saved
+from trainer.checkpoint.weights import initial_names, load_initial
 from trainer.config import Config
-from trainer.data.datasets import open_all
-from trainer.data.loader import Cut, SampleOrder, training_batches
-from trainer.data.members import prepare_all
-from trainer.data.mixture import require_same_past
-from trainer.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.config.render import to_toml
+from trainer.data.build import open_all, prepare_all
+from trainer.data.sampling.loader import Cut, SampleOrder, training_batches
+from trainer.data.sampling.mixture import require_same_past
 from trainer.engine import Engine, StepResult, parts_of_rank
 from trainer.evaluate import Best, held_out_sets
-from trainer.export import export_run
-from trainer.initial import initial_names, load_initial
-from trainer.lineage import Saved
-from trainer.metrics import Metrics, duration
-from trainer.pace import Pace
+from trainer.optim.lr_schedule import learning_rate
 from trainer.parallel.attention import ON_CPU, ON_GPU
-from trainer.parallel.dims import Meshes
+from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage
-from trainer.resilience import StopRequest, Stuck, Verdict, Verdicts, Watchdog, add_range, must_go_back
-from trainer.room import require_disk, require_memory, state_bytes
-from trainer.run_folder import (
+from trainer.resilience.guard import Stuck, Verdict, Verdicts, add_range, must_go_back
+from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.straggler import Pace
+from trainer.resilience.watchdog import Watchdog
+from trainer.run.metrics import Metrics, duration
+from trainer.run.preflight import require_disk, require_memory, state_bytes
+from trainer.run.resolve import Setup
+from trainer.run.run_folder import (
     changed_settings,
     describe,
     leave_newer,
@@ -42,10 +45,9 @@ from trainer.run_folder import (
     versions,
     write_down,
 )
-from trainer.saver import Ended, LostWriter, Saver
-from trainer.schedule import learning_rate
-from trainer.setup import Setup
-from trainer.show_config import to_toml
+from trainer.runtime import device as devices
+from trainer.runtime.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.system import logging
 
 
 class Trainer:
@@ -224,7 +226,7 @@ class Trainer:
         left out."""
         with self.watchdog.paused():
             self._settle_saves()
-            saved = lineage.find(self.saver.folder)
+            saved = resume.find(self.saver.folder)
             if saved is None:
                 raise Stuck(f"{verdict}; there is no checkpoint to go back to")
             # What lies before the checkpoint has had its effect, or has none any more.
@@ -373,7 +375,7 @@ class Trainer:
     def _resume(self, saved: Saved) -> None:
         """Take over everything that a checkpoint holds."""
         state = saved.state
-        lineage.require_same(saved, self.identity)
+        resume.require_same(saved, self.identity)
         # A rank that the saving run did not have keeps its fresh generators.
         names = state["random"] if dist.get_rank() < state["world_size"] else []
         fresh = devices.random_state(self.device)
@@ -385,7 +387,7 @@ class Trainer:
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]
-        there = from_rank_0(lambda: lineage.candidates(saved.path.parent))
+        there = from_rank_0(lambda: resume.candidates(saved.path.parent))
         self.best.load_state(state["best"], [step_of(path) for path in there])
         self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
         begun = int(self.order.place(np.array([self.cursor]))[0])

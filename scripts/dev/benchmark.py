@@ -1,4 +1,4 @@
-"""Measure pieces of the trainer: python scripts/benchmark.py loss | checkpoint | initial | data [...]
+"""Measure pieces of the trainer: python scripts/dev/benchmark.py loss | checkpoint | initial | data [...]
 
 loss         peak memory of the output projection and the loss, forward and backward, on one rank: with the whole logits,
              chunk by chunk, and with the vocabulary cut over tp ranks. Fake tensors: nothing is computed, so any size fits
@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import numpy as np
@@ -57,9 +57,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scripts.arguments import Arguments, count, positive
-from scripts.gloo_ranks import GlooRanks
-from scripts.operators import Memory
+from trainer.checkpoint.async_save import WRITERS, Saver
+from trainer.checkpoint.weights import Weights
 from trainer.config import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -69,23 +68,25 @@ from trainer.config import (
     ParallelConfig,
     TokenizerConfig,
 )
-from trainer.data.loader import Cut, SampleOrder, training_batches
-from trainer.data.mixture import stages_of
-from trainer.data.samples import WrappedSamples
+from trainer.config.command_line import Arguments, count, positive
+from trainer.data.sampling.loader import Cut, SampleOrder, training_batches
+from trainer.data.sampling.mixture import stages_of
+from trainer.data.sampling.samples import WrappedSamples
 from trainer.data.sources import open_source
-from trainer.data.store import open_store, read_description
-from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokenizers import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
-from trainer.device import DTYPES, GIB, memory_now, memory_peak
-from trainer.initial import Weights
+from trainer.data.store.store import open_store, read_description
+from trainer.data.tokenizer.backends import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.attention import ON_CPU
-from trainer.parallel.dims import Meshes, ParallelDims
-from trainer.parallel.initialize import initialize
+from trainer.parallel.init_weights import initialize
+from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import stages
-from trainer.saver import WRITERS, Saver
-from trainer.system import cores
+from trainer.runtime.device import DTYPES, memory_now, memory_peak
+from trainer.system.process import cores
+from trainer.system.units import GIB
+from trainer.testing.operators import Memory
+from trainer.testing.ranks import GlooRanks
 
 LOADED_TOKENS = 2**25
 """In one turn."""

@@ -1,4 +1,4 @@
-"""Show that a plan tells the truth: python scripts/check_plan.py [--config FILE.toml] [--layout "..."] [...]
+"""Show that a plan tells the truth: python scripts/dev/check_plan.py [--config FILE.toml] [--layout "..."] [...]
 
 Runs a step under each layout, as gloo ranks on this machine's CPU, looks at what its allocator does, by torch's profiler, and
 prints the largest memory of the first and the last rank beside the plan's. Exit code 1 where they differ by more than 3 %, or
@@ -14,17 +14,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.allocations import Measured, measure, quiet
-from scripts.arguments import Arguments, run_to_end
-from scripts.gloo_ranks import GlooRanks
 from scripts.parity import Layout, flags
 from trainer.config import ConfigError
-from trainer.load_config import command_words, exit_with, load_config, one_line_errors
-from trainer.setup import set_up
-from trainer.simulate import Simulation, simulate
+from trainer.config.command_line import Arguments, exit_with, one_line_errors, run_to_end
+from trainer.config.load import command_words, load_config
+from trainer.planning.simulate import Simulation, simulate
+from trainer.run.resolve import set_up
+from trainer.testing.allocations import Measured, measure, quiet
+from trainer.testing.ranks import GlooRanks
 
 MODEL = {
     "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "hidden_dim": 2048, "vocab_size": 16384,

@@ -1,12 +1,12 @@
-"""Write docs/configuration.md from the declarations in trainer/config.py."""
+"""Write docs/configuration.md from the declarations in trainer/config/schema.py."""
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.show_config import settings_as_markdown
+from trainer.config.render import settings_as_markdown
 
 INTRODUCTION = """# Configuration
 
@@ -28,7 +28,7 @@ A run is one TOML file; `--section.key value` (or `--section.key=value`) on the 
 - `fixed on resume`: a run that goes on from a checkpoint must have the same value, or is refused with the difference.
 - Relative paths start at the current folder.
 
-Every file in `train_configs/` is a complete example. This page is written by `python scripts/configuration_docs.py`.
+Every file in `train_configs/` is a complete example. This page is written by `python scripts/dev/generate_config_docs.py`.
 
 """
 

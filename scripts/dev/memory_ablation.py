@@ -1,4 +1,4 @@
-"""What each lever for memory gives back, and costs, on top of the ones before: python scripts/ladder.py [...]
+"""What each lever for memory gives back, and costs, on top of the ones before: python scripts/dev/memory_ablation.py [...]
 
 Runs each rung for some steps on one rank of this machine's CPU, and prints the largest memory (by the allocator's events, as in
 check_plan.py) and the fastest step. On a CPU host memory is the same memory: what goes there is only seen in a plan.
@@ -14,19 +14,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.allocations import a_step, measure, quiet
-from scripts.arguments import Arguments, count, run_to_end
-from scripts.check_plan import said, with_defaults
-from scripts.gloo_ranks import GlooRanks
+from scripts.dev.check_plan import said, with_defaults
 from scripts.parity import flags
-from trainer import device as devices
-from trainer.boards import BOARDS, GIB, SHORT_NAMES
 from trainer.config import Config, ConfigError
-from trainer.load_config import exit_with, load_config
-from trainer.planning import plan
+from trainer.config.command_line import Arguments, count, exit_with, run_to_end
+from trainer.config.load import load_config
+from trainer.planning.estimate import plan
+from trainer.runtime import device as devices
+from trainer.runtime.accelerators import BOARDS, SHORT_NAMES
+from trainer.system.units import GIB
+from trainer.testing.allocations import a_step, measure, quiet
+from trainer.testing.ranks import GlooRanks
 
 START = {
     "training.local_batch_size": "4",

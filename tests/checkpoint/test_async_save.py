@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.gloo_ranks import RankError
-from tests.test_checkpoint import load, names
-from trainer import checkpoint, shards
+from tests.checkpoint.test_commit import load, names
+from trainer.checkpoint import commit, storage
+from trainer.checkpoint.async_save import LostWriter, Saver
+from trainer.checkpoint.storage import read_index
 from trainer.config import CheckpointConfig
-from trainer.saver import LostWriter, Saver
-from trainer.shards import read_index
+from trainer.testing.ranks import RankError
 
 MODES = ["off", "thread", "process"]
 FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "identity": {}}'}
@@ -66,7 +66,7 @@ def odd_tensors(mode, folder):
     saver.close()
     index = read_index(folder / "step-00000001")
     loaded = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    checkpoint.load(folder / "step-00000001", loaded, set(tensors))
+    commit.load(folder / "step-00000001", loaded, set(tensors))
     return all(torch.equal(loaded[name], t) for name, t in tensors.items()) and set(index) == set(tensors)
 
 
@@ -83,13 +83,13 @@ def failing(mode, folder, known_before):
     """A save fails, known to this rank or not when the next begins, which works."""
     tensors = {"model/w": torch.ones(4), "model/b": torch.arange(3)}
     saver = saver_of(mode, folder, tensors)
-    original, shards.write_safetensors = shards.write_safetensors, no_space
+    original, storage.write_safetensors = storage.write_safetensors, no_space
     told = []
     try:
         saver.save(1, tensors, FILES, {})
         saver.running.end.exception()
     finally:
-        shards.write_safetensors = original
+        storage.write_safetensors = original
     if known_before == dist.get_rank():
         told = saver.ended()
     saver.save(1, tensors, FILES, {})

@@ -15,17 +15,17 @@ from safetensors.torch import load_file, save_file
 from models import MODELS
 from models.llama.hf import config_of, rows_from_hf, rows_to_hf, sizes_of
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
-from scripts.gloo_ranks import RankError
 from tests.conftest import ROOT
-from tests.runs import full, train
+from tests.training_runs import full, train
+from trainer.checkpoint.export import export_of, export_run
+from trainer.checkpoint.huggingface import Folder, import_folder, is_export_of
+from trainer.checkpoint.storage import read_index, read_rows
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.tokenizers import load_tokenizer
-from trainer.export import export_of, export_run
-from trainer.huggingface import Folder, import_folder, is_export_of
-from trainer.load_config import load_config
-from trainer.run_folder import resume_point
-from trainer.setup import parameter_names, set_up
-from trainer.shards import read_index, read_rows
+from trainer.config.load import load_config
+from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.run.resolve import parameter_names, set_up
+from trainer.run.run_folder import resume_point
+from trainer.testing.ranks import RankError
 from trainer.trainer import Trainer
 
 GIB = 2**30

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from trainer import manifest
-from trainer.manifest import File, Manifest
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import File, Manifest
 
 CONTENT = {"a.bin": bytes(range(256)) * 40, "b.json": b'{"x": 1}', "c.bin": b"\x00" * 5000}
 

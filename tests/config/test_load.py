@@ -6,10 +6,11 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from trainer.config import Config, ConfigError, toml_value
-from trainer.load_config import load_config
-from trainer.settings import settings
-from trainer.show_config import help_text, settings_as_markdown, to_toml
+from trainer.config import Config, ConfigError
+from trainer.config.fields import settings
+from trainer.config.load import load_config
+from trainer.config.render import help_text, settings_as_markdown, to_toml
+from trainer.config.schema import toml_value
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
@@ -233,7 +234,7 @@ def test_every_setting_has_a_meaning_and_stands_in_help_and_docs():
         for setting in members.values():
             assert setting.doc
             assert setting.flag in text
-    assert table.endswith(settings_as_markdown()), "run scripts/configuration_docs.py"
+    assert table.endswith(settings_as_markdown()), "run scripts/dev/generate_config_docs.py"
 
 
 def test_defaults_obey_their_own_rules(tmp_path):

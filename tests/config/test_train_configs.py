@@ -7,8 +7,8 @@ from torch.torch_version import TorchVersion
 
 from tests.conftest import ROOT
 from trainer.config import ConfigError
-from trainer.load_config import load_config
-from trainer.setup import model_of, set_up
+from trainer.config.load import load_config
+from trainer.run.resolve import model_of, set_up
 
 FILES = sorted((ROOT / "train_configs").glob("*.toml"))
 

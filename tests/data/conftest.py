@@ -1,7 +1,7 @@
 import pytest
 
-from tests.data.chat_cases import CHATML, DEFAULT, train_sentencepiece
-from trainer.data.chat import load_chat_format
+from tests.data.chat.chat_cases import CHATML, DEFAULT, train_sentencepiece
+from trainer.data.chat.format import load_chat_format
 
 
 @pytest.fixture(scope="session")

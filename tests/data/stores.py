@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.parts import PartWriter, read_part
-from trainer.data.shuffle import write_split
-from trainer.data.store import Encoded
+from trainer.data.prepare.runs import PartWriter, read_part
+from trainer.data.prepare.shuffle import write_split
+from trainer.data.store.store import Encoded
 
 U2 = np.dtype("<u2")
 

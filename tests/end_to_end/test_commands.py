@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.runs import records
+from tests.training_runs import records
 
 SCRIPT = str(ROOT / "run_llama_train.sh")
 

@@ -9,14 +9,14 @@ import shutil
 import pytest
 import torch
 
-from scripts.gloo_ranks import RankError
-from tests.runs import train
-from tests.test_checkpoint import TENSORS, load, save
+from tests.checkpoint.test_commit import TENSORS, load, save
 from tests.test_layering import SOURCES, name_of
-from trainer import lineage, manifest
+from tests.training_runs import train
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.export import export_run
+from trainer.checkpoint.manifest import File, Manifest
 from trainer.config import ConfigError
-from trainer.export import export_run
-from trainer.manifest import File, Manifest
+from trainer.testing.ranks import RankError
 
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 
@@ -71,7 +71,7 @@ def agree(folder):
 
 
 def found_and_loaded(folder):
-    found = lineage.find(folder)
+    found = resume.find(folder)
     return load(found.path)
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.gloo_ranks import RankError
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
-from tests.runs import hash_of, largest_deviation, leaves_of_step, records, train
-from trainer import logging
-from trainer.data.tokenizers import DEFAULT_FILE
-from trainer.load_config import load_config
-from trainer.run_folder import resume_point
-from trainer.setup import set_up
-from trainer.shards import read_index, read_tensor
+from tests.training_runs import hash_of, largest_deviation, leaves_of_step, records, train
+from trainer.checkpoint.storage import read_index, read_tensor
+from trainer.config.load import load_config
+from trainer.data.tokenizer.backends import DEFAULT_FILE
+from trainer.run.resolve import set_up
+from trainer.run.run_folder import resume_point
+from trainer.system import logging
+from trainer.testing.ranks import RankError
 from trainer.trainer import Trainer
 
 

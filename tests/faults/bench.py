@@ -14,9 +14,9 @@ from pathlib import Path
 
 import xxhash
 
-from trainer import manifest
-from trainer.checkpoint import step_of, steps_in
-from trainer.shards import read_index, read_tensor
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import step_of, steps_in
+from trainer.checkpoint.storage import read_index, read_tensor
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -1,4 +1,4 @@
-"""Put faults into real runs and look whether anything is lost: python scripts/fault_matrix.py [--rows 1 5 15] [...]
+"""Put faults into real runs and look whether anything is lost: python tests/faults/fault_matrix.py [--rows 1 5 15] [...]
 
 Every row is one kind of fault; a trial of it starts runs of a tiny model with ./run_llama_train.sh, hurts them, starts them
 again, and compares what comes out with an undisturbed run. Results are added to a file, so that counts grow over several
@@ -19,11 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.arguments import Arguments, count, whole
-from scripts.faults.bench import Bench, Draw, Failed
-from scripts.faults.rows import ROWS
+from tests.faults.bench import Bench, Draw, Failed
+from tests.faults.rows import ROWS
+from trainer.config.command_line import Arguments, count, whole
 
 # ---------------------------------------------------------------- the matrix
 

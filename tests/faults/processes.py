@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from scripts.faults.bench import STEPS, Bench, Draw, Ended, Run, expect, few_lines, gone
-from trainer.checkpoint import step_of, steps_in
+from tests.faults.bench import STEPS, Bench, Draw, Ended, Run, expect, few_lines, gone
+from trainer.checkpoint.commit import step_of, steps_in
 
 MODES = ("off", "thread", "process")
 

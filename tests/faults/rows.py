@@ -4,8 +4,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from scripts.faults import processes, saves, soak, values
-from scripts.faults.bench import ROOT, Bench, Draw, expect
+from tests.faults import processes, saves, soak, values
+from tests.faults.bench import ROOT, Bench, Draw, expect
 
 
 def held_by(words: str, *files: str) -> Callable[[Bench, Draw], str]:

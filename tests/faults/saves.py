@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.faults.bench import ROOT, Bench, Draw, Run, digest, digests, expect, few_lines
-from scripts.faults.processes import MODES, mode_flags
-from trainer import manifest
-from trainer.checkpoint import steps_in
+from tests.faults.bench import ROOT, Bench, Draw, Run, digest, digests, expect, few_lines
+from tests.faults.processes import MODES, mode_flags
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import steps_in
 
 POINTS = (
     "before the folder",

@@ -1,5 +1,7 @@
-"""Faults that scripts/fault_matrix.py puts into a run: with this folder on PYTHONPATH, Python imports this file at its start,
-and the modules of the trainer are changed as FAULT says when they are imported. The trainer itself knows nothing of it.
+"""Faults, inside the processes that they hit.
+
+Python imports a `sitecustomize` that is on the path at the start of every process. The modules of the trainer are changed, as
+FAULT says, when they are imported. The trainer itself knows nothing of it.
 
 FAULT='{"kind": "raise", "rank": 1, "step": 5}'; see the functions below for the kinds.
 """
@@ -178,7 +180,7 @@ def ordered(order) -> bool:
 def kind_on_order(module) -> None:
     """Faults when the bench asks for them; and now and then gradients that are no numbers, always at the same steps. Steps are
     made longer, as if another device calculated: a tiny model's alone would be nothing beside a start of processes."""
-    if module.__name__ == "trainer.shards":
+    if module.__name__ == "trainer.checkpoint.storage":
         write = module.write_safetensors
 
         def full(path, entries, about):
@@ -299,20 +301,20 @@ def kind_write_error(shards) -> None:
 KINDS = {
     "raise": {"trainer.trainer": kind_raise},
     "stop": {"trainer.trainer": kind_stop},
-    "stop_at_end": {"trainer.distributed": kind_stop_at_end},
+    "stop_at_end": {"trainer.runtime.distributed": kind_stop_at_end},
     "memory": {"trainer.trainer": kind_memory},
     "desync": {"trainer.trainer": kind_desync},
     "slow": {"trainer.trainer": kind_slow},
     "slow_rank": {"trainer.trainer": kind_slow_rank},
     "gradient": {"trainer.trainer": kind_gradient},
-    "on_order": dict.fromkeys(("trainer.trainer", "trainer.shards"), kind_on_order),
+    "on_order": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), kind_on_order),
     "crash": {
-        "trainer.checkpoint": crash_in_checkpoint,
-        "trainer.shards": crash_in_shards,
-        "trainer.manifest": crash_in_manifest,
+        "trainer.checkpoint.commit": crash_in_checkpoint,
+        "trainer.checkpoint.storage": crash_in_shards,
+        "trainer.checkpoint.manifest": crash_in_manifest,
     },
-    "slow_save": {"trainer.checkpoint": kind_slow_save},
-    "write_error": {"trainer.shards": kind_write_error},
+    "slow_save": {"trainer.checkpoint.commit": kind_slow_save},
+    "write_error": {"trainer.checkpoint.storage": kind_write_error},
 }
 
 

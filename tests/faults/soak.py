@@ -8,7 +8,7 @@ import statistics
 import time
 from pathlib import Path
 
-from scripts.faults.bench import Bench, Draw, Failed, Run, digests, expect
+from tests.faults.bench import Bench, Draw, Failed, Run, digests, expect
 
 MEAN_S = 60.0
 """Between faults."""

@@ -1,14 +1,14 @@
-"""The short form of scripts/fault_matrix.py: one trial of the rows that no other test has, on real runs."""
+"""The short form of tests/faults/fault_matrix.py: one trial of the rows that no other test has, on real runs."""
 
 import json
 
 import pytest
 
-from scripts import fault_matrix
-from scripts.fault_matrix import trial
-from scripts.faults.bench import Bench, Draw, Failed
-from scripts.faults.rows import ROWS
-from scripts.faults.saves import POINTS, crash
+from tests.faults import fault_matrix
+from tests.faults.bench import Bench, Draw, Failed
+from tests.faults.fault_matrix import trial
+from tests.faults.rows import ROWS
+from tests.faults.saves import POINTS, crash
 
 
 @pytest.fixture(scope="module")

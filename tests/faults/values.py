@@ -5,14 +5,14 @@ import json
 import time
 from pathlib import Path
 
-from scripts.faults.bench import STEPS, Bench, Draw, Failed, expect
-from scripts.faults.processes import MODES, mode_flags
-from trainer.checkpoint import steps_in
+from tests.faults.bench import STEPS, Bench, Draw, Failed, expect
+from tests.faults.processes import MODES, mode_flags
+from trainer.checkpoint.commit import steps_in
 from trainer.config import ConfigError, ParallelConfig
-from trainer.load_config import load_config
-from trainer.parallel.dims import ParallelDims
-from trainer.settings import is_table, settings
-from trainer.setup import set_up
+from trainer.config.fields import is_table, settings
+from trainer.config.load import load_config
+from trainer.parallel.mesh import ParallelDims
+from trainer.run.resolve import set_up
 
 
 def row_29(bench: Bench, draw: Draw) -> None:

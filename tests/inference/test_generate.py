@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gloo_ranks import RankError
 from tests.conftest import ROOT
-from tests.runs import train
+from tests.training_runs import train
+from trainer.checkpoint.export import export_run
 from trainer.config import TokenizerConfig
-from trainer.data.tokenizers import load_tokenizer
-from trainer.export import export_run
-from trainer.generation import Sampling, Speaker, TextStream, sample
+from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.inference.generate import Sampling, Speaker, TextStream, sample
+from trainer.testing.ranks import RankError
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from trainer.config import LrScheduleConfig
-from trainer.schedule import learning_rate
+from trainer.optim.lr_schedule import learning_rate
 
 
 def rates(steps, **settings):

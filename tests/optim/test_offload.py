@@ -2,10 +2,10 @@
 
 import pytest
 
-from scripts.gloo_ranks import RankError
-from tests.runs import records, train
+from tests.training_runs import records, train
 from trainer.config import ConfigError
-from trainer.load_config import load_config
+from trainer.config.load import load_config
+from trainer.testing.ranks import RankError
 
 EARLY = ("--training.max_norm", "none", "--resilience.max_left_out", "1")
 """What an update in backward needs."""

@@ -7,9 +7,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
-from trainer.device import DTYPES, local
-from trainer.distributed import sharded_like
-from trainer.optimizer import Optimizer, parameter_groups
+from trainer.optim.optimizer import Optimizer, parameter_groups
+from trainer.runtime.device import DTYPES
+from trainer.runtime.dtensor import local, sharded_like
 
 
 def network() -> nn.Module:
@@ -216,7 +216,7 @@ def chunks(precision, size):
     model = nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 37, bias=False))
     config = OptimizerConfig(state_dtype=precision)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.optimizer._CHUNK", size)
+        patch.setattr("trainer.optim.optimizer._CHUNK", size)
         optimizer = Optimizer(dict(model.named_parameters()), config, dist.group.WORLD, 1)
         for _ in range(3):
             optimizer.begin(1e-2)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.runs import records, train
-from tests.test_offload import argv
+from tests.optim.test_offload import argv
+from tests.training_runs import records, train
 from trainer.config import ConfigError
-from trainer.eight_bits import BLOCK, EightBits, _values, fits
-from trainer.load_config import load_config
-from trainer.setup import set_up
-from trainer.simulate import simulate
+from trainer.config.load import load_config
+from trainer.optim.quantization import BLOCK, EightBits, _values, fits
+from trainer.planning.simulate import simulate
+from trainer.run.resolve import set_up
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 from trainer.parallel.attention import ON_CPU
-from trainer.parallel.dims import Meshes, ParallelDims
-from trainer.parallel.initialize import initialize
+from trainer.parallel.init_weights import initialize
+from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import Stage, stages, stages_of_rank
 

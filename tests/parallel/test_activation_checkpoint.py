@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
-from scripts.operators import Memory, Operators
 from tests.parallel.networks import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig, CompileConfig
+from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.activation_checkpoint import SAVED, computed_again
-from trainer.parallel.initialize import initialize
+from trainer.parallel.init_weights import initialize
 from trainer.parallel.parallelize import block_forward
 from trainer.parallel.tensor import apply_tensor
-from trainer.settings import settings
+from trainer.testing.operators import Memory, Operators
 
 SIZES = LlamaSizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=64)
 BATCH, SEQ = 2, 32

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
-from tests.runs import train
-from trainer.device import HostLink
+from tests.training_runs import train
 from trainer.parallel.activation_offload import HostInputs
+from trainer.runtime.host_memory import HostLink
 
 LAYOUTS = {
     "dp": (2, []),

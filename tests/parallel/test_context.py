@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama.model import CausalAttention
-from scripts.operators import Operators
 from trainer.batch import Batch
 from trainer.parallel.attention import BlocksMask, FlexAttention, TableMask
 from trainer.parallel.context import GatheredAttention, cut_sequence, cut_tensor
+from trainer.testing.operators import Operators
 
 
 def numbered(seq):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.runs import largest_deviation, records, train
+from tests.training_runs import largest_deviation, records, train
 from trainer.config import TokenizerConfig
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.tokenizer.backends import load_tokenizer
 
 PAIRS = [(20, 12), (16, 16), (31, 1), (7, 25)] * 4
 """Positions of documents, which two by two fill a sample of 32."""

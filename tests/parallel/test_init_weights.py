@@ -1,7 +1,7 @@
 from models.llama.model import Llama
 from models.llama.sizes import LlamaSizes
 from tests.parallel.test_fsdp import build
-from tests.runs import full, hash_of
+from tests.training_runs import full, hash_of
 
 
 def weights(settings):
@@ -50,7 +50,7 @@ def test_parameters_longer_than_one_generator_draws_are_filled(ranks):
 def long_table():
     import torch
 
-    from trainer.parallel.initialize import initialize
+    from trainer.parallel.init_weights import initialize
 
     sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=4, vocab_size=2500)
     with torch.device("meta"):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from trainer.config import ConfigError, ParallelConfig
-from trainer.parallel.dims import Meshes, ParallelDims
+from trainer.parallel.mesh import Meshes, ParallelDims
 
 
 def test_what_is_left_is_sharded_over():

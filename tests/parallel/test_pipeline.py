@@ -12,16 +12,9 @@ from models.llama.sizes import LlamaSizes
 from tests.parallel.networks import inputs, parts, reference
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
+from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.pipeline import (
-    SCHEDULES,
-    PipelineStep,
-    _balanced,
-    refuse_microbatches,
-    stages,
-    stages_of_rank,
-)
-from trainer.settings import settings
+from trainer.parallel.pipeline import SCHEDULES, PipelineStep, _balanced, refuse_microbatches, stages, stages_of_rank
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
 

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from models.llama.sizes import LlamaSizes
-from scripts.operators import Operators
 from tests.parallel.networks import inputs, reference
 from tests.parallel.networks import whole as cut_network
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.tensor import styles
+from trainer.testing.operators import Operators
 
 SIZES = LlamaSizes(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=48, vocab_size=61

@@ -1,8 +1,8 @@
 import pytest
 
-from trainer.boards import Board
-from trainer.recorder import Traffic
-from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble, step_time, wire_bytes
+from trainer.planning.recorder import Traffic
+from trainer.planning.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble, step_time, wire_bytes
+from trainer.runtime.accelerators import Board
 
 BOARD = Board(
     flops={"bf16": 100e12, "fp32": 10e12},

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from scripts.allocations import measure
 from tests.conftest import ROOT
-from tests.test_offload import EARLY
-from trainer.load_config import load_config
-from trainer.simulate import simulate
+from tests.optim.test_offload import EARLY
+from trainer.config.load import load_config
+from trainer.planning.simulate import simulate
+from trainer.testing.allocations import measure
 
 MODEL = [
     *("--config", "train_configs/debug.toml", "--training.seq_len", "128"),

@@ -11,27 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.gloo_ranks import RankError
-from tests.runs import RecordingTrainer, hash_of, leaves_of_step, records
-from trainer import checkpoint, logging, resilience
+from tests.training_runs import RecordingTrainer, hash_of, leaves_of_step, records
 from trainer import trainer as trainer_module
-from trainer.checkpoint import SaveFailed, step_of, steps_in
+from trainer.checkpoint import commit
+from trainer.checkpoint.commit import SaveFailed, step_of, steps_in
 from trainer.config import ResilienceConfig
-from trainer.load_config import load_config
-from trainer.resilience import (
-    WINDOW,
-    Guard,
-    StopRequest,
-    Stuck,
-    Verdict,
-    Verdicts,
-    Watchdog,
-    add_range,
-    must_go_back,
-    parse_collectives,
-)
-from trainer.run_folder import resume_point
-from trainer.setup import set_up
+from trainer.config.load import load_config
+from trainer.resilience import guard
+from trainer.resilience.guard import WINDOW, Guard, Stuck, Verdict, Verdicts, add_range, must_go_back
+from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.watchdog import Watchdog, parse_collectives
+from trainer.run.resolve import set_up
+from trainer.run.run_folder import resume_point
+from trainer.system import logging
+from trainer.testing.ranks import RankError
 
 CPU = torch.device("cpu")
 
@@ -110,7 +103,7 @@ def test_ranges_that_touch_become_one():
 def watched():
     """A watchdog without its thread, and how overdue it finds the run at some moments."""
     clock = [100.0]
-    resilience.time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    guard.time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
     try:
         dog = Watchdog(0.0)
         dog.timeout_s = 30.0
@@ -133,7 +126,7 @@ def watched():
         later(146)
         return told
     finally:
-        resilience.time = time
+        guard.time = time
 
 
 def test_only_steps_are_timed_and_none_by_less_than_five_of_the_longest(ranks):
@@ -206,17 +199,17 @@ def test_a_step_with_nan_on_one_rank_is_as_if_its_update_were_removed(ranks, tin
 
 
 def test_a_checkpoint_that_is_due_at_a_bad_step_is_written_at_the_next_good_one(ranks, tiny, tmp_path):
-    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "6", "--checkpoint.interval_steps", "3", injured=(3,))
+    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "6", "--commit.interval_steps", "3", injured=(3,))
     names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
 
 
-ROLLBACK = ["--training.steps", "6", "--resilience.max_left_out", "2", "--resilience.after_left_out", "rollback"]
+ROLLBACK = ["--training.steps", "6", "--guard.max_left_out", "2", "--guard.after_left_out", "rollback"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_path, size):
-    results = run(ranks, size, tiny, tmp_path / "run", *ROLLBACK, "--checkpoint.interval_steps", "2", injured=(4, 5))
+    results = run(ranks, size, tiny, tmp_path / "run", *ROLLBACK, "--commit.interval_steps", "2", injured=(4, 5))
     plain = run(ranks, size, tiny, tmp_path / "plain", "--training.steps", "8")
 
     class Seen:
@@ -237,21 +230,21 @@ def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_pa
 
 def failing_saves(argv, failing):
     """How a run ends whose saves of some steps find no space, what it has saved and of what it warned."""
-    write, told, warning = checkpoint.write, [], logging.warning
+    write, told, warning = commit.write, [], logging.warning
 
     def full(request, *given):
         if request.step in failing:
             raise SaveFailed(f"step {request.step} could not be saved: no space")
         write(request, *given)
 
-    checkpoint.write, logging.warning = full, told.append
+    commit.write, logging.warning = full, told.append
     try:
         train(argv)
         end = ""
     except SaveFailed as failure:
         end = str(failure)
     finally:
-        checkpoint.write, logging.warning = write, warning
+        commit.write, logging.warning = write, warning
     return end, told
 
 
@@ -269,7 +262,7 @@ def test_a_failed_save_is_told_and_ends_the_run_as_set_or_at_its_end(
     ranks, tiny, tmp_path, mode, failing, policy, end, saved
 ):
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "6"]
-    argv += ["--checkpoint.interval_steps", "2", "--checkpoint.on_failure", policy, "--checkpoint.async_mode", mode]
+    argv += ["--commit.interval_steps", "2", "--commit.on_failure", policy, "--commit.async_mode", mode]
     for ended, told in ranks(2).run(failing_saves, argv, failing):
         assert ended == end
         warned = (
@@ -281,7 +274,7 @@ def test_a_failed_save_is_told_and_ends_the_run_as_set_or_at_its_end(
 
 
 def test_one_bad_step_at_the_end_does_not_fail_the_run_and_two_do(ranks, tiny, tmp_path):
-    keep = ["--checkpoint.interval_steps", "1", "--checkpoint.keep", "1"]
+    keep = ["--commit.interval_steps", "1", "--commit.keep", "1"]
     run(ranks, 1, tiny, tmp_path / "one", "--training.steps", "4", *keep, injured=(4,))
     steps = [step_of(path) for path in steps_in(tmp_path / "one" / "checkpoints")]
     assert steps == [4, 3]  # for the older may be the better one
@@ -291,7 +284,7 @@ def test_one_bad_step_at_the_end_does_not_fail_the_run_and_two_do(ranks, tiny, t
 
 def test_what_was_bad_a_step_ago_is_gone_back_behind_too(ranks, tiny, tmp_path):
     """Verdicts that are read two at a time, as on a GPU: the first of them counts too."""
-    more = [*ROLLBACK, "--checkpoint.interval_steps", "3", "--metrics.log_every", "3"]
+    more = [*ROLLBACK, "--commit.interval_steps", "3", "--metrics.log_every", "3"]
     results = ranks(1).run(late, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", *more], (4, 5))
     assert len(results[0][1]) == 6 + 3 and results[0][2] == ((48, 80),)
 
@@ -306,9 +299,9 @@ def late(argv, injured):
 
 
 def test_a_policy_that_is_switched_on_later_knows_what_was_before(ranks, tiny, tmp_path):
-    more = ["--checkpoint.interval_steps", "40", "--metrics.log_every", "100", "--training.steps"]
+    more = ["--commit.interval_steps", "40", "--metrics.log_every", "100", "--training.steps"]
     run(ranks, 1, tiny, tmp_path / "run", *more, "40")
-    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--resilience.loss_spike", "skip")
+    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--guard.loss_spike", "skip")
     assert records(tmp_path / "run")[-1]["updates_left_out"] == 0
 
 
@@ -335,8 +328,8 @@ def test_a_run_without_a_checkpoint_to_go_back_to_stops(ranks, tiny, tmp_path):
 
 
 def test_a_spike_is_left_out_or_rolled_back(ranks, tiny, tmp_path):
-    more = ["--training.steps", "40", "--checkpoint.interval_steps", "10", "--metrics.log_every", "100"]
-    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--resilience.loss_spike", "skip", injured=(38,), scale=1e4)
+    more = ["--training.steps", "40", "--commit.interval_steps", "10", "--metrics.log_every", "100"]
+    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--guard.loss_spike", "skip", injured=(38,), scale=1e4)
     assert len(skipped[0][1]) == 40 and records(tmp_path / "s")[-1]["updates_left_out"] == 1
-    back = run(ranks, 2, tiny, tmp_path / "b", *more, "--resilience.loss_spike", "rollback", injured=(38,), scale=1e4)
+    back = run(ranks, 2, tiny, tmp_path / "b", *more, "--guard.loss_spike", "rollback", injured=(38,), scale=1e4)
     assert len(back[0][1]) == 48 and back[0][2] == ((37 * 16, 38 * 16),)

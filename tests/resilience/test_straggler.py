@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import device as devices
-from trainer import logging, pace
-from trainer.pace import Pace, slow_rank
+from trainer.resilience import straggler
+from trainer.resilience.straggler import Pace, slow_rank
+from trainer.runtime import device as devices
+from trainer.system import logging
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ class Ticking(nn.Module):
 def compared(ratio):
     """What each comparison of a run finds, and what is told; rank 1 becomes slow, and quick again."""
     clock, told = [0.0], []
-    devices.time = pace.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    devices.time = straggler.time = SimpleNamespace(perf_counter=lambda: clock[0])
     warning, logging.warning = logging.warning, told.append
     try:
         # The fifth of the ten laps is the quickest: a rank that others disturb now and then is not slow.
@@ -72,7 +73,7 @@ def compared(ratio):
         found.append(watched.compare())
         return [f and f["rank"] for f in found], told
     finally:
-        devices.time = pace.time = time
+        devices.time = straggler.time = time
         logging.warning = warning
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from trainer import device as devices
-from trainer.boards import BOARDS
 from trainer.config import MetricsConfig
-from trainer.metrics import Metrics, Stopwatch, duration
+from trainer.run.metrics import Metrics, Stopwatch, duration
+from trainer.runtime import device as devices
+from trainer.runtime.accelerators import BOARDS
 
 CPU = torch.device("cpu")
 

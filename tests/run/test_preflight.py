@@ -5,14 +5,14 @@ from collections import namedtuple
 import pytest
 import torch
 
-from tests.runs import Result, train
-from tests.test_offload import EARLY
-from trainer.boards import BOARDS, SHORT_NAMES
+from tests.optim.test_offload import EARLY
+from tests.training_runs import Result, train
 from trainer.config import ConfigError
-from trainer.load_config import load_config
-from trainer.planning import plan
-from trainer.room import Need, checkpoints_to_come, least, require_memory, state_bytes
-from trainer.setup import set_up
+from trainer.config.load import load_config
+from trainer.planning.estimate import plan
+from trainer.run.preflight import Need, checkpoints_to_come, least, require_memory, state_bytes
+from trainer.run.resolve import set_up
+from trainer.runtime.accelerators import BOARDS, SHORT_NAMES
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -81,7 +81,7 @@ ADVICE = "scripts/plan.py shows where memory goes, docs/memory.md what gives som
 def test_host_memory_that_is_not_there_is_refused(ranks, tiny, tmp_path):
     """16 bytes a parameter on two ranks of one machine."""
     need = size_of(tiny) * 16 / 12
-    returns = {"trainer.room.machine": "node7", "trainer.room.memory_available": int(0.9 * need)}
+    returns = {"trainer.run.preflight.machine": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
         f"parameters, gradients and optimizer alone need {need / 2**30:.3g} GiB up to rank 1, more than the "
@@ -96,11 +96,11 @@ def on_a_gpu(argv):
 
 
 def test_memory_of_the_device_that_is_not_there_is_refused(ranks, tiny):
-    line = line_of(ranks, tiny, {"trainer.device.memory_free": 2**23}, function=on_a_gpu)
+    line = line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**23}, function=on_a_gpu)
     assert line == (
         f"parameters, gradients and optimizer alone need 0.0156 GiB on rank 0, whose device has 0.00781 GiB left; {ADVICE}"
     )
-    assert line_of(ranks, tiny, {"trainer.device.memory_free": 2**24}, function=on_a_gpu) is None
+    assert line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**24}, function=on_a_gpu) is None
 
 
 @pytest.mark.parametrize("more", [[], ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"]])

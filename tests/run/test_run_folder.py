@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, ConfigError, toml_value
-from trainer.lineage import Saved, require_same
-from trainer.run_folder import changed_settings
-from trainer.settings import is_table, settings
-from trainer.setup import set_up
-from trainer.show_config import to_toml
+from trainer.checkpoint.resume import Saved, require_same
+from trainer.config import Config, ConfigError
+from trainer.config.fields import is_table, settings
+from trainer.config.render import to_toml
+from trainer.config.schema import toml_value
+from trainer.run.resolve import set_up
+from trainer.run.run_folder import changed_settings
 
 SETTINGS = {f"{s.section}.{s.name}": s for members in settings().values() for s in members.values()}
 FIXED = {

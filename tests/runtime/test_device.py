@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trainer import device as devices
 from trainer.config import ConfigError
+from trainer.runtime import device as devices
 
 
 def test_a_machine_without_gpus_computes_on_its_cpu(monkeypatch):

@@ -1,9 +1,9 @@
 import pytest
 import torch.distributed as dist
 
-from scripts.gloo_ranks import RankError
 from trainer.config import ConfigError
-from trainer.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.runtime.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.testing.ranks import RankError
 
 
 def worked():

@@ -1,11 +1,11 @@
-"""The figures of scripts/benchmark.py can be made; what they are is not looked at."""
+"""The figures of scripts/dev/benchmark.py can be made; what they are is not looked at."""
 
 import sys
 
 import pytest
 
-from scripts import benchmark
-from scripts.benchmark import main
+from scripts.dev import benchmark
+from scripts.dev.benchmark import main
 
 
 def lines_of(monkeypatch, capsys, *words) -> list[list[str]]:

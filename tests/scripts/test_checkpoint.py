@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.runs import train
+from tests.training_runs import train
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from scripts.faults.bench import write_corpus
 from tests.conftest import ROOT
-from tests.runs import train
+from tests.faults.bench import write_corpus
+from tests.training_runs import train
 from trainer.config import TokenizerConfig
-from trainer.data.tokenizers import load_tokenizer
-from trainer.load_config import load_config
-from trainer.run_folder import resume_point
-from trainer.setup import set_up
+from trainer.config.load import load_config
+from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.run.resolve import set_up
+from trainer.run.run_folder import resume_point
 from trainer.trainer import Trainer
 
 

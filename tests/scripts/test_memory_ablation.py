@@ -1,13 +1,13 @@
-"""scripts/ladder.py: rungs on top of each other, measured or planned."""
+"""scripts/dev/memory_ablation.py: rungs on top of each other, measured or planned."""
 
 import subprocess
 import sys
 
 import pytest
 
-from scripts.ladder import RUNGS, rungs
+from scripts.dev.memory_ablation import RUNGS, rungs
 from tests.conftest import ROOT
-from trainer.load_config import load_config
+from trainer.config.load import load_config
 
 SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
 

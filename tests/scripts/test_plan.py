@@ -8,7 +8,7 @@ import pytest
 import tomli
 
 from tests.conftest import ROOT
-from trainer.recorder import KINDS
+from trainer.planning.recorder import KINDS
 
 
 def plan(*words):

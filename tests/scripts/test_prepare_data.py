@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from scripts.faults.bench import write_corpus
 from tests.conftest import ROOT
+from tests.faults.bench import write_corpus
 from trainer.config import TokenizerConfig
-from trainer.data.store import open_store
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.store.store import open_store
+from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def call(script, *words) -> subprocess.CompletedProcess:

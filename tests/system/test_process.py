@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from trainer.system import try_lock
+from trainer.system.files import try_lock
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CONTEXT = multiprocessing.get_context("fork")

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 
-from trainer import checkpoint
-from trainer import device as devices
-from trainer.checkpoint import Request, SaveFailed, Tensors
+from trainer.checkpoint import commit
+from trainer.checkpoint.commit import Request, SaveFailed, Tensors
+from trainer.checkpoint.storage import local_tensors, plan_of
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.distributed import broadcast, is_lost_contact
-from trainer.shards import local_tensors, plan_of
-from trainer.system import in_child_of, work_for_parent
+from trainer.runtime import device as devices
+from trainer.runtime.distributed import broadcast, is_lost_contact
+from trainer.system.process import in_child_of, work_for_parent
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
@@ -49,7 +49,7 @@ class Ended:
 
     @property
     def step(self) -> int:
-        return checkpoint.step_of(self.path)
+        return commit.step_of(self.path)
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Saver:
                 keep=0 if keep_all else self.config.keep,
                 keep_every=self.config.keep_every,
                 keep_also=keep_also,
-                aside=checkpoint.prepare(self.folder, step),
+                aside=commit.prepare(self.folder, step),
             )
             end = self.writer.start(request, tensors)
         except SaveFailed as failure:
             end = Future()
             end.set_exception(failure)
         now = time.perf_counter()
-        self.running = Running(checkpoint.path_of(self.folder, step), now - start, now, end)
+        self.running = Running(commit.path_of(self.folder, step), now - start, now, end)
 
     def before_update(self) -> None:
         self.writer.before_update()
@@ -197,7 +197,7 @@ class Here:
 
     def start(self, request: Request, tensors: Tensors) -> "Future[float]":
         plan = plan_of(tensors, dist.get_rank() == 0)
-        checkpoint.write(request, plan, local_tensors(tensors), self.group)
+        commit.write(request, plan, local_tensors(tensors), self.group)
         future: Future[float] = Future()
         future.set_result(time.perf_counter())
         return future
@@ -248,7 +248,7 @@ class InThread(Copying):
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
     def write(self, request: Request) -> None:
-        checkpoint.write(request, self.plan, self.staging.contents, self.group)
+        commit.write(request, self.plan, self.staging.contents, self.group)
 
 
 class InProcess(Copying):
@@ -351,7 +351,7 @@ def _attempt(
     request: Request, plan: SavePlan, contents: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> SaveFailed | None:
     try:
-        checkpoint.write(request, plan, contents, group)
+        commit.write(request, plan, contents, group)
     except SaveFailed as failure:
         return SaveFailed(str(failure))  # without its cause, which other processes may not be able to read
     except RuntimeError as error:

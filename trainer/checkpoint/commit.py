@@ -31,12 +31,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, SavePlan, StorageReader
 
-from trainer import logging, manifest
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import Damaged, File, Manifest
+from trainer.checkpoint.storage import Planner, ShardReader, ShardWriter, Stored, read_index, with_patience
 from trainer.config import ConfigError
-from trainer.distributed import from_rank_0
-from trainer.manifest import Damaged, File, Manifest
-from trainer.shards import Planner, ShardReader, ShardWriter, Stored, read_index, with_patience
-from trainer.system import sync
+from trainer.runtime.distributed import from_rank_0
+from trainer.system import logging
+from trainer.system.files import sync
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
 _LEFT_BEHIND = re.compile(r"step-\d+\.(saving|deleting)-\w+")

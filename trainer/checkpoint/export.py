@@ -5,14 +5,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer import checkpoint as checkpoints
-from trainer import logging, manifest
+from trainer.checkpoint import commit as checkpoints
+from trainer.checkpoint import manifest
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model, is_export_of
+from trainer.checkpoint.manifest import Damaged
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokenizers import load_tokenizer
-from trainer.device import GIB
-from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model, is_export_of
-from trainer.manifest import Damaged
+from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system import logging
+from trainer.system.units import GIB
 
 _SHARD_BYTES = 5 * GIB
 

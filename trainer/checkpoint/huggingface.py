@@ -18,10 +18,9 @@ from torch import Tensor
 
 from models import MODELS
 from models.spec import ModelSpec, SizeError
-from trainer import manifest
-from trainer.config import ConfigError
-from trainer.manifest import Damaged, Manifest
-from trainer.shards import (
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import Damaged, Manifest
+from trainer.checkpoint.storage import (
     DTYPE_OF,
     INDEX,
     Entry,
@@ -33,7 +32,8 @@ from trainer.shards import (
     read_rows,
     write_safetensors,
 )
-from trainer.system import no_folder, sync
+from trainer.config import ConfigError
+from trainer.system.files import no_folder, sync
 
 MODEL_FILE = "model.json"
 """In a checkpoint: what the network is, and which of the files are its tokenizer's."""

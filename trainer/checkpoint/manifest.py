@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from trainer.system import forget_pages, sync
+from trainer.system.files import digest, digest_of, forget_pages, sync
 
 NAME = "manifest.json"
 _LARGEST = 64 * 2**20
@@ -34,18 +32,6 @@ class Manifest:
     files: Mapping[str, File]
     about: Mapping[str, Any]
     """For people: step, tokens, versions."""
-
-
-def digest(content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def digest_of(path: Path) -> str:
-    running = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            running.update(block)
-    return running.hexdigest()
 
 
 def confirmed(path: Path, written: File) -> File:

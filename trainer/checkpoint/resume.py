@@ -9,12 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainer import logging, manifest
-from trainer.checkpoint import committed, step_of, steps_in
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import committed, step_of, steps_in
+from trainer.checkpoint.manifest import Damaged
 from trainer.config import ConfigError
-from trainer.distributed import from_rank_0
-from trainer.manifest import Damaged
-from trainer.system import replace_durably, sync
+from trainer.runtime.distributed import from_rank_0
+from trainer.system import logging
+from trainer.system.files import replace_durably, sync
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20

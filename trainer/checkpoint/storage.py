@@ -40,9 +40,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer import logging
-from trainer.device import local
-from trainer.manifest import Damaged, File, confirmed, read_text, require_name, write_file
+from trainer.checkpoint.manifest import Damaged, File, confirmed, read_text, require_name, write_file
+from trainer.runtime.dtensor import local
+from trainer.system import logging
 
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30

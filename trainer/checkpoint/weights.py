@@ -12,16 +12,17 @@ from torch import Tensor
 
 from models import MODELS
 from models.spec import ModelSpec
-from trainer import checkpoint, lineage, logging, manifest
-from trainer.checkpoint import Tensors
+from trainer.checkpoint import commit, manifest, resume
+from trainer.checkpoint.commit import Tensors
+from trainer.checkpoint.huggingface import Folder, FolderReader, Model
+from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.storage import ShardReader, Stored, read_index, read_rows
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.distributed import from_rank_0
-from trainer.huggingface import Folder, FolderReader, Model
-from trainer.manifest import Damaged
-from trainer.parallel.initialize import local_region
-from trainer.settings import nearest_name
-from trainer.shards import ShardReader, Stored, read_index, read_rows
-from trainer.system import no_folder
+from trainer.config.fields import nearest_name
+from trainer.runtime.distributed import from_rank_0
+from trainer.runtime.dtensor import local_region
+from trainer.system import logging
+from trainer.system.files import no_folder
 
 _KEY = "checkpoint.initial"
 _ROWS = 4096
@@ -38,7 +39,7 @@ class Weights:
         self.theirs: Folder | None = None
         if (folder / manifest.NAME).exists():
             try:
-                if problem := lineage.verify(folder):
+                if problem := resume.verify(folder):
                     raise Damaged(problem)
                 self.spec, self.sizes = Model.read(folder).network()
                 self.index = read_index(folder)
@@ -66,7 +67,7 @@ class Weights:
                 self._fill_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
             except Damaged as damage:
                 raise ConfigError("", f"{self.folder}: {damage}") from None
-        checkpoint.fill(self.folder, reader, index, wanted, cast=True)
+        commit.fill(self.folder, reader, index, wanted, cast=True)
 
     def _is_smaller(self, stored: Stored | None, parameter: Tensor) -> bool:
         there, here = stored.shape if stored else (), tuple(parameter.shape)
@@ -97,7 +98,7 @@ def newest(folder: Path) -> Path:
     """The newest checkpoint, where the folder is that of a run; else the folder. Raises ConfigError where it is none."""
     if problem := no_folder(folder):
         raise ConfigError("", f"{folder}: {problem}")
-    steps = lineage.candidates(folder / "checkpoints")
+    steps = resume.candidates(folder / "checkpoints")
     return steps[0] if steps else folder
 
 

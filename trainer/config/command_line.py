@@ -3,10 +3,15 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
-from trainer.load_config import exit_with
+from trainer.config.load import load_config
+from trainer.config.render import help_text, to_toml
+from trainer.config.schema import Config, ConfigError
+from trainer.system.process import local_rank
 
 
 class Arguments(argparse.ArgumentParser):
@@ -67,3 +72,50 @@ def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 0")
     return int(text)
+
+
+def check_chosen_ranks() -> None:
+    """Raises ConfigError where LOG_RANK names no ranks."""
+    chosen = os.environ.get("LOG_RANK", "0")
+    if chosen != "all" and not all(word.isdecimal() for word in chosen.split(",")):
+        raise ConfigError("", f"LOG_RANK={chosen}: expected all, or numbers of ranks such as 0,3")
+
+
+def exit_with(line: str) -> NoReturn:
+    """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
+    the first one prints it."""
+    if local_rank():
+        time.sleep(5)  # when the first rank has spoken and ended, the launcher ends this one
+    print(line, file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+@contextmanager
+def one_line_errors(config: Config) -> Iterator[None]:
+    """A ConfigError inside becomes one line on stderr and exit code 2."""
+    try:
+        yield
+    except ConfigError as error:
+        exit_with(config.explain(error))
+
+
+def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
+    """load_config for a command: answers --help and --print-config, and turns errors into one line and exit code 2."""
+    if "--help" in argv or "-h" in argv:
+        _print_and_exit(help_text())
+    try:
+        check_chosen_ranks()
+        config = load_config([word for word in argv if word != "--print-config"], files)
+    except ConfigError as error:
+        exit_with(str(error))
+    if "--print-config" in argv:
+        _print_and_exit(to_toml(config))
+    return config
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `--help | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from trainer import config as declarations
-from trainer.config import Config, Rule
+from trainer.config import schema as declarations
+from trainer.config.schema import Config, Rule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,32 +3,18 @@ probably meant."""
 
 import glob
 import os
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tomli
 
-from trainer import logging
-from trainer.config import Config, ConfigError, toml_value
-from trainer.settings import (
-    Setting,
-    broken_rule,
-    convert,
-    expected,
-    from_text,
-    is_table,
-    nearest_name,
-    settings,
-)
-from trainer.show_config import help_text, to_toml
-from trainer.system import local_rank, no_folder
+from trainer.config.fields import Setting, broken_rule, convert, expected, from_text, is_table, nearest_name, settings
+from trainer.config.schema import Config, ConfigError, toml_value
+from trainer.system.files import no_folder
 
-DEFAULT_CONFIG = Path(__file__).parent.parent / "train_configs" / "debug.toml"
+DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
 # ---------------------------------------------------------------- TOML and command line
@@ -330,43 +316,3 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
 
 
 # ---------------------------------------------------------------- the start of every command
-
-
-def exit_with(line: str) -> NoReturn:
-    """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
-    the first one prints it."""
-    if local_rank():
-        time.sleep(5)  # when the first rank has spoken and ended, the launcher ends this one
-    print(line, file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-@contextmanager
-def one_line_errors(config: Config) -> Iterator[None]:
-    """A ConfigError inside becomes one line on stderr and exit code 2."""
-    try:
-        yield
-    except ConfigError as error:
-        exit_with(config.explain(error))
-
-
-def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
-    """load_config for a command: answers --help and --print-config, and turns errors into one line and exit code 2."""
-    if "--help" in argv or "-h" in argv:
-        _print_and_exit(help_text())
-    try:
-        logging.check_chosen_ranks()
-        config = load_config([word for word in argv if word != "--print-config"], files)
-    except ConfigError as error:
-        exit_with(str(error))
-    if "--print-config" in argv:
-        _print_and_exit(to_toml(config))
-    return config
-
-
-def _print_and_exit(text: str) -> NoReturn:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `--help | head`: the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)

@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from trainer.config import ConfigError
+from trainer.config.schema import ConfigError
 
 
 def library(name: str, setting: str) -> ModuleType:

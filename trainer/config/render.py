@@ -1,7 +1,7 @@
 """A configuration as text: TOML, --help, and the tables of docs/configuration.md."""
 
-from trainer.config import Config, toml_value
-from trainer.settings import Setting, describe, is_table, settings
+from trainer.config.fields import Setting, describe, is_table, settings
+from trainer.config.schema import Config, toml_value
 
 USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]"
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from trainer.checkpoint.export import their_tokenizer, tokenizer_of
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, Model
+from trainer.checkpoint.weights import Weights, newest
 from trainer.config import ConfigError
-from trainer.data.chat import ChatFormat, load_chat_format
-from trainer.data.tokenizer import Tokenizer
-from trainer.distributed import from_rank_0
-from trainer.export import their_tokenizer, tokenizer_of
-from trainer.huggingface import CHAT_TEMPLATE, Model
-from trainer.initial import Weights, newest
+from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.tensor import apply_tensor, tie, tied_names
+from trainer.runtime.distributed import from_rank_0
 
 
 class CachedAttention(nn.Module):

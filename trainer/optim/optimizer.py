@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from trainer import eight_bits
 from trainer.config import ConfigError, OptimizerConfig
-from trainer.device import DTYPES, local
-from trainer.distributed import sharded_like, sum_over
-from trainer.eight_bits import EightBits
-from trainer.updates import BackwardUpdate, DeviceUpdate, HostUpdate, Update
+from trainer.optim import quantization
+from trainer.optim.placement import BackwardUpdate, DeviceUpdate, HostUpdate, Update
+from trainer.optim.quantization import EightBits
+from trainer.runtime.device import DTYPES
+from trainer.runtime.distributed import sum_over
+from trainer.runtime.dtensor import local, sharded_like
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
@@ -56,7 +57,7 @@ _AVERAGES = {"exp_avg": True, "exp_avg_sq": False}
 
 def _new_average(name: str, p: Tensor, codes: EightBits | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """codes: where it is kept in 8 bits, if it can be; else dtype."""
-    if codes is None or not eight_bits.fits(p):
+    if codes is None or not quantization.fits(p):
         return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
     values, scales = codes.zeros_like(local(p.detach()))
     return {name: sharded_like(p, values), f"{name}_scale": sharded_like(p, scales)}
@@ -116,9 +117,11 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.
 def require_whole_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
     """Raises ConfigError where what is kept in 8 bits would depend on the layout. parameters: they need no memory yet."""
     for name, p in parameters.items():
-        if config.state_dtype == "8bit" and eight_bits.fits(p) and not eight_bits.fits(local(p)):
+        if config.state_dtype == "8bit" and quantization.fits(p) and not quantization.fits(local(p)):
             columns = local(p).shape[1]
-            rule = f"8bit keeps blocks of {eight_bits.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
+            rule = (
+                f"8bit keeps blocks of {quantization.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
+            )
             raise ConfigError("optimizer.state_dtype", rule)
 
 

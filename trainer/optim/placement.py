@@ -6,9 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer import device as devices
-from trainer.device import local
-from trainer.distributed import sharded_like
+from trainer.runtime import device as devices
+from trainer.runtime.dtensor import local, sharded_like
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 

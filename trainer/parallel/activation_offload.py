@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.device import HostLink
 from trainer.parallel.activation_checkpoint import Compute
 from trainer.parallel.recompute import storage_id
+from trainer.runtime.host_memory import HostLink
 
 
 class HostInputs:

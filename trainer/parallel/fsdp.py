@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from models.spec import ParallelPlan
 from trainer.config import ParallelConfig
-from trainer.device import DTYPES
+from trainer.runtime.device import DTYPES
 
 
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.runtime.dtensor import local_region
 
 _ROWS = 1024
 """Rows that one generator draws. Part of the definition of the initial weights: another number gives other weights."""
@@ -38,14 +38,6 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
                 columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
                 wanted = rows[(slice(start - block * _ROWS, stop - block * _ROWS), *columns)]
                 local[start - offset[0] : stop - offset[0]].copy_(wanted)
-
-
-def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """This rank's values, the shape of the whole parameter, and where in it they stand."""
-    if not isinstance(parameter, DTensor):
-        return parameter, tuple(parameter.shape), (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(parameter.shape), tuple(offset)
 
 
 def _draw(model: nn.Module, name: str, shape: tuple[int, ...], block: int, seed: int) -> Tensor:

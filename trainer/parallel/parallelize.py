@@ -7,8 +7,7 @@ from torch import nn
 
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
-from trainer.device import DTYPES
-from trainer.parallel import compilation
+from trainer.parallel import compile
 from trainer.parallel.activation_checkpoint import (
     Again,
     Compute,
@@ -19,10 +18,11 @@ from trainer.parallel.activation_checkpoint import (
 )
 from trainer.parallel.activation_offload import HostInputs
 from trainer.parallel.attention import Kernels, apply_attention
-from trainer.parallel.dims import Meshes
 from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage, cut_to_stage
 from trainer.parallel.tensor import apply_tensor
+from trainer.runtime.device import DTYPES
 
 
 def parallelize(
@@ -45,7 +45,7 @@ def parallelize(
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
-    compilation.configure(checkpointing, tp.get_group() if overlapped else None)
+    compile.configure(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
 
     def again(block: str) -> Again:
@@ -83,7 +83,7 @@ def block_forward(
     if again == "gathers_compiled":
         forward = recompute_gathers(forward)
     if compiling.enabled:
-        forward = compilation.compiled(forward)
+        forward = compile.compiled(forward)
     if again == "all":
         # Around the compiled block: inside, torch 2.13 stumbles over DTensors.
         forward = recompute_all(forward)

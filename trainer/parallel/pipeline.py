@@ -24,8 +24,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from models.spec import ParallelPlan
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
-from trainer.distributed import sum_over
 from trainer.parallel.step import CutSequence, MakeHead, count_targets
+from trainer.runtime.distributed import sum_over
 
 
 @dataclass(frozen=True, kw_only=True)

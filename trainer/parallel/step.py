@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.batch import IGNORED, Batch
-from trainer.distributed import sum_over
+from trainer.runtime.distributed import sum_over
 
 MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
 """Labels (batch, seq) -> what the output module applies to (hidden, weight), giving the summed loss."""

@@ -6,7 +6,7 @@ import torch
 
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ConfigError, ParallelConfig, TrainingConfig
-from trainer.parallel.dims import ParallelDims
+from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import SCHEDULES
 
 

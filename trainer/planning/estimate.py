@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from trainer.boards import GIB, Board
 from trainer.config import (
     CompileConfig,
     Config,
@@ -13,9 +12,11 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
-from trainer.roofline import StepTime, bubble, step_time
-from trainer.setup import Setup, set_up
-from trainer.simulate import Simulation, simulate
+from trainer.planning.roofline import StepTime, bubble, step_time
+from trainer.planning.simulate import Simulation, simulate
+from trainer.run.resolve import Setup, set_up
+from trainer.runtime.accelerators import Board
+from trainer.system.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from trainer.device import HostLink
 from trainer.parallel.attention import Kernels
-from trainer.recorder import Recorder
+from trainer.planning.recorder import Recorder
+from trainer.runtime.host_memory import HostLink
 
 ON_IMAGINARY_GPU = Kernels(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
 """flex_attention keeps for backward what the plain kernel keeps, and its mask is small."""

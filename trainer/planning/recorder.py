@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.device import local
+from trainer.runtime.dtensor import local
 
 aten = torch.ops.aten
 

@@ -4,11 +4,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trainer.boards import GIB
 from trainer.config import ConfigError
-from trainer.data.optional import library
-from trainer.recorder import KINDS
-from trainer.simulate import Simulation
+from trainer.config.packages import library
+from trainer.planning.recorder import KINDS
+from trainer.planning.simulate import Simulation
+from trainer.system.units import GIB
 
 FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")

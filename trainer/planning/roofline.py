@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.boards import Board
-from trainer.recorder import Traffic
+from trainer.planning.recorder import Traffic
+from trainer.runtime.accelerators import Board
 
 OF_FLOPS, OF_BANDWIDTH, OF_NETWORK = 0.75, 0.85, 0.8
 """What large operators reach of a board's peaks: matrix products, element-wise operators, collectives."""

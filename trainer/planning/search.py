@@ -5,15 +5,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainer.boards import GIB, Board
-from trainer.config import Config, ConfigError, toml_value
-from trainer.load_config import check_combinations
-from trainer.planning import Plan, assembled, bubble_of, chosen_ranks, without_files
-from trainer.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK
-from trainer.room import least
-from trainer.setup import Setup, set_up
-from trainer.simulate import simulate
-from trainer.system import cores
+from trainer.config import Config, ConfigError
+from trainer.config.load import check_combinations
+from trainer.config.schema import toml_value
+from trainer.planning.estimate import Plan, assembled, bubble_of, chosen_ranks, without_files
+from trainer.planning.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK
+from trainer.planning.simulate import simulate
+from trainer.run.preflight import least
+from trainer.run.resolve import Setup, set_up
+from trainer.runtime.accelerators import Board
+from trainer.system.process import cores
+from trainer.system.units import GIB
 
 _MOST_PP = 16
 _DERIVED = {"pipeline_stages_per_rank": 0, "pipeline_split": (), "reshard_after_forward": "default"}

@@ -18,15 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
 from trainer.config import Config
-from trainer.device import local
 from trainer.engine import Engine, parts_of_rank
-from trainer.imaginary import ON_IMAGINARY_GPU, agree_on_shapes, fsdp_told, host_buffers, norms, trials_unseen
 from trainer.parallel.attention import ON_CPU
-from trainer.parallel.dims import Meshes
+from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
-from trainer.recorder import KINDS, Moment, Recorder, Traffic
-from trainer.setup import Setup, set_up
-from trainer.system import cores, die_with_parent
+from trainer.planning.patches import ON_IMAGINARY_GPU, agree_on_shapes, fsdp_told, host_buffers, norms, trials_unseen
+from trainer.planning.recorder import KINDS, Moment, Recorder, Traffic
+from trainer.run.resolve import Setup, set_up
+from trainer.runtime.dtensor import local
+from trainer.system.process import cores, die_with_parent
 
 CPU = torch.device("cpu")
 _POINTS = 2000
@@ -82,7 +82,7 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
     groups of a world, and would look for them in the next."""
     processes = min(len(jobs), cores())
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.simulate"])
+    context.set_forkserver_preload(["trainer.planning.estimate.simulate"])
     with ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool:
         return list(pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs))
 

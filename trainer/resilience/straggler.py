@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer import device as devices
-from trainer import logging
+from trainer.runtime import device as devices
+from trainer.system import logging
 
 _FEWEST_STEPS = 5
 """Of fewer, the mean says little."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from trainer import device as devices
-from trainer import logging
 from trainer.config import MetricsConfig
-from trainer.device import GIB
-from trainer.system import replace_durably
+from trainer.runtime import device as devices
+from trainer.system import logging
+from trainer.system.files import replace_durably
+from trainer.system.units import GIB
 
 _FILE, _BOARD = "metrics.jsonl", "TensorBoard's files"
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer import device as devices
-from trainer.boards import GIB
+from trainer.checkpoint.resume import candidates
 from trainer.config import CheckpointConfig, ConfigError, OptimizerConfig, ParallelConfig, TrainingConfig
-from trainer.device import DTYPES, local
-from trainer.distributed import from_all_ranks, from_rank_0
-from trainer.lineage import candidates
-from trainer.system import machine, memory_available
+from trainer.runtime import device as devices
+from trainer.runtime.device import DTYPES
+from trainer.runtime.distributed import from_all_ranks, from_rank_0
+from trainer.runtime.dtensor import local
+from trainer.system.process import machine, memory_available
+from trainer.system.units import GIB
 
 
 @dataclass(frozen=True)

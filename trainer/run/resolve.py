@@ -8,18 +8,18 @@ import torch
 
 from models import MODELS
 from models.spec import ModelSpec, SizeError
-from trainer import device as devices
-from trainer import eight_bits
 from trainer.config import Config, ConfigError, ModelConfig
-from trainer.data.chat import ChatFormat
-from trainer.data.encode import chat_format
-from trainer.data.members import members
-from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokenizers import load_tokenizer
-from trainer.parallel.dims import ParallelDims
-from trainer.parallel.fit import hidden_shape, require_fit, require_supported
+from trainer.config.fields import Setting, convert, describe, nearest_name, settings
+from trainer.data.build import members
+from trainer.data.chat.format import ChatFormat
+from trainer.data.prepare.encode import chat_format
+from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.optim import quantization
+from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, refuse_microbatches, stages
-from trainer.settings import Setting, convert, describe, nearest_name, settings
+from trainer.parallel.validate import hidden_shape, require_fit, require_supported
+from trainer.runtime import device as devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ def set_up(config: Config, world_size: int) -> Setup:
         )
     if dims.pp > 1:
         refuse_microbatches(config.parallel, training.global_batch_size // together)
-    if config.optimizer.state_dtype == "8bit" and not any(map(eight_bits.fits, network.parameters())):
-        rule = f"8bit keeps matrices whose rows are multiples of {eight_bits.BLOCK}, and {name} has none"
+    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.fits, network.parameters())):
+        rule = f"8bit keeps matrices whose rows are multiples of {quantization.BLOCK}, and {name} has none"
         raise ConfigError("optimizer.state_dtype", rule)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:

@@ -14,16 +14,18 @@ import tomli
 import torch
 import torch.distributed as dist
 
-from trainer import device as devices
-from trainer import lineage, logging, manifest
-from trainer.config import Config, ConfigError, toml_value
-from trainer.distributed import from_rank_0
-from trainer.huggingface import CHAT_TEMPLATE, MODEL_FILE, Model
-from trainer.lineage import Saved
-from trainer.manifest import Damaged
-from trainer.setup import Setup
-from trainer.show_config import to_toml
-from trainer.system import no_folder, replace_durably, try_lock
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Model
+from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.resume import Saved
+from trainer.config import Config, ConfigError
+from trainer.config.render import to_toml
+from trainer.config.schema import toml_value
+from trainer.run.resolve import Setup
+from trainer.runtime import device as devices
+from trainer.runtime.distributed import from_rank_0
+from trainer.system import logging
+from trainer.system.files import no_folder, replace_durably, try_lock
 
 _LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LARGEST_CONFIG = 2**20
@@ -88,14 +90,14 @@ def give_back(config: Config, lock: TextIO | None) -> None:
 def leave_newer(saved: Saved) -> None:
     """Begin a new lineage, by one rank. Raises ConfigError where that cannot be written."""
     with _writing(saved.path.parent):
-        lineage.abandon_newer(saved)
+        resume.abandon_newer(saved)
 
 
 def resume_point(config: Config, setup: Setup) -> Saved | None:
     """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
-    saved = lineage.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
+    saved = resume.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
-        lineage.require_same(saved, setup.identity)
+        resume.require_same(saved, setup.identity)
     return saved
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, kw_only=True)
 class Board:

@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from trainer import device as devices
 from trainer.config import ConfigError, DistributedConfig
-from trainer.system import local_rank, machine
+from trainer.runtime import device as devices
+from trainer.system.process import local_rank, machine
 
 T = TypeVar("T")
 
@@ -201,20 +199,6 @@ def once_per_machine(work: Callable[[], str]) -> str:
         store.set(by_rank_0, "done")
     store.set(here, result)
     return result
-
-
-def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """What rank by rank belongs to a parameter's shards, as a whole; it stays where it is, and what is written to the whole is
-    written to the part. part: this rank's, of its shard's shape, or with dims that are smaller by a factor; scalars are whole."""
-    if part.dim() == 0 or not isinstance(parameter, DTensor):
-        return part
-    shape = torch.Size(
-        whole if mine == shard else whole * mine // shard
-        for whole, shard, mine in zip(parameter.shape, parameter.to_local().shape, part.shape, strict=True)
-    )
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
-    # Not from_local, which would bring it to the device of the mesh.
-    return DTensor(part, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
 
 
 def side_store() -> dist.Store:

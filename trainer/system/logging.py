@@ -6,8 +6,6 @@ import time
 from contextlib import suppress
 from typing import TextIO
 
-from trainer.config import ConfigError
-
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
@@ -16,13 +14,6 @@ def _rank() -> int:
 def _chosen() -> bool:
     chosen = os.environ.get("LOG_RANK", "0")
     return chosen == "all" or str(_rank()) in chosen.split(",")
-
-
-def check_chosen_ranks() -> None:
-    """Raises ConfigError where LOG_RANK names no ranks."""
-    chosen = os.environ.get("LOG_RANK", "0")
-    if chosen != "all" and not all(word.isdecimal() for word in chosen.split(",")):
-        raise ConfigError("", f"LOG_RANK={chosen}: expected all, or numbers of ranks such as 0,3")
 
 
 def _line(text: str) -> str:

@@ -1,14 +1,11 @@
 """What the operating system gives: cores, this rank's place on its machine, and files that survive a power cut."""
 
 import ctypes
-import fcntl
 import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
-from typing import TextIO
 
 
 def cores() -> int:
@@ -49,42 +46,6 @@ def memory_available() -> int | None:
     return min(free, limit - used + int(files.split()[1]))
 
 
-def no_folder(path: str | Path) -> str:
-    """Why there is no folder there, or "" where there is one."""
-    if os.path.isdir(path):
-        return ""
-    return "is a file, no folder" if os.path.exists(path) else "no such folder"
-
-
-def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def forget_pages(path: Path) -> None:
-    """What is read of the file next comes from the disk, where the system can do that."""
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def write_durably(path: Path, text: str) -> None:
-    path.write_text(text)
-    sync(path)
-
-
-def replace_durably(path: Path, text: str) -> None:
-    """The old content stays until the new one is there."""
-    aside = path.with_name(f"{path.name}.aside")
-    write_durably(aside, text)
-    aside.replace(path)
-    sync(path.parent)
-
-
 def die_with_parent() -> None:
     """End this process when the one that started it ends, however that may be (Linux)."""
     if sys.platform == "linux":
@@ -93,41 +54,6 @@ def die_with_parent() -> None:
 
 def in_child_of(parent: int) -> bool:
     return os.getppid() == parent
-
-
-def try_lock(path: Path, patience_s: float) -> TextIO | str:
-    """Take the lock that a file is, for as long as the returned file stays open and this process lives; or say who has it.
-    The lock goes with the process, however that ends: there are no stale ones. Raises OSError.
-
-    patience_s: how long to wait for a holder that is just ending.
-    """
-    end = time.monotonic() + patience_s
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < end:
-                file.close()
-                time.sleep(0.1)
-                continue
-            file.seek(0)
-            return file.read().strip() or "another process"
-        if not _is_named(file, path):
-            file.close()  # whoever had it has removed it
-            continue
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
-        return file
-
-
-def _is_named(file: TextIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def work_for_parent(*_: object) -> None:

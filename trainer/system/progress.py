@@ -2,7 +2,7 @@
 
 from tqdm import tqdm
 
-from trainer import logging
+from trainer.system import logging
 
 
 def progress(total: int | None, unit: str, what: str) -> tqdm:

@@ -20,12 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import Batch
 from trainer.config import Config, TrainingConfig
-from trainer.device import local
+from trainer.config.load import load_config
 from trainer.engine import Engine, parts_of_rank
-from trainer.load_config import load_config
 from trainer.parallel.attention import ON_CPU
-from trainer.parallel.dims import Meshes
-from trainer.setup import set_up
+from trainer.parallel.mesh import Meshes
+from trainer.run.resolve import set_up
+from trainer.runtime.dtensor import local
 
 STEP, BACKWARD = "the step that is measured", "a backward"
 

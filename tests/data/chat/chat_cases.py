@@ -3,7 +3,7 @@
 import sentencepiece
 
 from trainer.config import TokenizerConfig
-from trainer.data.tokenizers import SentencePieceTokenizer, load_tokenizer
+from trainer.data.tokenizer.backends import SentencePieceTokenizer, load_tokenizer
 
 DEFAULT = load_tokenizer(TokenizerConfig())
 CHATML_NAMES = {

@@ -1,6 +1,6 @@
 import pytest
 
-from trainer.data.conversations import Conversation, Pair, conversation_of
+from trainer.data.chat.conversations import Conversation, Pair, conversation_of
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}

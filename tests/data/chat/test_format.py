@@ -4,12 +4,12 @@ from datetime import datetime
 
 import pytest
 
-from tests.data.chat_cases import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
+from tests.data.chat.chat_cases import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
 from trainer.config import ConfigError
-from trainer.data.chat import ChatFormat, load_chat_format
-from trainer.data.chat_files import BUILT_IN
-from trainer.data.chat_template import TemplateFailure
-from trainer.data.conversations import Pair
+from trainer.data.chat.conversations import Pair
+from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template import TemplateFailure
+from trainer.data.chat.template_files import BUILT_IN
 
 # ---------------------------------------------------------------- token by token
 

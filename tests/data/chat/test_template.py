@@ -2,7 +2,7 @@ from datetime import datetime
 
 import pytest
 
-from trainer.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
+from trainer.data.chat.template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
 
 DAY = datetime(2024, 7, 26)
 

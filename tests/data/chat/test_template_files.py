@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from tests.data.chat_cases import CHATML, DEFAULT, TALK
+from tests.data.chat.chat_cases import CHATML, DEFAULT, TALK
 from trainer.config import ConfigError
-from trainer.data.chat import ChatFormat, load_chat_format
-from trainer.data.chat_files import BUILT_IN
+from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template_files import BUILT_IN
 
 
 def test_a_template_is_found_in_each_of_its_forms(tmp_path, llama3):

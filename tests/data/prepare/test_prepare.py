@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.faults.bench import write_corpus
+from tests.faults.bench import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data import corpus, tokenizing
-from trainer.data import prepare as module
+from trainer.data.prepare import fingerprint, tokenize
+from trainer.data.prepare import prepare as module
 from trainer.data.sources import text
-from trainer.data.store import open_store, read_description, token_dtype
-from trainer.data.tokenizers import DEFAULT_FILE, load_tokenizer
+from trainer.data.store.store import open_store, read_description, token_dtype
+from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 
 DEFAULT = TokenizerConfig()
 
@@ -70,7 +70,7 @@ def test_every_document_is_in_exactly_one_split(data):
 
 
 def test_any_number_of_processes_gives_the_same_store(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "PART_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
     one = prepare(data, DEFAULT)
     three = prepare(replace(data, prepare_processes=3, store_folder=str(tmp_path / "other")), DEFAULT)
     assert len(contents(one)) == 6
@@ -121,9 +121,9 @@ class Killed(BaseException):
     """Not an error that anything could handle."""
 
 
-@pytest.mark.parametrize(("place", "name"), [(module, "write_split"), (tokenizing, "_tokenize")])
+@pytest.mark.parametrize(("place", "name"), [(module, "write_split"), (tokenize, "_tokenize")])
 def test_a_killed_preparation_leaves_no_store_and_goes_on_where_it_was(data, monkeypatch, place, name):
-    monkeypatch.setattr(tokenizing, "PART_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
     whole = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
 
@@ -141,8 +141,8 @@ def test_a_killed_preparation_leaves_no_store_and_goes_on_where_it_was(data, mon
             prepare(data, DEFAULT)
     assert not list(Path(data.store_folder).glob("*/store.json"))
     tokenized = []
-    encode = tokenizing._is_held_out
-    monkeypatch.setattr(tokenizing, "_is_held_out", lambda *args: tokenized.append(args) or encode(*args))
+    encode = tokenize._is_held_out
+    monkeypatch.setattr(tokenize, "_is_held_out", lambda *args: tokenized.append(args) or encode(*args))
     assert contents(prepare(data, DEFAULT)) == whole
     assert len(tokenized) < 60, "finished parts are not done again"
 
@@ -170,7 +170,7 @@ def test_unreadable_and_empty_documents_are_counted_and_told(data, tmp_path, cap
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_more_problems_than_allowed_stop_it_with_the_first_of_them(data, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(tokenizing, "PART_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
     for i in range(5):
         (tmp_path / "corpus" / f"0{i}_empty.txt").touch()
     data = replace(data, prepare_processes=processes)
@@ -247,7 +247,7 @@ def test_tokens_that_others_made_are_taken_as_they_are(data, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_token_that_the_tokenizer_has_not_ends_it_whoever_finds_it(data, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(tokenizing, "PART_BYTES", 40)
+    monkeypatch.setattr(tokenize, "PART_BYTES", 40)
     np.array([5] * 99 + [2048], "<u2").tofile(tmp_path / "x.bin")
     data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_processes=processes)
     rule = f"{tmp_path}/x.bin: token 2048 at byte 198 is none of the tokenizer's 2048 (read as uint16)"
@@ -259,15 +259,15 @@ def test_a_file_that_cannot_be_read_is_told(data, tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "digest_of", unreadable)
+        patch.setattr(fingerprint, "digest_of", unreadable)
         assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
     monkeypatch.setattr(text, "open_stream", unreadable)  # since its digest was made
     assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
 
 
 def test_a_process_that_is_killed_is_told(data, monkeypatch):
-    monkeypatch.setattr(tokenizing, "PART_BYTES", 4000)
-    monkeypatch.setattr(tokenizing, "_tokenize_in_worker", _killed)
+    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "_tokenize_in_worker", _killed)
     rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
     assert refused(replace(data, prepare_processes=2)) == ("data.prepare_processes", rule)
 

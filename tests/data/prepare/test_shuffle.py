@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.data.stores import shuffled, write_parts
-from trainer.data import parts as parts_module
-from trainer.data import shuffle as module
-from trainer.data.shuffle import _limits
-from trainer.data.store import Encoded
+from trainer.data.prepare import runs as parts_module
+from trainer.data.prepare import shuffle as module
+from trainer.data.prepare.shuffle import _limits
+from trainer.data.store.store import Encoded
 
 
 def documents(count: int, first: int = 0) -> list[tuple[Encoded, bool]]:

@@ -9,11 +9,11 @@ import torch
 
 from trainer.batch import IGNORED
 from trainer.config import DataConfig
-from trainer.data.loader import Cut, SampleOrder, held_out_batches, training_batches
-from trainer.data.mixture import CombinedSamples, stages_of
-from trainer.data.packing import pack, read_pieces
-from trainer.data.samples import PackedSamples, WrappedSamples
-from trainer.data.store import TokenStore
+from trainer.data.sampling.loader import Cut, SampleOrder, held_out_batches, training_batches
+from trainer.data.sampling.mixture import CombinedSamples, stages_of
+from trainer.data.sampling.packing import pack, read_pieces
+from trainer.data.sampling.samples import PackedSamples, WrappedSamples
+from trainer.data.store.store import TokenStore
 
 SEQ = 4
 ONE = stages_of((), ("data",))

@@ -5,10 +5,10 @@ import pytest
 
 from trainer.batch import Batch
 from trainer.config import ConfigError
-from trainer.data.loader import SampleOrder
-from trainer.data.mixture import PERIOD, CombinedSamples, stages_of
-from trainer.data.samples import WrappedSamples
-from trainer.data.store import TokenStore
+from trainer.data.sampling.loader import SampleOrder
+from trainer.data.sampling.mixture import PERIOD, CombinedSamples, stages_of
+from trainer.data.sampling.samples import WrappedSamples
+from trainer.data.store.store import TokenStore
 
 NAMES = ("web", "code", "math")
 

@@ -5,9 +5,9 @@ import pytest
 
 from trainer.batch import IGNORED
 from trainer.config import ConfigError, DataConfig
-from trainer.data.packing import best_fit, cut_documents, pack, read_pieces
-from trainer.data.samples import PackedSamples, WrappedSamples
-from trainer.data.store import TokenStore
+from trainer.data.sampling.packing import best_fit, cut_documents, pack, read_pieces
+from trainer.data.sampling.samples import PackedSamples, WrappedSamples
+from trainer.data.store.store import TokenStore
 
 
 def store_of(lengths, targets=None):
@@ -62,7 +62,7 @@ def test_documents_longer_than_a_sample_are_treated_as_set(long_documents, piece
 
 def test_what_has_no_target_is_left_out_and_counted(tmp_path, monkeypatch):
     told = []
-    monkeypatch.setattr("trainer.data.packing.logging.warning", told.append)
+    monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", told.append)
     targets = np.zeros(12, np.uint8)
     targets[[2, 6]] = 1  # of the documents [0, 4) and [4, 8); none in [8, 12)
     samples = packed(tmp_path, store_of([4, 4, 4], targets), 3, packing="none")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.order import permute, scatter
+from trainer.data.sampling.permutation import permute, scatter
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 100, 1023, 4097])

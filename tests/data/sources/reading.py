@@ -6,7 +6,7 @@ import pytest
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.sources import Problem, Source, open_source
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def opened(dataset: str, path, **settings) -> Source:

@@ -8,8 +8,7 @@ import pytest
 import zstandard
 
 from tests.data.sources.reading import opened, read, told
-from trainer.config import ConfigError
-from trainer.data import optional
+from trainer.config import ConfigError, packages
 from trainer.data.sources.streams import open_stream
 
 TEXT = "".join(f'{{"text": "document {i}"}}\n' for i in range(5000))
@@ -99,7 +98,7 @@ def test_without_the_package_a_zst_file_is_refused_in_one_line(tmp_path, monkeyp
     def missing(name):
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr(optional.importlib, "import_module", missing)
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
     with pytest.raises(ConfigError) as error:
         read("text", tmp_path)
     assert str(error.value) == "data.path: needs the package zstandard: pip install zstandard"

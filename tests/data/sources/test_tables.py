@@ -8,8 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.sources.reading import opened, read, refused, told
-from trainer.config import ConfigError
-from trainer.data import optional
+from trainer.config import ConfigError, packages
 from trainer.data.sources import Problem
 
 TEXTS = [f"row {i} ünï" for i in range(1000)]
@@ -109,7 +108,7 @@ def test_without_the_package_tables_are_refused_in_one_line(tmp_path, monkeypatc
     def missing(name):
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr(optional.importlib, "import_module", missing)
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
     for dataset in ("parquet", "huggingface"):
         assert refused(dataset, tmp_path) == ("data.dataset", "needs the package pyarrow: pip install pyarrow")
 
@@ -204,7 +203,7 @@ class Datasets:
 
 def test_a_name_is_looked_up_by_the_package_datasets(tmp_path, monkeypatch):
     save_to_disk(tmp_path / "cache", TEXTS)
-    library = optional.library
+    library = packages.library
     package = Datasets(tmp_path / "cache")
     monkeypatch.setattr(
         "trainer.data.sources.tables.library", lambda name, key: package if name == "datasets" else library(name, key)

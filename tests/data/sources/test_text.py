@@ -11,7 +11,7 @@ from tests.data.sources.reading import opened, read, told
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.sources import open_source
 from trainer.data.sources.source import Span, Unfit
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def test_the_standard_library_is_there_without_what_was_installed():

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scripts.faults.bench import write_corpus
-from tests.data.test_prepare import DEFAULT, documents, of_texts, prepare
+from tests.data.prepare.test_prepare import DEFAULT, documents, of_texts, prepare
+from tests.faults.bench import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data import tokenizing
-from trainer.data.store import Encoded, Joined, check_content, open_store, read_description
-from trainer.data.tokenizers import DEFAULT_FILE
+from trainer.data.prepare import tokenize
+from trainer.data.store.store import Encoded, Joined, check_content, open_store, read_description
+from trainer.data.tokenizer.backends import DEFAULT_FILE
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_store_has_targets_where_its_documents_have_them(data, monkeypatch):
 
     assert open_store(prepare(data, DEFAULT), "train").targets is None
     shutil.rmtree(data.store_folder)
-    monkeypatch.setitem(tokenizing.ENCODERS, "text", masked)
+    monkeypatch.setitem(tokenize.ENCODERS, "text", masked)
     store = open_store(prepare(data, DEFAULT), "train")
     assert store.targets is not None and store.targets.dtype == np.uint8
     assert store.targets.tolist() == [0, 0, 1, 1, 1] * (len(store.documents) - 1)
@@ -143,7 +143,7 @@ def test_joined_stores_are_known_by_their_names_and_contents_wherever_they_lie(s
 
 def test_targets_of_joined_stores_are_everywhere_in_those_that_have_none(stores, tmp_path, monkeypatch):
     data, _ = stores
-    monkeypatch.setitem(tokenizing.ENCODERS, "text", lambda *_: lambda text: Encoded(np.arange(5), np.zeros(5)))
+    monkeypatch.setitem(tokenize.ENCODERS, "text", lambda *_: lambda text: Encoded(np.arange(5), np.zeros(5)))
     more = replace(data, dataset="text", path=str(write_corpus(tmp_path / "more", 4, seed=9)), store_folder=data.path)
     masked = open_store(prepare(more, DEFAULT), "train")
     joined = open_store(prepare(data, DEFAULT), "train")

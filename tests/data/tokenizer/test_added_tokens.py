@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.data.chat_cases import DEFAULT
+from tests.data.chat.chat_cases import DEFAULT
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.chat import load_chat_format
-from trainer.data.tokenizers import load_tokenizer
+from trainer.data.chat.format import load_chat_format
+from trainer.data.tokenizer.backends import load_tokenizer
 
 NAMES = ("<|im_start|>", "<|im_end|>")
 

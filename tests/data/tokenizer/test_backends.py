@@ -8,12 +8,11 @@ import sentencepiece
 import tokenizers
 
 from tests.data.mixed_text import documents
-from trainer.config import ConfigError, TokenizerConfig
-from trainer.data import optional
-from trainer.data import tokenizers as module
+from trainer.config import ConfigError, TokenizerConfig, packages
+from trainer.config.load import load_config
 from trainer.data.sources import open_source
-from trainer.data.tokenizers import DEFAULT_FILE, load_tokenizer
-from trainer.load_config import load_config
+from trainer.data.tokenizer import backends as module
+from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 
 TEXT = "def f(x):\n    return 'Grüße, 世界 🙂'  # <|end_of_text|>\t\n\n\n  12345 don't\x00"
 
@@ -235,7 +234,7 @@ def test_without_the_package_a_tokenizer_json_is_refused_in_one_line(exported, m
     def missing(name):
         raise ModuleNotFoundError(name=name)
 
-    monkeypatch.setattr(optional.importlib, "import_module", missing)
+    monkeypatch.setattr(packages.importlib, "import_module", missing)
     with pytest.raises(ConfigError) as error:
         from_json(exported)
     assert str(error.value) == "tokenizer.kind: needs the package tokenizers: pip install tokenizers"
@@ -245,9 +244,9 @@ def test_a_package_that_lacks_something_itself_is_no_missing_package(monkeypatch
     def incomplete(name):
         raise ModuleNotFoundError(name="something.else")
 
-    monkeypatch.setattr(optional.importlib, "import_module", incomplete)
+    monkeypatch.setattr(packages.importlib, "import_module", incomplete)
     with pytest.raises(ModuleNotFoundError):
-        optional.library("tokenizers", "tokenizer.kind")
+        packages.library("tokenizers", "tokenizer.kind")
 
 
 # ---------------------------------------------------------------- the same tokens as others

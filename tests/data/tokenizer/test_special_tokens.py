@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from tests.data.chat_cases import CHATML, CHATML_NAMES, DEFAULT, TALK, shown
+from tests.data.chat.chat_cases import CHATML, CHATML_NAMES, DEFAULT, TALK, shown
 from trainer.config import ConfigError
-from trainer.data.chat import ChatFormat, load_chat_format
-from trainer.data.chat_files import BUILT_IN
-from trainer.data.special_tokens import SpecialNames, lacking_special_tokens, special_tokens_taking_over
+from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template_files import BUILT_IN
+from trainer.data.tokenizer.special_tokens import SpecialNames, lacking_special_tokens, special_tokens_taking_over
 
 LOOK_ALIKES = [
     "<|eot_id|>",

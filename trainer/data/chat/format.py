@@ -13,11 +13,11 @@ from datetime import datetime
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.data.chat_files import SETTING, read_template
-from trainer.data.chat_template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
-from trainer.data.conversations import Message, Pair, conversation_of
-from trainer.data.special_tokens import SpecialNames, lacking_special_tokens, reserved_names
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.chat.conversations import Message, Pair, conversation_of
+from trainer.data.chat.template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
+from trainer.data.chat.template_files import SETTING, read_template
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.data.tokenizer.special_tokens import SpecialNames, lacking_special_tokens, reserved_names
 
 TODAY = datetime(2024, 7, 26)
 """What templates are told in training (Llama 3.1 has this date as its own default), lest the tokens change with the day."""

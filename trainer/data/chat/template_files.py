@@ -7,7 +7,7 @@ from typing import Any
 from trainer.config import ConfigError
 
 SETTING = "data.chat_template"
-_FOLDER = Path(__file__).with_name("chat_templates")
+_FOLDER = Path(__file__).with_name("templates")
 BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
 _MAX_BYTES = 1_000_000
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 
 from trainer.config import DataConfig
-from trainer.data.chat import ChatFormat, load_chat_format
+from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.sources.source import Document, Unfit
-from trainer.data.store import Encoded
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.store.store import Encoded
+from trainer.data.tokenizer.protocol import Tokenizer
 
 Encode = Callable[[Document], Encoded]
 """Raises Unfit for a document of which nothing can be made."""

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.data.progress import progress
 from trainer.data.sources import Source
-from trainer.manifest import digest_of
+from trainer.system.files import digest_of
+from trainer.system.progress import progress
 
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:

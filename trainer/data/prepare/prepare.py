@@ -1,6 +1,6 @@
 """Documents -> token store: by all cores, resumable after a kill, and found again by content and tokenizer.
 
-Two passes. First every part of the source is tokenized into files of its own (tokenizing.py, parts.py); a finished part is
+Two passes. First every part of the source is tokenized into files of its own (tokenize.py, parts.py); a finished part is
 never done again. Then the documents of all parts are written in one shuffled order (shuffle.py), and the folder is renamed
 into its place.
 """
@@ -16,19 +16,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainer import logging
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data import corpus, tokenizing
-from trainer.data.encode import chat_format
-from trainer.data.joined import join
-from trainer.data.parts import Part, part_file, problems_of
-from trainer.data.progress import progress
-from trainer.data.shuffle import write_split
+from trainer.data.prepare import fingerprint, tokenize
+from trainer.data.prepare.encode import chat_format
+from trainer.data.prepare.runs import Part, part_file, problems_of
+from trainer.data.prepare.shuffle import write_split
 from trainer.data.sources import Problem, Source, open_source
-from trainer.data.store import SPLITS, VERSION, read_description, token_dtype
-from trainer.data.tokenizer import Tokenizer
-from trainer.manifest import digest_of
-from trainer.system import sync, write_durably
+from trainer.data.store.concat import join
+from trainer.data.store.store import SPLITS, VERSION, read_description, token_dtype
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system import logging
+from trainer.system.files import digest_of, sync, write_durably
+from trainer.system.progress import progress
 
 
 def prepare(
@@ -53,7 +52,7 @@ def prepare(
                 with _lock(folder.with_suffix(".lock")):
                     if not folder.exists():
                         return _build(source, data, tokenizer_config, tokenizer, folder)
-    tokenizing.require_few(data, read_description(folder)["skipped"], _listed(folder))
+    tokenize.require_few(data, read_description(folder)["skipped"], _listed(folder))
     return folder
 
 
@@ -80,7 +79,7 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
     """Changes with the content or the names of the files, the tokenizer, and every setting that shapes the store."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
     chat = chat_format(data, tokenizer).fingerprint if data.dataset == "chat" else ""
-    return corpus.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenizing.PART_BYTES], stores)
+    return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.PART_BYTES], stores)
 
 
 @contextlib.contextmanager
@@ -109,7 +108,7 @@ def _build(
     partial.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
-    parts = tokenizing.tokenize_all(tokenizing.Work(source, data, tokenizer_config, partial), tokenizer, total)
+    parts = tokenize.tokenize_all(tokenize.Work(source, data, tokenizer_config, partial), tokenizer, total)
     _require_documents(source, partial, parts)
 
     final = partial / "store"

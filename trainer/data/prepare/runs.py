@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from trainer.data.order import scatter
+from trainer.data.sampling.permutation import scatter
 from trainer.data.sources import Problem
-from trainer.data.store import SPLITS, Encoded
-from trainer.manifest import digest_of
+from trainer.data.store.store import SPLITS, Encoded
+from trainer.system.files import digest_of
 
 _FILES = ("runs", "problems")
 _RUN_TOKENS = 2**24

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.parts import DigestedFile, Part, RunReader, part_file
+from trainer.data.prepare.runs import DigestedFile, Part, RunReader, part_file
 
 _WINDOW_BYTES = 2**27
 _LARGEST_WINDOW_BYTES = 2**30

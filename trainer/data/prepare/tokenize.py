@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.encode import ENCODERS, Encode
-from trainer.data.parts import Part, PartWriter, problems_of, read_part
-from trainer.data.progress import progress
+from trainer.data.prepare.encode import ENCODERS, Encode
+from trainer.data.prepare.runs import Part, PartWriter, problems_of, read_part
 from trainer.data.sources import Document, Problem, Source, Span
-from trainer.data.store import Encoded, token_dtype
-from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokenizers import load_tokenizer
-from trainer.system import cores, work_for_parent
+from trainer.data.store.store import Encoded, token_dtype
+from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.process import cores, work_for_parent
+from trainer.system.progress import progress
 
 PART_BYTES = 4 * 2**20
 _LARGEST_PART_BYTES = 2**28

@@ -17,10 +17,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import Batch
 from trainer.config import DataConfig
-from trainer.data.mixture import PERIOD, Stage
-from trainer.data.order import permute
-from trainer.data.samples import Samples
-from trainer.system import work_for_parent
+from trainer.data.sampling.mixture import PERIOD, Stage
+from trainer.data.sampling.permutation import permute
+from trainer.data.sampling.samples import Samples
+from trainer.system.process import work_for_parent
 
 _LEAVES_TOGETHER = 64
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from trainer.batch import Batch
 from trainer.config import ConfigError
-from trainer.data.samples import Samples
-from trainer.settings import nearest_name
+from trainer.config.fields import nearest_name
+from trainer.data.sampling.samples import Samples
 
 PERIOD = 10_000
 """Samples after which the shares come out exactly; weights are rounded to such parts."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer import logging
 from trainer.config import ConfigError, DataConfig
-from trainer.data.store import TokenStore
+from trainer.data.store.store import TokenStore
+from trainer.system import logging
 
 VERSION = 1
 

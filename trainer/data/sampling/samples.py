@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer.batch import IGNORED, Batch
-from trainer.data.packing import Pieces
-from trainer.data.store import TokenStore
+from trainer.data.sampling.packing import Pieces
+from trainer.data.store.store import TokenStore
 
 PADDING = 0
 """The token at places that belong to no document; it is no target, and of no document that a target is of."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from trainer.config import DataConfig
 from trainer.data.sources import tables, text, tokens
 from trainer.data.sources.source import Document, Problem, Source, Span
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
 
 __all__ = ["DATASETS", "Document", "Problem", "Source", "Span", "open_source"]
 

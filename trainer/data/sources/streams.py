@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from trainer.data.optional import library
+from trainer.config.packages import library
 
 COMPRESSED = (".gz", ".zst")
 _BLOCK = 2048

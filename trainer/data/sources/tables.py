@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.data.optional import library
+from trainer.config.packages import library
 from trainer.data.sources.files import matching
 from trainer.data.sources.source import Problem, Source, Span, Unfit, too_long
-from trainer.system import no_folder
+from trainer.system.files import no_folder
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from trainer.data.sources.streams import BrokenStream, is_compressed, open_strea
 
 T = TypeVar("T")
 
-SHIPPED_CHATS = Path(__file__).parents[1] / "chats.jsonl"
-"""Short conversations, made by scripts/make_chats.py."""
+SHIPPED_CHATS = Path(__file__).parents[1] / "chat" / "chats.jsonl"
+"""Short conversations, made by scripts/dev/make_chats.py."""
 
 _BLOCK = 2**20
 

@@ -12,7 +12,7 @@ import numpy as np
 from trainer.config import ConfigError, DataConfig
 from trainer.data.sources.files import matching
 from trainer.data.sources.source import Problem, Source, Span, too_long
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
 
 T = TypeVar("T")
 

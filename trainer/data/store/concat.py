@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer import logging
 from trainer.config import ConfigError, DataConfig
-from trainer.data.store import SPLITS, VERSION, identity, open_store, read_description, token_dtype
-from trainer.data.tokenizer import Tokenizer
-from trainer.manifest import digest_of
-from trainer.system import sync, write_durably
+from trainer.data.store.store import SPLITS, VERSION, identity, open_store, read_description, token_dtype
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system import logging
+from trainer.system.files import digest_of, sync, write_durably
 
 
 def join(data: DataConfig, tokenizer: Tokenizer) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.manifest import digest, digest_of
+from trainer.system.files import digest, digest_of
 
 VERSION = 2
 SPLITS = ("train", "held_out")

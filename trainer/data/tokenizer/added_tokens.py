@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
 
 
 class WithAddedTokens:

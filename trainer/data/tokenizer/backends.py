@@ -13,12 +13,12 @@ import sentencepiece
 import tiktoken
 
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.added_tokens import WithAddedTokens
-from trainer.data.optional import library
-from trainer.data.sentencepiece_model import user_defined
-from trainer.data.special_tokens import special_tokens_taking_over
-from trainer.data.tokenizer import Tokenizer
-from trainer.data.tokenizer_json import tokenizer_json
+from trainer.config.packages import library
+from trainer.data.tokenizer.added_tokens import WithAddedTokens
+from trainer.data.tokenizer.hf_json import tokenizer_json
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.data.tokenizer.sentencepiece_proto import user_defined
+from trainer.data.tokenizer.special_tokens import special_tokens_taking_over
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Byte-pair ranks learned from the Python standard library by scripts/train_tokenizer.py."""

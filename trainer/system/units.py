@@ -1,0 +1,3 @@
+"""Units of sizes."""
+
+GIB = 2**30
