@@ -16,23 +16,23 @@ def run(config: Config) -> int:
 
     from trainer.checkpoint.commit import SaveFailed
     from trainer.checkpoint.export import export_run
-    from trainer.resilience.guard import Stuck
+    from trainer.resilience.guard import TrainingDiverged
     from trainer.resilience.stop_signals import StopRequest
-    from trainer.run.resolve import set_up
-    from trainer.run.run_folder import claim, give_back, resume_point, run_folder
+    from trainer.run.resolve import resolve
+    from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point, run_folder
     from trainer.runtime import device, distributed
     from trainer.system import logging
     from trainer.trainer import Trainer
 
     with one_line_errors(config):
-        setup = set_up(config, distributed.world_size())
-        here = device.pick(config.run.device)
+        resolved = resolve(config, distributed.world_size())
+        here = device.select_device(config.run.device)
     lock = None  # held until this function is left
     try:
-        distributed.start(config.distributed, here)
-        distributed.require_agreement(setup.shared)
-        lock = claim(config)
-        saved = resume_point(config, setup)
+        distributed.init_process_group(config.distributed, here)
+        distributed.require_agreement(resolved.shared)
+        lock = acquire_lock(config)
+        saved = resume_point(config, resolved)
         if saved is not None and saved.state["step"] >= config.training.steps:
             logging.info(
                 f"{config.run.name} is finished: step {saved.state['step']}; a higher --training.steps trains on"
@@ -40,25 +40,25 @@ def run(config: Config) -> int:
             if config.checkpoint.export_huggingface:
                 export_run(run_folder(config), unless_there=True)
         else:
-            Trainer(config, setup, here, saved).train(StopRequest())
+            Trainer(config, resolved, here, saved).train(StopRequest())
     except ConfigError as error:
-        give_back(config, lock)
-        distributed.tell_once(config.explain(error))
+        release_if_empty(config, lock)
+        distributed.print_once_per_node(config.explain(error))
         return 2
-    except (Stuck, SaveFailed) as error:
-        distributed.tell_once(str(error))
+    except (TrainingDiverged, SaveFailed) as error:
+        distributed.print_once_per_node(str(error))
         return 1
     except (DistNetworkError, DistStoreError) as error:
         print(f"no contact with the other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
-    distributed.finish()
+    distributed.shutdown()
     return 0
 
 
 def tell(error: BaseException) -> None:
-    from trainer.runtime.distributed import tell_failure
+    from trainer.runtime.distributed import report_failure
 
-    tell_failure(error)
+    report_failure(error)
 
 
 def main() -> None:

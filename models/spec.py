@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Generator, Tensor
 
 
-class Network(Protocol):
+class Model(Protocol):
     """What the trainer asks of a network, beside being a torch.nn.Module."""
 
     def forward(
@@ -58,7 +58,7 @@ class ParallelPlan:
     """Modules outside the blocks -> how tensor parallelism cuts them: a word of styles() in trainer/parallel/tensor.py."""
     tensor_block: Mapping[str, str]
     """The same for the modules of a block, by their names inside it."""
-    tensor_sizes: tuple[str, ...]
+    tp_divisible: tuple[str, ...]
     """Sizes that the tensor-parallel degree must divide."""
     attention: str
     """The parameterless kernel of a block, by its name inside it: (q, k, v, mask) -> output, with k and v of the whole
@@ -74,11 +74,11 @@ class HuggingFace:
 
     name: Callable[[str], str]
     """The name there of a parameter of ours."""
-    turned: Callable[[str], bool]
+    is_rope_permuted: Callable[[str], bool]
     """Whether the rows of this parameter stand in another order there, head by head."""
-    rows_to: Callable[[Tensor, int], Tensor]
+    permute_to_hf: Callable[[Tensor, int], Tensor]
     """(rows of whole heads, head_dim) -> the same in the order there."""
-    rows_from: Callable[[Tensor, int], Tensor]
+    permute_from_hf: Callable[[Tensor, int], Tensor]
     config: Callable[[Any, int], dict[str, Any]]
     """(sizes, seq_len) -> config.json, as far as the network decides it."""
     sizes: Callable[[Mapping[str, Any]], Any]
@@ -90,7 +90,7 @@ class ModelSpec:
     """A model family. Sizes are frozen dataclasses with at least `vocab_size`, `dim` and `head_dim`; bad dimensions raise
     SizeError."""
 
-    network: Callable[[Any], Network]
+    network: Callable[[Any], Model]
     sizes: Mapping[str, Any]
     plan: Callable[[Any], ParallelPlan]
     huggingface: HuggingFace

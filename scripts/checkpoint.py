@@ -23,19 +23,19 @@ from tqdm import tqdm
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import of_step
-from trainer.checkpoint.manifest import Damaged
-from trainer.checkpoint.resume import LARGEST_STATE, candidates, state_problem
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.resume import LARGEST_STATE, check_train_state, list_checkpoints
 from trainer.checkpoint.storage import read_index
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, exit_with, run_to_end
-from trainer.system.files import no_folder
+from trainer.config.command_line import Arguments, die, run_to_end
+from trainer.system.files import folder_error
 
 
 def found_at(path: Path) -> list[Path]:
     """Raises ConfigError."""
     if of_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
-    return candidates(path / "checkpoints") or candidates(path)
+    return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
 
 
 def size_and_time(checkpoint: Path) -> str:
@@ -52,7 +52,7 @@ def listed(checkpoints: list[Path]) -> Iterator[bool]:
             about = manifest.read(checkpoint).about
             numbers = (("tokens_seen", "token"), ("world_size", "rank"))
             told = [f"{about[key]:,} {word}{'s' * (about[key] != 1)}" for key, word in numbers if key in about]
-        except Damaged as damage:
+        except CorruptError as damage:
             problem = str(damage)
         except OSError as error:  # it may have been removed a moment ago, too
             problem = f"cannot be read ({error.strerror})"
@@ -62,15 +62,15 @@ def listed(checkpoints: list[Path]) -> Iterator[bool]:
 
 def verified(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None):
-        problem = manifest.problem(checkpoint)
+        problem = manifest.find_damage(checkpoint)
         if not problem and of_step(checkpoint.name) is not None and (checkpoint / "train_state.json").exists():
-            problem = state_problem(checkpoint)
+            problem = check_train_state(checkpoint)
         tqdm.write(f"{checkpoint}: {problem or 'every file is as it was written'}")
         yield not problem
 
 
 def content_of(checkpoint: Path) -> Iterator[str]:
-    """Lines for people. Raises Damaged."""
+    """Lines for people. Raises CorruptError."""
     for key, value in manifest.read(checkpoint).about.items():
         yield f"{key}: {value}"
     for name in ("model.json", "train_state.json"):
@@ -78,7 +78,7 @@ def content_of(checkpoint: Path) -> Iterator[str]:
             try:
                 yield f"{name}: {json.dumps(json.loads(manifest.read_text(checkpoint / name, LARGEST_STATE)))}"
             except (ValueError, RecursionError):
-                raise Damaged(f"{name} is no JSON") from None
+                raise CorruptError(f"{name} is no JSON") from None
     for name, stored in read_index(checkpoint).items():
         shape = " x ".join(map(str, stored.shape)) or "one number"
         files = len({part.file for part in stored.parts})
@@ -91,7 +91,7 @@ def inspected(checkpoints: list[Path]) -> Iterator[bool]:
             for line in content_of(checkpoint):
                 print(line)
             yield True
-        except Damaged as damage:
+        except CorruptError as damage:
             print(f"{checkpoint}: {damage}")
             yield False
 
@@ -105,15 +105,15 @@ def main() -> None:
     parser.add_argument("what", choices=list(KINDS))
     parser.add_argument("path", type=Path)
     chosen = parser.parse_args()
-    if problem := no_folder(chosen.path):
-        exit_with(f"{chosen.path}: {problem}")
+    if problem := folder_error(chosen.path):
+        die(f"{chosen.path}: {problem}")
     try:
         checkpoints = found_at(chosen.path)
         if not checkpoints:
-            exit_with(f"{chosen.path}: no checkpoint in it")
+            die(f"{chosen.path}: no checkpoint in it")
         good = list(KINDS[chosen.what](checkpoints))
     except ConfigError as error:
-        exit_with(error.rule)
+        die(error.rule)
     sys.exit(0 if all(good) else 1)
 
 

@@ -6,7 +6,7 @@
 to-hf     CHECKPOINT OUT: a model that transformers loads, with config.json and tokenizer files; of a run folder its newest
           checkpoint
     --dtype NAME       of the weights: bf16 or fp32 (default: bf16)
-from-hf   FOLDER OUT: a checkpoint that holds a model alone, in the precision it has there; [checkpoint] initial takes it, and
+from-hf   FOLDER OUT: a checkpoint that holds a model alone, in the precision it has there; [checkpoint] init_from takes it, and
           takes FOLDER itself as well
     --family NAME      of models/__init__.py (default: the first one that has these sizes, else the first one)
 
@@ -23,29 +23,29 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tqdm import tqdm
 
 from models import MODELS
-from trainer.checkpoint.export import export_of
-from trainer.checkpoint.huggingface import Folder, import_folder
-from trainer.checkpoint.manifest import Damaged
-from trainer.checkpoint.weights import newest
+from trainer.checkpoint.export import export_from_checkpoint
+from trainer.checkpoint.huggingface import HfModelFolder, import_folder
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, exit_with, positive, run_to_end
-from trainer.config.fields import nearest_name
+from trainer.config.command_line import Arguments, die, positive, run_to_end
+from trainer.config.fields import did_you_mean
 from trainer.run.resolve import parameter_names
 from trainer.runtime.device import DTYPES
 from trainer.system.units import GIB
 
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
-    checkpoint = newest(checkpoint)
-    export = export_of(checkpoint, DTYPES[dtype])
+    checkpoint = resolve_checkpoint(checkpoint)
+    export = export_from_checkpoint(checkpoint, DTYPES[dtype])
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(out, shard_bytes, bar.update)
 
 
 def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
     if family is not None and family not in MODELS:
-        exit_with(f"--family {family}: expected one of {', '.join(MODELS)}{nearest_name(family, MODELS)}")
-    folder = Folder(source, MODELS[family or next(iter(MODELS))])
+        die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
+    folder = HfModelFolder(source, MODELS[family or next(iter(MODELS))])
     family = family or next((n for n, s in MODELS.items() if folder.sizes in s.sizes.values()), next(iter(MODELS)))
     names = parameter_names(MODELS[family], folder.sizes)
     total = sum(path.stat().st_size for path in set(folder.files.values()))
@@ -70,10 +70,10 @@ def main() -> None:
             to_hf(chosen.source, chosen.out, chosen.dtype, shard_bytes)
         else:
             from_hf(chosen.source, chosen.out, chosen.family, shard_bytes)
-    except (ConfigError, Damaged) as error:
-        exit_with(str(error))
+    except (ConfigError, CorruptError) as error:
+        die(str(error))
     except OSError as error:
-        exit_with(f"{error.filename}: {error.strerror}")
+        die(f"{error.filename}: {error.strerror}")
     print(f"{chosen.out}: written")
 
 

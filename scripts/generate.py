@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedConfig
-from trainer.config.command_line import Arguments, count, exit_with, run_to_end, utf8, whole
+from trainer.config.command_line import Arguments, count, die, run_to_end, utf8, whole
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
-from trainer.inference.generate import Sampling, Speaker, TextStream
+from trainer.inference.generate import Sampling, TextGenerator, TextStream
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.device import DTYPES
@@ -65,7 +65,7 @@ def write(text: str) -> None:
 
 
 def spoken(
-    speaker: Speaker, prompt: Sequence[int], chosen: argparse.Namespace, stop: Collection[int], text: TextStream
+    speaker: TextGenerator, prompt: Sequence[int], chosen: argparse.Namespace, stop: Collection[int], text: TextStream
 ) -> str:
     """What the model says, while it says it; without the token that ends it."""
     sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p)
@@ -96,7 +96,7 @@ def turns() -> Iterator[str]:
             yield line.strip()
 
 
-def talk(speaker: Speaker, chat: ChatFormat, chosen: argparse.Namespace) -> None:
+def talk(speaker: TextGenerator, chat: ChatFormat, chosen: argparse.Namespace) -> None:
     messages = [{"role": "system", "content": chosen.system}] if chosen.system else []
     stop = {*chat.end_of_turn, speaker.tokenizer.eos}
     for line in turns():
@@ -106,10 +106,10 @@ def talk(speaker: Speaker, chat: ChatFormat, chosen: argparse.Namespace) -> None
 
 
 def run(chosen: argparse.Namespace) -> None:
-    device = devices.pick(chosen.device)
-    distributed.start(DistributedConfig(timeout_s=_PATIENCE_S), device)
+    device = devices.select_device(chosen.device)
+    distributed.init_process_group(DistributedConfig(timeout_s=_PATIENCE_S), device)
     dtype = DTYPES[chosen.dtype or ("bf16" if device.type != "cpu" else "fp32")]
-    speaker = Speaker(chosen.path, dtype, device, chosen.longest, chosen.template)
+    speaker = TextGenerator(chosen.path, dtype, device, chosen.longest, chosen.template)
     if chosen.chat:
         talk(speaker, speaker.chat(), chosen)
     else:
@@ -117,7 +117,7 @@ def run(chosen: argparse.Namespace) -> None:
         prompt = [tokenizer.bos, *tokenizer.encode(chosen.prompt)]
         write(chosen.prompt)
         spoken(speaker, prompt, chosen, {tokenizer.eos}, TextStream(tokenizer, prompt[1:]))
-    distributed.finish()
+    distributed.shutdown()
 
 
 def main() -> None:
@@ -146,7 +146,7 @@ def main() -> None:
     except (ConfigError, TemplateFailure) as error:
         of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
         named = f"--template {chosen.template}: " if of_template and chosen.template else ""
-        exit_with(named + (error.rule if isinstance(error, ConfigError) else str(error)))
+        die(named + (error.rule if isinstance(error, ConfigError) else str(error)))
     sys.stdout.flush()
     os._exit(0)  # without the interpreter's clean-up, in which gloo's threads abort now and then
 

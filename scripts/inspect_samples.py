@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from trainer.checkpoint.commit import steps_in
+from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, count, exit_with, run_to_end
+from trainer.config.command_line import Arguments, count, die, run_to_end
 from trainer.config.load import load_config
 from trainer.data.build import members, open_all, prepare_all
 from trainer.data.sampling.loader import SampleOrder
@@ -40,9 +40,9 @@ def consumed_before(run: Path, step: int, seq_len: int) -> tuple[int, int]:
     raise ConfigError("", f"{run}: has no record of step {step}; the last one is of step {known[-1][0]}")
 
 
-def passed_over(run: Path) -> tuple[tuple[int, int], ...]:
-    checkpoints = steps_in(run / "checkpoints")
-    ranges = json.loads((checkpoints[0] / "train_state.json").read_text())["passed_over"] if checkpoints else []
+def skipped_samples(run: Path) -> tuple[tuple[int, int], ...]:
+    checkpoints = latest_per_step(run / "checkpoints")
+    ranges = json.loads((checkpoints[0] / "train_state.json").read_text())["skipped_samples"] if checkpoints else []
     return tuple(map(tuple, ranges))
 
 
@@ -52,7 +52,7 @@ def show(run: Path, step: int) -> None:
     before, size = consumed_before(run, step, seq_len)
     tokenizer = load_tokenizer(config.tokenizer)
     opened = open_all(data, {}, prepare_all(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
-    order = SampleOrder(opened.sizes, opened.stages, config.run.seed, data.shuffle, passed_over(run))
+    order = SampleOrder(opened.sizes, opened.stages, config.run.seed, data.shuffle, skipped_samples(run))
     places = np.arange(before, before + size)
     numbers = order(places)
     firsts, names = np.cumsum([0, *opened.sizes]), list(members(data))
@@ -68,11 +68,11 @@ def main() -> None:
     parser.add_argument("step", type=count)
     chosen = parser.parse_args()
     if not (chosen.run / "metrics.jsonl").is_file():
-        exit_with(f"{chosen.run}: no run's folder (metrics.jsonl)")
+        die(f"{chosen.run}: no run's folder (metrics.jsonl)")
     try:
         show(chosen.run, chosen.step)
     except ConfigError as error:
-        exit_with(str(error))
+        die(str(error))
 
 
 if __name__ == "__main__":

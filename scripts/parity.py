@@ -32,13 +32,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.config.command_line import Arguments, count, exit_with
-from trainer.config.fields import nearest_name, settings
-from trainer.config.load import command_words, load_config
+from trainer.config.command_line import Arguments, count, die
+from trainer.config.fields import did_you_mean, settings
+from trainer.config.load import load_config, parse_argv
 from trainer.config.schema import toml_value
-from trainer.parallel.pipeline import SCHEDULES, least_microbatches
-from trainer.run.resolve import set_up
-from trainer.testing.ranks import GlooRanks, RankError
+from trainer.parallel.pipeline import SCHEDULES, min_microbatches
+from trainer.run.resolve import resolve
+from trainer.testing.ranks import LocalRanks, RankError
 from trainer.trainer import Trainer
 
 LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}
@@ -67,8 +67,8 @@ MATRIX = [
     "dp_shard=2 pp=2 pipeline_schedule=Interleaved1F1B reshard_after_forward=always",
     *(f"dp_shard=2 reshard_after_forward={choice}" for choice in ("always", "never")),
     "dp_shard=4 reshard_after_forward=2",
-    "dp_shard=2 prefetch_units=2",
-    "dp_shard=2 offload_parameters=true",
+    "dp_shard=2 fsdp_prefetch=2",
+    "dp_shard=2 cpu_offload=true",
     "dp_shard=2 training.reduce_every_microbatch=true",
     *(
         f"{layout} activation_checkpoint.{setting}"
@@ -76,8 +76,8 @@ MATRIX = [
         for setting in ("mode=full", "mode=selective", "recompute_all_gather=false")
         if not (layout == "dp_shard=2" and setting == "recompute_all_gather=false")
     ),
-    "dp_shard=2 tp=2 activation_checkpoint.mode=full activation_checkpoint.every=2",
-    "tp=2 activation_checkpoint.mode=selective activation_checkpoint.save_every_matmul=2",
+    "dp_shard=2 tp=2 activation_checkpoint.mode=full activation_checkpoint.every_n_blocks=2",
+    "tp=2 activation_checkpoint.mode=selective activation_checkpoint.save_every_nth_matmul=2",
     "pp=2 pipeline_schedule=ZBVZeroBubble activation_checkpoint.mode=full",
     *(f"{layout} model.overrides.tied_embeddings=true" for layout in ("dp_shard=2", "tp=2", "dp_shard=2 cp=2 tp=2")),
     *(f"{layout} model.overrides.n_kv_heads=2" for layout in ("tp=2", "cp=2")),
@@ -109,14 +109,14 @@ class Layout:
         for word in text.split():
             key, equals, value = word.partition("=")
             if not equals or not key:
-                exit_with(f"--layout {text!r}: {word}: expected name=value")
+                die(f"--layout {text!r}: {word}: expected name=value")
             if "." not in key and key not in parallel:
-                exit_with(f"--layout {text!r}: {key}: no setting of [parallel]{nearest_name(key, parallel)}")
+                die(f"--layout {text!r}: {key}: no setting of [parallel]{did_you_mean(key, parallel)}")
             if key == "dp_shard" and value == "-1":
-                exit_with(f"--layout {text!r}: dp_shard must be a number of ranks here (1 unless given)")
+                die(f"--layout {text!r}: dp_shard must be a number of ranks here (1 unless given)")
             full_key = f"parallel.{key}" if key in parallel else key
             if full_key in given:
-                exit_with(f"--layout {text!r}: {word}: given twice")
+                die(f"--layout {text!r}: {word}: given twice")
             given[full_key] = value
         return cls(text, {"parallel.dp_shard": "1"} | given)
 
@@ -157,7 +157,7 @@ def train(argv: Sequence[str], wrong: bool) -> None:
     """On each rank: a whole run. wrong: with gradients that are averaged over the shards, not summed."""
     os.environ["LOG_RANK"] = ""  # the table is what is printed
     config, cpu = load_config(argv), torch.device("cpu")
-    trainer = Trainer(config, set_up(config, dist.get_world_size()), cpu, None)
+    trainer = Trainer(config, resolve(config, dist.get_world_size()), cpu, None)
     for part in trainer.engine.parts.values() if wrong else ():
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -169,7 +169,7 @@ class Runs:
     """Runs of one configuration, in a folder that is removed at the end."""
 
     def __init__(self, argv: Sequence[str], steps: int, folder: Path):
-        given = dict(command_words(argv))
+        given = dict(parse_argv(argv))
         for flag in given:
             if flag.startswith(tuple(f"--{section}." for section in LAYOUT_SECTIONS)):
                 raise ConfigError("", f"{flag}: is said by a layout, --layout 'name=value'")
@@ -187,7 +187,7 @@ class Runs:
             "run.device": "cpu",
             "run.output_folder": str(folder),
             "training.steps": str(steps),
-            "metrics.log_every": "1",
+            "metrics.interval_steps": "1",
             "metrics.tensorboard": "false",
             "evaluation.interval_steps": "0",
             "checkpoint.interval_steps": "0",
@@ -207,7 +207,7 @@ class Runs:
         self.number += 1
         name = str(self.number)
         argv = self.arguments(settings | {"run.name": name})
-        GlooRanks(ranks).run(train, argv, wrong)
+        LocalRanks(ranks).run(train, argv, wrong)
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         shutil.rmtree(self.folder / name)
         return [record for record in map(json.loads, lines) if record["kind"] == "train"]
@@ -265,7 +265,7 @@ def settings_of(layout: Layout, config: Config, times: int) -> tuple[dict[str, s
     where it does not fit."""
     parallel = config.parallel
     ranks = parallel.dp_replicate * parallel.dp_shard * parallel.cp * parallel.tp * parallel.pp
-    microbatches = times * least_microbatches(parallel)
+    microbatches = times * min_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches
     if config.training.global_batch_size % together:
         raise ConfigError(
@@ -283,7 +283,7 @@ def plan_row(runs: Runs, layout: Layout, times: int) -> Row:
     except ConfigError as error:
         return Row(layout, {}, 0, 0, "", str(error))
     try:
-        set_up(config, ranks)
+        resolve(config, ranks)
     except ConfigError as error:
         return Row(layout, {}, 0, 0, "", config.explain(error))
     return Row(layout, settings, microbatches, ranks, config.training.compute_dtype)
@@ -342,7 +342,7 @@ def main() -> None:
             runs = Runs(argv, chosen.steps, Path(folder))
             passed = compare(runs, layouts, chosen.microbatches, must_fit=chosen.layout is not None)
         except ConfigError as error:
-            exit_with(str(error))
+            die(str(error))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

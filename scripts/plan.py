@@ -37,18 +37,18 @@ from trainer.config.command_line import (
     amount,
     config_from_command_line,
     count,
-    exit_with,
+    die,
     one_line_errors,
     positive,
     run_to_end,
 )
-from trainer.planning.estimate import Plan, plan
+from trainer.planning.estimate import RunEstimate, plan
 from trainer.planning.recorder import KINDS
 from trainer.planning.report import canvas, draw
-from trainer.planning.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, wire_bytes
+from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
 from trainer.planning.search import Layout, search
 from trainer.planning.simulate import Simulation
-from trainer.runtime.accelerators import BOARDS, SHORT_NAMES, Board
+from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
 from trainer.system.process import cores, meminfo
 from trainer.system.units import GIB
 
@@ -74,17 +74,17 @@ def by_group(simulation: Simulation) -> dict[str, Counter[str]]:
     return groups
 
 
-def headline(plan: Plan, device: str) -> str:
-    model, setup = plan.config.model, plan.setup
-    parameters = f"{model.name}/{model.size}, {setup.num_parameters:,} parameters"
-    return f"{plan.config.run.name}: {parameters}, {setup.dims.world_size} x {device} ({setup.dims})"
+def headline(plan: RunEstimate, device: str) -> str:
+    model, resolved = plan.config.model, plan.resolved
+    parameters = f"{model.name}/{model.size}, {resolved.num_parameters:,} parameters"
+    return f"{plan.config.run.name}: {parameters}, {resolved.dims.world_size} x {device} ({resolved.dims})"
 
 
-def told(plan: Plan, device: str, tokens: float) -> str:
-    config, setup, largest, slowest = plan.config, plan.setup, plan.largest, plan.slowest
+def told(plan: RunEstimate, device: str, tokens: float) -> str:
+    config, resolved, largest, slowest = plan.config, plan.resolved, plan.largest, plan.slowest
     lines = [
         headline(plan, device),
-        f"{config.training.global_batch_size} samples of {config.training.seq_len} tokens a step, in {setup.grad_accum} "
+        f"{config.training.global_batch_size} samples of {config.training.seq_len} tokens a step, in {resolved.grad_accum} "
         f"microbatches on each rank",
         "",
         "memory of a rank at its peak",
@@ -105,35 +105,37 @@ def told(plan: Plan, device: str, tokens: float) -> str:
         ranks = len(largest.group_ranks[axis])
         sent = gib(wire_bytes(collective, seen.size, ranks))
         lines.append(f"  {axis:<14}{ranks:>6} ranks {collective:<16}{seen.count:>9,.0f} times {sent:>14}")
-    together = min(plan.board.per_machine, setup.dims.world_size)
+    together = min(plan.board.gpus_per_node, resolved.dims.world_size)
     flops = sum(flops * times for (_, flops, _), times in plan.simulations[plan.times.index(slowest)].work.items())
     lines += [
         "",
         f"time of a step: {slowest.total_s:.3g} s, {100 * plan.mfu:.1f} % MFU, {plan.tokens_per_second:,.0f} tokens per second, "
         f"{plan.tokens_per_second * DAY_S:,.3g} a day; bound by {slowest.bound}",
         f"  matrix products {slowest.matmuls_s:.3g} s ({flops / 1e12:,.4g} TFLOP), other operators {slowest.memory_s:.3g} s, "
-        f"waiting for collectives {slowest.waiting_s:.3g} s, collectives beside them {slowest.beside_s:.3g} s"
+        f"waiting for collectives {slowest.exposed_comm_s:.3g} s, collectives beside them {slowest.overlapped_comm_s:.3g} s"
         + f", bubble {100 * slowest.bubble:.1f} %"
         * (slowest.bubble > 0),
-        f"  assumed: {100 * OF_FLOPS:.0f} % of {plan.board.flops[config.training.compute_dtype] / 1e12:,g} TFLOP/s, "
-        f"{100 * OF_BANDWIDTH:.0f} % of {plan.board.bandwidth / 1e9:,.0f} GB/s of memory, {100 * OF_NETWORK:.0f} % of "
+        f"  assumed: {100 * FLOPS_EFFICIENCY:.0f} % of {plan.board.flops[config.training.compute_dtype] / 1e12:,g} TFLOP/s, "
+        f"{100 * BANDWIDTH_EFFICIENCY:.0f} % of {plan.board.bandwidth / 1e9:,.0f} GB/s of memory, {100 * NETWORK_EFFICIENCY:.0f} % of "
         f"{plan.board.link / 1e9:,.0f} GB/s in a machine of {together} and of {plan.board.network / 1e9:,.0f} "
         "GB/s to others",
     ]
     if largest.host:
         lines.append(
             f"  copies to and from host memory beside it {slowest.host_copies_s:.3g} s, the update there "
-            f"{slowest.host_update_s:.3g} s; {100 * OF_NETWORK:.0f} % of {plan.board.host_link / 1e9:,.0f} GB/s, "
-            f"{100 * OF_BANDWIDTH:.0f} % of {plan.board.host_bandwidth / 1e9:,.0f} GB/s of memory"
+            f"{slowest.host_update_s:.3g} s; {100 * NETWORK_EFFICIENCY:.0f} % of {plan.board.host_link / 1e9:,.0f} GB/s, "
+            f"{100 * BANDWIDTH_EFFICIENCY:.0f} % of {plan.board.host_bandwidth / 1e9:,.0f} GB/s of memory"
         )
     if tokens:
         days = tokens / plan.tokens_per_second / DAY_S
-        lines.append(f"  {tokens:,.3g} tokens: {days:,.1f} days, {days * setup.dims.world_size * 24:,.0f} device hours")
+        lines.append(
+            f"  {tokens:,.3g} tokens: {days:,.1f} days, {days * resolved.dims.world_size * 24:,.0f} device hours"
+        )
     lines += [f"checkpoint: {gib(plan.checkpoint)}", *verdicts(plan)]
     return "\n".join(lines)
 
 
-def verdicts(plan: Plan) -> list[str]:
+def verdicts(plan: RunEstimate) -> list[str]:
     if not plan.largest.host:
         return [verdict(plan)]
     share = f"{plan.board.host_memory_gib:g} GiB, a device's share"
@@ -142,7 +144,7 @@ def verdicts(plan: Plan) -> list[str]:
     return [verdict(plan), f"host memory: fits: {gib(plan.host_left)} left of {share}"]
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: RunEstimate) -> str:
     """On the device."""
     have = f"{plan.board.memory_gib:.4g} GiB less {gib(plan.reserve)} that the allocator does not get"
     if plan.left < 0:
@@ -152,7 +154,7 @@ def verdict(plan: Plan) -> str:
     return f"fits: {gib(plan.left)} left of {have}{tight}"
 
 
-def ranking(there: int, found: Sequence[tuple[Layout, Plan]]) -> str:
+def ranking(there: int, found: Sequence[tuple[Layout, RunEstimate]]) -> str:
     """there: legal layouts; found: those that were simulated."""
     lines = [f"{len(found)} of {there} layouts simulated", ""]
     lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
@@ -170,12 +172,12 @@ def ranking(there: int, found: Sequence[tuple[Layout, Plan]]) -> str:
     return "\n".join(lines)
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: RunEstimate) -> str:
     time = plan.slowest
     return json.dumps(
         {
-            "world_size": plan.setup.dims.world_size,
-            "parameters": plan.setup.num_parameters,
+            "world_size": plan.resolved.dims.world_size,
+            "parameters": plan.resolved.num_parameters,
             "fits": plan.fits,
             "left_bytes": int(plan.left),
             "host_left_bytes": int(plan.host_left),
@@ -215,10 +217,10 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
 # ---------------------------------------------------------------- the command
 
 
-def this_machine() -> Board:
+def this_machine() -> AcceleratorSpec:
     """A rank on this machine's CPU. Its rates are those of a common core, to be replaced by measured ones."""
     memory_gib = meminfo("MemTotal") / GIB
-    return Board(
+    return AcceleratorSpec(
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
         memory_gib=memory_gib,
         host_memory_gib=memory_gib,
@@ -227,17 +229,17 @@ def this_machine() -> Board:
         bandwidth=1e10 * cores(),
         link=2e9,
         network=1e9,
-        per_machine=10**6,
+        gpus_per_node=10**6,
     )
 
 
-def board_of(arguments: argparse.Namespace) -> Board:
-    board = this_machine() if arguments.device == "cpu" else BOARDS[SHORT_NAMES[arguments.device]]
+def board_of(arguments: argparse.Namespace) -> AcceleratorSpec:
+    board = this_machine() if arguments.device == "cpu" else ACCELERATORS[SHORT_NAMES[arguments.device]]
     words = vars(arguments)
     given = {name: 1e9 * words[f"{name}_gbs"] for name in RATES if words[f"{name}_gbs"]}
     given |= {name: words[name] for name in ("memory_gib", "host_memory_gib") if words[name]}
-    if arguments.per_machine:
-        given["per_machine"] = arguments.per_machine
+    if arguments.gpus_per_node:
+        given["gpus_per_node"] = arguments.gpus_per_node
     if arguments.peak_tflops:
         given["flops"] = dict.fromkeys(board.flops, 1e12 * arguments.peak_tflops)
     return replace(board, **given)
@@ -273,7 +275,7 @@ def main() -> None:
     on_gpu = arguments.device != "cpu"
     board, reserve = board_of(arguments), arguments.reserve_gib * GIB * on_gpu
     if reserve >= board.memory_gib * GIB:
-        exit_with(f"--reserve-gib {arguments.reserve_gib:g}: more than the {board.memory_gib:g} GiB that there are")
+        die(f"--reserve-gib {arguments.reserve_gib:g}: more than the {board.memory_gib:g} GiB that there are")
     with one_line_errors(config):
         figure = canvas(arguments.picture) if arguments.picture else None
         if arguments.search:

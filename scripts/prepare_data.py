@@ -5,7 +5,7 @@
     python scripts/prepare_data.py --config my.toml --verify                                    # read it all, and compare
 
 --share I/N takes every N-th file from the I-th on, so that N machines prepare N stores of one corpus; a run reads them
-together with data.dataset = "stores" and their folder as data.path. A run that finds no store makes it itself.
+together with data.dataset = "prepared" and their folder as data.path. A run that finds no store makes it itself.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.config.command_line import Arguments, config_from_command_line, exit_with, one_line_errors, run_to_end
-from trainer.data.build import all_members, named_by, pack_splits
+from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
+from trainer.data.build import all_dataset_configs, blame_setting, pack_splits
 from trainer.data.prepare.prepare import prepare
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -53,13 +53,13 @@ def main() -> None:
     config = config_from_command_line(settings)
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)
-        datasets = list(all_members(config.data, config.evaluation.sets))
-        if arguments.share != (0, 1) and any(member.dataset == "stores" for _, _, member in datasets):
-            exit_with("--share: stores that were prepared before are not shared out")
+        datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
+        if arguments.share != (0, 1) and any(member.dataset == "prepared" for _, _, member in datasets):
+            die("--share: stores that were prepared before are not shared out")
         for _, setting, member in datasets:
             before = set(Path(member.store_folder).glob("*"))
             begin = time.perf_counter()
-            with named_by(setting):
+            with blame_setting(setting):
                 folder = prepare(member, config.tokenizer, tokenizer, arguments.share)
                 seconds = time.perf_counter() - begin
                 for split in SPLITS:

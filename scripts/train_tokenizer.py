@@ -16,18 +16,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.config.command_line import config_from_command_line, exit_with, one_line_errors, run_to_end
-from trainer.data.build import all_members, named_by
-from trainer.data.prepare.tokenize import require_few
-from trainer.data.sources import Problem, open_source
+from trainer.config.command_line import config_from_command_line, die, one_line_errors, run_to_end
+from trainer.data.build import all_dataset_configs, blame_setting
+from trainer.data.prepare.tokenize import check_bad_documents
+from trainer.data.sources import BadDocument, open_source
 from trainer.data.tokenizer.backends import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.hf_json import letters
-from trainer.system.files import replace_durably
+from trainer.system.files import atomic_write
 
 try:
     import tokenizers
 except ModuleNotFoundError:
-    exit_with("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
+    die("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
 
 
 NO_TEXT = ConfigError("data.path", "holds no text to learn from")
@@ -35,20 +35,20 @@ NO_TEXT = ConfigError("data.path", "holds no text to learn from")
 
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
     """Those of every dataset that can be read; the others are told. Raises ConfigError where a dataset has more of them than
-    data.max_problems, or nothing else."""
-    for _, setting, member in all_members(data, {}):
-        with named_by(setting):
+    data.max_bad_documents, or nothing else."""
+    for _, setting, member in all_dataset_configs(data, {}):
+        with blame_setting(setting):
             yield from _documents(member, tokenizer)
 
 
 def _documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
-    if data.dataset == "stores":
+    if data.dataset == "prepared":
         raise NO_TEXT
     problems, any_there = [], False
     for document in open_source(data, load_tokenizer(tokenizer)).documents():
-        if isinstance(document, Problem):
+        if isinstance(document, BadDocument):
             problems.append(document)
-            require_few(data, len(problems), iter(problems))
+            check_bad_documents(data, len(problems), iter(problems))
         elif isinstance(document, str):
             any_there = True
             yield document
@@ -81,14 +81,14 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=2048, help=f"tokens, {NUM_SPECIAL} special ones included")
     arguments, settings = parser.parse_known_args()
     if not arguments.out.parent.is_dir():
-        exit_with(f"{arguments.out}: expected the name of a file in a folder that exists")
+        die(f"{arguments.out}: expected the name of a file in a folder that exists")
     if arguments.out.exists():
-        exit_with(f"{arguments.out}: exists already")
+        die(f"{arguments.out}: exists already")
     if not os.access(arguments.out.parent, os.W_OK):
-        exit_with(f"{arguments.out.parent}: cannot be written")
+        die(f"{arguments.out.parent}: cannot be written")
     num_ranks = arguments.vocab_size - NUM_SPECIAL
     if num_ranks < 256:
-        exit_with(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
+        die(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
     with one_line_errors(config):
         ranks = train(documents(config.data, config.tokenizer), num_ranks)
@@ -96,9 +96,9 @@ def main() -> None:
         print(f"the text has room for {len(ranks)} ranks only, not {num_ranks}", file=sys.stderr)
     try:
         lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
-        replace_durably(arguments.out, "".join(lines))
+        atomic_write(arguments.out, "".join(lines))
     except OSError as error:
-        exit_with(f"{arguments.out}: cannot be written ({error.strerror})")
+        die(f"{arguments.out}: cannot be written ({error.strerror})")
     print(f"{arguments.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
 
 

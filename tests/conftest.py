@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from tests.faults.bench import CONFIG, write_corpus
-from trainer.testing.ranks import GlooRanks
+from trainer.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Callable[[int], GlooRanks]:
+def ranks() -> Callable[[int], LocalRanks]:
     """ranks(n).run(function, ...): on n gloo ranks."""
-    return GlooRanks
+    return LocalRanks
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,11 @@ import pytest
 
 from tests.faults.bench import write_corpus
 from tests.training_runs import records, train
-from trainer.checkpoint.commit import step_of, steps_in
+from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.data.build import open_all, prepare_all
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.evaluate import Best
+from trainer.evaluate import BestTracker
 from trainer.testing.ranks import RankError
 
 
@@ -61,21 +61,21 @@ def test_bits_per_byte_are_those_of_the_text(ranks, two_sets, tmp_path):
 
 def test_the_best_checkpoint_is_written_and_kept(ranks, two_sets, tmp_path):
     """A learning rate that spoils the model after some steps makes an early step the best."""
-    more = ["--evaluation.best", "other", "--checkpoint.interval_steps", "5", "--checkpoint.keep", "1"]
+    more = ["--evaluation.keep_best_on", "other", "--checkpoint.interval_steps", "5", "--checkpoint.keep", "1"]
     more += ["--training.steps", "15", "--optimizer.lr", "1.0", "--evaluation.interval_steps", "1"]
     folder = run(ranks, two_sets[0], tmp_path, *more, "--lr_schedule.warmup_steps", "14")
     losses = {r["step"]: r["loss"] for r in records(folder, "eval") if r["set"] == "other"}
     best = min(losses, key=losses.get)
     assert best < 15
-    assert sorted(step_of(path) for path in steps_in(folder / "checkpoints")) == [best, 15]
+    assert sorted(step_of(path) for path in latest_per_step(folder / "checkpoints")) == [best, 15]
 
 
 @pytest.mark.parametrize(("data", "steps", "best"), [("a", [10, 20], 10), ("b", [10, 20], 0), ("a", [20], 0)])
 def test_the_best_is_forgotten_with_its_data_or_its_checkpoint(data, steps, best):
-    before = Best(EvaluationConfig(best="other"), "a")
+    before = BestTracker(EvaluationConfig(keep_best_on="other"), "a")
     before.see("other", 2.0)
     before.before_save(10)
-    after = Best(EvaluationConfig(best="other"), data)
+    after = BestTracker(EvaluationConfig(keep_best_on="other"), data)
     after.load_state(json.loads(json.dumps(before.state())), steps)
     assert after.step == best
     after.see("other", 2.5)
@@ -84,7 +84,7 @@ def test_the_best_is_forgotten_with_its_data_or_its_checkpoint(data, steps, best
 
 def test_a_best_of_no_set_is_refused(ranks, two_sets, tmp_path):
     with pytest.raises(RankError, match=r"evaluation\.best: is no set; there are: held_out, other"):
-        run(ranks, two_sets[0], tmp_path, "--evaluation.best", "ohter")
+        run(ranks, two_sets[0], tmp_path, "--evaluation.keep_best_on", "ohter")
 
 
 # ------------------------------------------------------------ stages of a mixture

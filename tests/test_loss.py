@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scripts.dev.benchmark import loss_table
-from trainer.batch import IGNORED
+from trainer.batch import IGNORE_INDEX
 from trainer.loss import CrossEntropyHead
 
 
@@ -29,13 +29,13 @@ def problem(dtype=torch.float32):
     hidden = torch.randn(2, 7, 16, generator=draw).to(dtype).requires_grad_()
     weight = torch.randn(50, 16, generator=draw).to(dtype).requires_grad_()
     labels = torch.randint(50, (2, 7), generator=draw)
-    labels[0, 2:4] = IGNORED
+    labels[0, 2:4] = IGNORE_INDEX
     return hidden, weight, labels
 
 
 def plain(hidden, weight, labels):
     logits = F.linear(hidden, weight).float().flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 14, 100])
@@ -82,7 +82,7 @@ def test_evaluation_makes_no_gradients():
 
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
     hidden, weight, labels = problem()
-    loss = CrossEntropyHead(torch.full_like(labels, IGNORED), 4)(hidden, weight)
+    loss = CrossEntropyHead(torch.full_like(labels, IGNORE_INDEX), 4)(hidden, weight)
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad.abs().max() == weight.grad.abs().max() == 0
@@ -106,7 +106,7 @@ def cut_vocabulary(vocab, dtype):
         dtype
     )  # large logits, so that the normalizer must be the whole one
     labels = torch.randint(vocab, (2, 7), generator=draw)
-    labels[0, 2:4] = IGNORED
+    labels[0, 2:4] = IGNORE_INDEX
     reference = [t.clone().requires_grad_() for t in (hidden, weight)]
     expected = plain(*reference, labels)
     expected.backward()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainer.config.load import load_config
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.runtime.device import random_state
 from trainer.trainer import Trainer
@@ -58,8 +58,8 @@ def hash_of(tensors: dict[str, torch.Tensor]) -> str:
 def train(argv: Sequence[str]) -> Result:
     """Run on a rank: the Trainer of these arguments, to its end."""
     config, cpu = load_config(argv), torch.device("cpu")
-    setup = set_up(config, dist.get_world_size())
-    trainer = RecordingTrainer(config, setup, cpu, resume_point(config, setup))
+    resolved = resolve(config, dist.get_world_size())
+    trainer = RecordingTrainer(config, resolved, cpu, resume_point(config, resolved))
     trainer.leaves = []
     trainer.train()
     return Result(trainer.leaves, hash_of(trainer._tensors()), hash_of(random_state(cpu)))

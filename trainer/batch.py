@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a position that is no target."""
 
 
@@ -16,7 +16,7 @@ class Batch:
 
     tokens: Tensor
     labels: Tensor
-    """The token that follows each position, or IGNORED."""
+    """The token that follows each position, or IGNORE_INDEX."""
     positions: Tensor
     documents: Tensor
     """Number of the document each token belongs to; one for all of a sample where attention does not tell them apart."""

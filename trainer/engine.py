@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.loss import CrossEntropyHead
-from trainer.optim.optimizer import Optimizer, require_whole_blocks
-from trainer.parallel.attention import Kernels
-from trainer.parallel.context import cut_sequence
+from trainer.optim.optimizer import Optimizer, require_shard_independent_blocks
+from trainer.parallel.attention import AttentionBackend
+from trainer.parallel.context import shard_sequence
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
-from trainer.resilience.guard import Guard
-from trainer.run.resolve import Setup
+from trainer.resilience.guard import StabilityGuard
+from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 
@@ -32,17 +32,19 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     num_targets: Tensor
-    verdict: Tensor
-    """For Verdicts."""
+    outcome: Tensor
+    """For OutcomeReader."""
 
 
-def parts_of_rank(config: Config, setup: Setup, meshes: Meshes, kernels: Kernels) -> dict[Stage, nn.Module]:
+def build_model_parts(
+    config: Config, resolved: ResolvedRun, meshes: Meshes, kernels: AttentionBackend
+) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, parallelised, on the meta device. Raises ConfigError for a layout that
     the optimizer cannot have."""
     parts = parallelize(
-        lambda: setup.spec.network(setup.sizes).to(DTYPES[config.training.parameter_dtype]),
-        setup.spec.plan(setup.sizes),
-        stages_of_rank(setup.stages, meshes.model["pp"].get_local_rank(), config.parallel),
+        lambda: resolved.spec.network(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
+        resolved.spec.plan(resolved.sizes),
+        stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
         meshes,
         config.parallel,
         config.activation_checkpoint,
@@ -52,7 +54,7 @@ def parts_of_rank(config: Config, setup: Setup, meshes: Meshes, kernels: Kernels
         kernels,
     )
     for part in parts.values():
-        require_whole_blocks(dict(part.named_parameters()), config.optimizer)
+        require_shard_independent_blocks(dict(part.named_parameters()), config.optimizer)
     return parts
 
 
@@ -62,44 +64,44 @@ class Engine:
     def __init__(
         self,
         config: Config,
-        setup: Setup,
+        resolved: ResolvedRun,
         device: torch.device,
         meshes: Meshes,
         parts: dict[Stage, nn.Module],
         loaded: set[str],
     ):
-        """parts: by parts_of_rank; they get memory and values here. loaded: parameters that get their values afterwards."""
+        """parts: by build_model_parts; they get memory and values here. loaded: parameters that get their values afterwards."""
         self.config = config
         self.device = device
         self.meshes = meshes
         self.parts = parts
         parallel = config.parallel
         for part in parts.values():
-            initialize(part, devices.of_parameters(device, parallel.offload_parameters), config.run.seed, loaded)
+            initialize(part, devices.parameter_device(device, parallel.cpu_offload), config.run.seed, loaded)
         self.parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
-        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, setup.dims.ranks_of_stage)
-        self.guard = Guard(config.resilience, self.optimizer.device)
+        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, resolved.dims.ranks_per_stage)
+        self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.batch_group = meshes.data["batch"].get_group()
-        self.step = self._make_step(setup)
+        self.step = self._make_step(resolved)
 
-    def _make_step(self, setup: Setup) -> Step:
+    def _make_step(self, resolved: ResolvedRun) -> Step:
         training = self.config.training
         cp = self.meshes.data["cp"]
         common = {
             "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens),
-            "cut_sequence": partial(cut_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
+            "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "batch_group": self.batch_group,
             "loss_group": self.meshes.loss["loss"].get_group(),
         }
-        if setup.dims.pp == 1:
+        if resolved.dims.pp == 1:
             (model,) = self.parts.values()
             return SpmdStep(model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
         return PipelineStep(
             self.parts,
             schedule=self.config.parallel.pipeline_schedule,
-            microbatches=setup.grad_accum,
+            microbatches=resolved.grad_accum,
             hidden=torch.empty(
-                setup.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
+                resolved.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
             ),
             pipeline_group=self.meshes.model["pp"].get_group(),
             **common,
@@ -117,6 +119,6 @@ class Engine:
         loss = self.step(microbatches, num_targets)
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         before_update()
-        left_out, verdict = self.guard.judge(loss, grad_norm, votes)
-        self.optimizer.step(skip=left_out)
-        return StepResult(loss, grad_norm, num_targets, verdict)
+        skipped, outcome = self.guard.decide(loss, grad_norm, votes)
+        self.optimizer.step(skip=skipped)
+        return StepResult(loss, grad_norm, num_targets, outcome)

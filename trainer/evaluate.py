@@ -9,9 +9,9 @@ from itertools import islice
 import numpy as np
 import torch
 
-from trainer.batch import IGNORED, Batch
+from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import ConfigError, EvaluationConfig
-from trainer.data.sampling.loader import Cut, held_out_batches
+from trainer.data.sampling.loader import BatchPartition, held_out_batches
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
 from trainer.system import logging
@@ -33,7 +33,7 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
 
-class HeldOut:
+class EvalSet:
     """One set of samples that are not trained on."""
 
     def __init__(self, name: str, samples: Samples, max_samples: int, text_bytes: np.ndarray):
@@ -56,7 +56,7 @@ class HeldOut:
         counts = np.zeros(len(self.text_bytes), np.int64)
         for first in range(0, self.num_samples, _BLOCK):
             labels = self.samples.batch(np.arange(first, min(first + _BLOCK, self.num_samples))).labels.numpy()
-            counts += np.bincount(labels[labels != IGNORED], minlength=len(counts))
+            counts += np.bincount(labels[labels != IGNORE_INDEX], minlength=len(counts))
         return counts
 
     @property
@@ -66,7 +66,7 @@ class HeldOut:
         shares = counts / counts.sum()
         return float(-(shares * np.log(shares)).sum())
 
-    def evaluate(self, step: Step, cut: Cut, to_device: Callable[[Batch], Batch]) -> Evaluation:
+    def evaluate(self, step: Step, cut: BatchPartition, to_device: Callable[[Batch], Batch]) -> Evaluation:
         """On all ranks together; the same result on each."""
         batches = map(to_device, held_out_batches(self.samples, self.num_samples, cut))
         sums = [step.evaluate(group) for group in _groups(batches, cut.grad_accum)]
@@ -77,13 +77,13 @@ class HeldOut:
         return Evaluation(loss_sum / max(1, num_targets), num_targets, bits_per_byte)
 
 
-class Best:
+class BestTracker:
     """The saved step with the lowest loss on a set, whose checkpoint is kept."""
 
     def __init__(self, config: EvaluationConfig, data: str):
         """data: changes with the content of the set, where the rest of the run allows for another one."""
-        self.name = config.best
-        self.of = f"{config.best}/{config.max_samples}/{data}"
+        self.name = config.keep_best_on
+        self.of = f"{config.keep_best_on}/{config.max_samples}/{data}"
         self._saved = self._before = (0, math.inf)
         self._better: float | None = None
 
@@ -123,16 +123,16 @@ class Best:
         self._saved, self._better = (state[1], state[2]) if counts else (0, math.inf), None
 
 
-def held_out_sets(
+def build_eval_sets(
     sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
-) -> list[HeldOut]:
+) -> list[EvalSet]:
     """Those of a run; none where it does not evaluate. Raises ConfigError."""
     if not config.interval_steps:
         return []
-    if config.best and config.best not in sets:
-        raise ConfigError("evaluation.best", f"is no set; there are: {', '.join(sets)}")
+    if config.keep_best_on and config.keep_best_on not in sets:
+        raise ConfigError("evaluation.keep_best_on", f"is no set; there are: {', '.join(sets)}")
     table = text_bytes()
-    return [HeldOut(name, samples, config.max_samples, table) for name, samples in sets.items()]
+    return [EvalSet(name, samples, config.max_samples, table) for name, samples in sets.items()]
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -18,14 +18,14 @@ from typing import NoReturn
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.config.command_line import config_from_command_line, exit_with, one_line_errors, run_to_end
+from trainer.config.command_line import config_from_command_line, die, one_line_errors, run_to_end
 from trainer.system.process import cores
 
 
 def whole_number(name: str, default: int, low: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isascii() or not text.isdigit() or int(text) < low:
-        exit_with(f"{name}={text}: expected a whole number of at least {low}")
+        die(f"{name}={text}: expected a whole number of at least {low}")
     return int(text)
 
 
@@ -49,12 +49,12 @@ class Place:
         node = whole_number("NODE_RANK", 0, 0)
         port = whole_number("MASTER_PORT", 29500, 1)
         if port > 65535:
-            exit_with(f"MASTER_PORT={port}: must be at most 65535")
+            die(f"MASTER_PORT={port}: must be at most 65535")
         if node >= nodes:
-            exit_with(f"NODE_RANK={node}: must be below NNODES={nodes}")
+            die(f"NODE_RANK={node}: must be below NNODES={nodes}")
         restarts = whole_number("MAX_RESTARTS", 0, 0)
         if nodes > 1 and "MASTER_ADDR" not in os.environ:
-            exit_with(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
+            die(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
         return cls(ranks, fewest, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     def arguments(self, timeout_s: float) -> list[str]:
@@ -79,7 +79,7 @@ def _machines() -> tuple[int, int]:
     fewest, colon, most = text.partition(":")
     parts = [fewest, most] if colon else [text]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or int(parts[0]) > int(parts[-1]):
-        exit_with(f"NNODES={text}: expected a whole number of at least 1, or the fewest and the most as 2:4")
+        die(f"NNODES={text}: expected a whole number of at least 1, or the fewest and the most as 2:4")
     return int(parts[0]), int(parts[-1])
 
 
@@ -95,12 +95,12 @@ def main() -> NoReturn:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from trainer.run.resolve import set_up
+    from trainer.run.resolve import resolve
     from trainer.runtime import device
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # of the ranks, for the same reason
     with one_line_errors(config):
-        set_up(config, place.ranks * place.nodes)
+        resolve(config, place.ranks * place.nodes)
         device.require_enough(config.run.device, place.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))  # else torchrun warns and sets 1
     # The ranks have said what is wrong; the agent's own report of it is noise.
@@ -113,7 +113,7 @@ def main() -> NoReturn:
         sys.exit(stop.exit_code() if stop.signal else exit_code(error))
     except (DistNetworkError, DistStoreError) as error:
         where = f" at {place.address}:{place.port}" if "--standalone" not in arguments else ""
-        exit_with(f"the launchers of this run did not come together{where}: {str(error).splitlines()[0]}")
+        die(f"the launchers of this run did not come together{where}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
 
-from trainer.batch import IGNORED
+from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
 """Rows of the weight whose gradient is added at a time: the product is in the weight's precision, the sum in fp32."""
@@ -74,7 +74,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = F.linear(hidden[chunk], weight).float()  # (chunk, rows)
-            is_target = (labels[chunk] != IGNORED)[:, None]
+            is_target = (labels[chunk] != IGNORE_INDEX)[:, None]
             targets = labels[chunk][:, None].where(is_target, 0)
             losses, normalizers, target_rows, here = rows.cross_entropy(logits, targets)
             total += (losses * is_target).sum()

@@ -12,93 +12,93 @@ from torch import Tensor, nn
 
 from trainer.batch import Batch
 from trainer.checkpoint import manifest, resume
-from trainer.checkpoint.async_save import Ended, LostWriter, Saver
+from trainer.checkpoint.async_save import AsyncCheckpointer, SaveResult, WriterDied
 from trainer.checkpoint.commit import SaveFailed, load, step_of
 from trainer.checkpoint.export import export_run
-from trainer.checkpoint.resume import Saved
-from trainer.checkpoint.weights import initial_names, load_initial
+from trainer.checkpoint.resume import ResumePoint
+from trainer.checkpoint.weights import init_weights_from, names_loaded
 from trainer.config import Config
 from trainer.config.render import to_toml
 from trainer.data.build import open_all, prepare_all
-from trainer.data.sampling.loader import Cut, SampleOrder, training_batches
+from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_same_past
-from trainer.engine import Engine, StepResult, parts_of_rank
-from trainer.evaluate import Best, held_out_sets
+from trainer.engine import Engine, StepResult, build_model_parts
+from trainer.evaluate import BestTracker, build_eval_sets
 from trainer.optim.lr_schedule import learning_rate
-from trainer.parallel.attention import ON_CPU, ON_GPU
+from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage
-from trainer.resilience.guard import Stuck, Verdict, Verdicts, add_range, must_go_back
+from trainer.resilience.guard import OutcomeReader, StepOutcome, TrainingDiverged, add_range, should_roll_back
 from trainer.resilience.stop_signals import StopRequest
-from trainer.resilience.straggler import Pace
+from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics, duration
-from trainer.run.preflight import require_disk, require_memory, state_bytes
-from trainer.run.resolve import Setup
+from trainer.run.preflight import check_disk, check_memory, state_bytes
+from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import (
     changed_settings,
-    describe,
-    leave_newer,
+    create_run_folder,
+    discard_newer_checkpoints,
+    log_summary,
     model_files,
-    open_folder,
     run_folder,
+    save_run_info,
     versions,
-    write_down,
 )
 from trainer.runtime import device as devices
-from trainer.runtime.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.runtime.distributed import once_per_node, require_agreement, run_on_rank_0
 from trainer.system import logging
 
 
 class Trainer:
     """One run, from a started process group on."""
 
-    def __init__(self, config: Config, setup: Setup, device: torch.device, saved: Saved | None):
+    def __init__(self, config: Config, resolved: ResolvedRun, device: torch.device, saved: ResumePoint | None):
         """saved: what to go on from. Raises ConfigError for all that cannot be trained on or written to."""
         self.config = config
         self.device = device
         training = config.training
         self.folder = run_folder(config)
-        open_folder(self.folder)
+        create_run_folder(self.folder)
         devices.set_cpu_threads(training.cpu_threads)
         repeats = devices.set_deterministic(config.run.deterministic, device)
         torch.manual_seed(config.run.seed + dist.get_rank())
 
-        meshes = Meshes(setup.dims, device)
-        self.cut = Cut(
+        meshes = Meshes(resolved.dims, device)
+        self.cut = BatchPartition(
             global_batch_size=training.global_batch_size,
             local_batch_size=training.local_batch_size,
             rank=meshes.data["batch"].get_local_rank(),
-            ranks=setup.dims.batch,
+            ranks=resolved.dims.batch,
         )
-        parts = parts_of_rank(config, setup, meshes, ON_CPU if device.type == "cpu" else ON_GPU)
-        self._require_room(setup, parts, saved)
-        self._open_data(setup)
+        parts = build_model_parts(config, resolved, meshes, CPU_BACKEND if device.type == "cpu" else GPU_BACKEND)
+        self._require_room(resolved, parts, saved)
+        self._open_data(resolved)
 
-        names = setup.parameter_names
-        loaded = initial_names(config.checkpoint, names) if saved is None else set(names)
-        self.engine = Engine(config, setup, device, meshes, parts, loaded)
-        self.pace = Pace(config.resilience.slow_rank_ratio, device)
+        names = resolved.parameter_names
+        loaded = names_loaded(config.checkpoint, names) if saved is None else set(names)
+        self.engine = Engine(config, resolved, device, meshes, parts, loaded)
+        self.pace = StragglerDetector(config.resilience.straggler_ratio, device)
         for part in parts.values():
-            self.pace.watch(part.get_submodule(setup.spec.plan(setup.sizes).blocks))
+            self.pace.watch(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
 
-        self.verdicts = Verdicts(late=self.engine.optimizer.device.type != "cpu")
+        self.outcomes = OutcomeReader(late=self.engine.optimizer.device.type != "cpu")
 
-        self.best = Best(config.evaluation, self.data.held_out_names.get(config.evaluation.best, ""))
+        self.best = BestTracker(config.evaluation, self.data.held_out_names.get(config.evaluation.keep_best_on, ""))
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
-        self.identity = setup.identity | {"data": self.data.name}
+        self.identity = resolved.identity | {"data": self.data.name}
         self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in names}
-        self.model_files = model_files(config, setup)
+        self.model_files = model_files(config, resolved)
         if saved is not None:
             self._resume(saved)
-        elif config.checkpoint.initial:
-            load_initial(config.checkpoint, setup.spec, setup.sizes, self.engine.parameters, names)
+        elif config.checkpoint.init_from:
+            init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, self.engine.parameters, names)
             self.engine.optimizer.after_load(state_too=False)
-        self.saver = Saver(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
+        self.saver = AsyncCheckpointer(config.checkpoint, self.folder / "checkpoints", device, self._all_tensors())
         self.watchdog = Watchdog(config.resilience.hang_timeout_s)
-        write_down(config, device)
-        describe(config, setup, device, repeats, f"{self.data.name}: {len(self.data.training)}")
+        save_run_info(config, device)
+        log_summary(config, resolved, device, repeats, f"{self.data.name}: {len(self.data.training)}")
         self.open_metrics = partial(
             Metrics,
             config.metrics,
@@ -106,33 +106,33 @@ class Trainer:
             device,
             steps=training.steps,
             ranks=dist.get_world_size(),
-            flops_per_token=setup.flops_per_token,
+            flops_per_token=resolved.flops_per_token,
             peak_flops=devices.peak_flops(device, training.compute_dtype),
         )
         self.metrics = self.open_metrics(first_step=self.steps_done)
 
-    def _require_room(self, setup: Setup, parts: Mapping[Stage, nn.Module], saved: Saved | None) -> None:
+    def _require_room(self, resolved: ResolvedRun, parts: Mapping[Stage, nn.Module], saved: ResumePoint | None) -> None:
         """parts: on the meta device. Raises ConfigError."""
         config = self.config
         parameters = [p for part in parts.values() for p in part.parameters()]
-        require_memory(parameters, config.training, config.optimizer, config.parallel, self.device)
-        size = setup.num_parameters * state_bytes(config.training, config.optimizer)
+        check_memory(parameters, config.training, config.optimizer, config.parallel, self.device)
+        size = resolved.num_parameters * state_bytes(config.training, config.optimizer)
         done = 0 if saved is None else saved.state["step"]
-        require_disk(self.folder / "checkpoints", config.checkpoint, size, done, config.training.steps)
+        check_disk(self.folder / "checkpoints", config.checkpoint, size, done, config.training.steps)
 
-    def _open_data(self, setup: Setup) -> None:
+    def _open_data(self, resolved: ResolvedRun) -> None:
         config = self.config
-        data, sets, seq_len = config.data, config.evaluation.sets, config.training.seq_len
-        stores = once_per_machine(lambda: prepare_all(data, sets, config.tokenizer, setup.tokenizer, seq_len))
+        data, sets, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
+        stores = once_per_node(lambda: prepare_all(data, sets, config.tokenizer, resolved.tokenizer, seq_len))
         self.data = open_all(data, sets, stores, seq_len)
-        require_agreement({"data": self.data.name, "evaluation.sets": self.data.held_out_names})
+        require_agreement({"data": self.data.name, "evaluation.datasets": self.data.held_out_names})
         self.order = SampleOrder(self.data.sizes, self.data.stages, config.run.seed, data.shuffle)
-        self.held_out = held_out_sets(self.data.held_out, config.evaluation, setup.tokenizer.text_bytes)
+        self.held_out = build_eval_sets(self.data.held_out, config.evaluation, resolved.tokenizer.text_bytes)
 
     # ------------------------------------------------------------ the loop
 
     def train(self, stop_request: StopRequest | None = None) -> None:
-        """Train up to training.steps, or until some rank is asked to stop. Raises Stuck and SaveFailed."""
+        """Train up to training.steps, or until some rank is asked to stop. Raises TrainingDiverged and SaveFailed."""
         config = self.config
         steps = config.training.steps
         batches = self._batches()
@@ -144,19 +144,19 @@ class Trainer:
                 rate = learning_rate(config.lr_schedule, config.optimizer.lr, self.steps_done + 1, steps)
                 result = self.train_step(batches, rate, stop_request is not None and stop_request.requested)
                 self._count_step()
-                self.verdicts.put(self.steps_done, self.cursor, result.verdict)
-                verdicts = self.verdicts.read(now=self._anything_due())
-                if any(verdict.stop for verdict in verdicts):
-                    verdicts += self.verdicts.read(now=True)
-                    stopped = not verdicts[-1].left_out  # else the next step decides whether the state is good
-                bad = [v for v in verdicts if must_go_back(config.resilience, v, self.rollbacks)]
+                self.outcomes.put(self.steps_done, self.cursor, result.outcome)
+                outcomes = self.outcomes.read(now=self._anything_due())
+                if any(outcome.stop for outcome in outcomes):
+                    outcomes += self.outcomes.read(now=True)
+                    stopped = not outcomes[-1].skipped  # else the next step decides whether the state is good
+                bad = [v for v in outcomes if should_roll_back(config.resilience, v, self.rollbacks)]
                 if bad:
                     batches, stopped = self._roll_back(bad[0]), False
                 else:
-                    self._after_step(result, rate, verdicts, stopped)
+                    self._after_step(result, rate, outcomes, stopped)
             with self.watchdog.paused():
                 self._record_saves(self.saver.wait(), last=True)
-        except Stuck:
+        except TrainingDiverged:
             with self.watchdog.paused():  # what is being written is of a good step
                 try:
                     self._settle_saves()
@@ -176,28 +176,28 @@ class Trainer:
                 export_run(self.folder)
             logging.info(f"done: step {steps}, {duration(self.metrics.run_watch.elapsed())}, {self.folder}")
 
-    def _after_step(self, result: StepResult, rate: float, verdicts: Sequence[Verdict], stopped: bool) -> None:
+    def _after_step(self, result: StepResult, rate: float, outcomes: Sequence[StepOutcome], stopped: bool) -> None:
         """Record, evaluate and save where it is due. verdicts: what is newly known; of this step too, if anything is due."""
         if self.metrics.due(self.steps_done):
             training = self.config.training
             self.metrics.record_training(
                 self.steps_done,
-                loss=verdicts[-1].loss,
-                grad_norm=verdicts[-1].grad_norm,
+                loss=outcomes[-1].loss,
+                grad_norm=outcomes[-1].grad_norm,
                 learning_rate=rate,
                 num_targets=int(result.num_targets.item()),
                 tokens_seen=self.tokens_seen,
                 tokens=training.global_batch_size * training.seq_len,
-                left_out=verdicts[-1].total,
+                skipped=outcomes[-1].total,
             )
             if slow := self.pace.compare():
-                self.metrics.record_event({"kind": "slow_rank", "step": self.steps_done} | slow)
+                self.metrics.record_event({"kind": "find_straggler", "step": self.steps_done} | slow)
         if self._evaluation_due():
             with self.watchdog.paused():
                 self.evaluate()
         last = stopped or self.steps_done == self.config.training.steps
         if last or self._save_due() or self.best.to_save:
-            self._save_if_good(verdicts[-1], last)
+            self._save_if_good(outcomes[-1], last)
         else:
             self._record_saves(self.saver.ended())
 
@@ -210,39 +210,40 @@ class Trainer:
     def _save_due(self) -> bool:
         return self.save_late or self._due(self.config.checkpoint.interval_steps)
 
-    def _save_if_good(self, verdict: Verdict, last: bool) -> None:
+    def _save_if_good(self, outcome: StepOutcome, last: bool) -> None:
         """What gave no number may be what the update before has left behind: such a state is not saved, but the next good
         one. At the end there is none; several in a row are no good end."""
-        doubtful = verdict.left_out and not verdict.spiked
-        if doubtful and last and verdict.in_a_row > 1:
-            raise Stuck(f"{verdict}; stopped, and this state is not saved")
+        doubtful = outcome.skipped and not outcome.spike
+        if doubtful and last and outcome.consecutive_skips > 1:
+            raise TrainingDiverged(f"{outcome}; stopped, and this state is not saved")
         self.save_late = doubtful and not last
         if not self.save_late:
             with self.watchdog.paused():
                 self.save(last, doubtful)
 
-    def _roll_back(self, verdict: Verdict) -> Iterator[Batch]:
+    def _roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
         """Go back to the newest checkpoint. Returns the batches from there on, without the samples of the updates that were
         left out."""
         with self.watchdog.paused():
             self._settle_saves()
-            saved = resume.find(self.saver.folder)
+            saved = resume.find_resume_point(self.saver.folder)
             if saved is None:
-                raise Stuck(f"{verdict}; there is no checkpoint to go back to")
+                raise TrainingDiverged(f"{outcome}; there is no checkpoint to go back to")
             # What lies before the checkpoint has had its effect, or has none any more.
             size = min(
-                verdict.in_a_row * self.config.training.global_batch_size, verdict.cursor - saved.state["cursor"]
+                outcome.consecutive_skips * self.config.training.global_batch_size,
+                outcome.cursor - saved.state["cursor"],
             )
-            first, last = self.order.place(np.array([verdict.cursor - size, verdict.cursor - 1])).tolist()
-            passed_over = add_range(self.order.passed_over, (first, last + 1))
+            first, last = self.order.place(np.array([outcome.cursor - size, outcome.cursor - 1])).tolist()
+            skipped_samples = add_range(self.order.skipped_samples, (first, last + 1))
             logging.warning(
-                f"{verdict}; going back to step {saved.state['step']}, and passing over samples {first} to {last}"
+                f"{outcome}; going back to step {saved.state['step']}, and passing over samples {first} to {last}"
             )
             rollbacks, self.save_late = self.rollbacks + 1, False
-            self.verdicts.read(now=True)
+            self.outcomes.read(now=True)
             self._resume(saved)
             self.rollbacks = rollbacks
-            self.order = replace(self.order, passed_over=tuple(passed_over))
+            self.order = replace(self.order, skipped_samples=tuple(skipped_samples))
         self.metrics.close()
         self.metrics = self.open_metrics(first_step=self.steps_done)
         self.metrics.start()
@@ -280,7 +281,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """On every set."""
-        if self.config.evaluation.best:
+        if self.config.evaluation.keep_best_on:
             self._settle_saves()
         for held_out in self.held_out:
             with self.metrics.watch.on("evaluation") as lap:
@@ -321,7 +322,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "world_size": dist.get_world_size(),
             "identity": self.identity,
-            "passed_over": self.order.passed_over,
+            "skipped_samples": self.order.skipped_samples,
             "rollbacks": self.rollbacks,
             "mixture": [[stage.start, *stage.quotas] for stage in self.data.stages],
             "best": self.best.state(),
@@ -345,7 +346,7 @@ class Trainer:
         with self.metrics.watch.on("checkpoint", synchronize=False):
             self._record_saves(self.saver.wait())
 
-    def _record_saves(self, ended: Sequence[Ended], last: bool = False) -> None:
+    def _record_saves(self, ended: Sequence[SaveResult], last: bool = False) -> None:
         """A save that fails does not end the run, unless it is so set, or the run ends with it (last), or no other would
         succeed either."""
         for save in ended:
@@ -354,7 +355,7 @@ class Trainer:
                 if (
                     (last and save.step == self.steps_done)
                     or self.config.checkpoint.on_failure == "stop"
-                    or isinstance(save.failure, LostWriter)
+                    or isinstance(save.failure, WriterDied)
                 ):
                     raise save.failure
                 logging.warning(
@@ -372,10 +373,10 @@ class Trainer:
                 }
             )
 
-    def _resume(self, saved: Saved) -> None:
+    def _resume(self, saved: ResumePoint) -> None:
         """Take over everything that a checkpoint holds."""
         state = saved.state
-        resume.require_same(saved, self.identity)
+        resume.require_compatible(saved, self.identity)
         # A rank that the saving run did not have keeps its fresh generators.
         names = state["random"] if dist.get_rank() < state["world_size"] else []
         fresh = devices.random_state(self.device)
@@ -387,9 +388,9 @@ class Trainer:
         devices.set_random_state(self.device, random)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]
-        there = from_rank_0(lambda: resume.candidates(saved.path.parent))
+        there = run_on_rank_0(lambda: resume.list_checkpoints(saved.path.parent))
         self.best.load_state(state["best"], [step_of(path) for path in there])
-        self.order = replace(self.order, passed_over=tuple(map(tuple, state["passed_over"])))
+        self.order = replace(self.order, skipped_samples=tuple(map(tuple, state["skipped_samples"])))
         begun = int(self.order.place(np.array([self.cursor]))[0])
         require_same_past(state["mixture"], self.data.stages, begun)
         ranks = state["world_size"]
@@ -397,4 +398,4 @@ class Trainer:
         for line in changed_settings(saved, self.config):
             logging.info(f"changed since: {line}")
         if saved.rollback:
-            from_rank_0(lambda: leave_newer(saved))
+            run_on_rank_0(lambda: discard_newer_checkpoints(saved))

@@ -7,9 +7,9 @@ from models.spec import HuggingFace, ModelSpec
 
 _HUGGINGFACE = HuggingFace(
     name=hf.hf_name,
-    turned=hf.turned,
-    rows_to=hf.rows_to_hf,
-    rows_from=hf.rows_from_hf,
+    is_rope_permuted=hf.is_rope_permuted,
+    permute_to_hf=hf.rows_to_hf,
+    permute_from_hf=hf.rows_from_hf,
     config=hf.config_of,
     sizes=hf.sizes_of,
 )

@@ -52,7 +52,7 @@ def hf_name(name: str) -> str:
     return f"{_NAMES[module]}.{leaf}"
 
 
-def turned(name: str) -> bool:
+def is_rope_permuted(name: str) -> bool:
     """Whether rotary positions turn what this parameter gives: its rows stand in another order there."""
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 

@@ -31,7 +31,7 @@ def plan(sizes: LlamaSizes) -> ParallelPlan:
         tied=sizes.tied_embeddings,
         tensor=TENSOR,
         tensor_block=TENSOR_BLOCK,
-        tensor_sizes=("n_heads", "n_kv_heads", "hidden_dim"),
+        tp_divisible=("n_heads", "n_kv_heads", "hidden_dim"),
         attention="attention.core",
         mask="mask",
     )

@@ -17,7 +17,7 @@ checkpoint   how long training stands still for a save, in every mode, taken in 
     --repeats N        saves of each mode (7)
     --folder PATH      where to save (a temporary folder)
 
-initial      memory of each rank that takes its shards of a model's weights, as a run does with checkpoint.initial.
+initial      memory of each rank that takes its shards of a model's weights, as a run does with checkpoint.init_from.
     FOLDER             a model in Hugging Face's format, or a checkpoint
     --ranks N          ranks that share it, on this CPU (default: 2)
     --tp N             of them, those that cut the matrices between them (1)
@@ -57,8 +57,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainer.checkpoint.async_save import WRITERS, Saver
-from trainer.checkpoint.weights import Weights
+from trainer.checkpoint.async_save import WRITERS, AsyncCheckpointer
+from trainer.checkpoint.weights import WeightSource
 from trainer.config import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -69,15 +69,15 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.config.command_line import Arguments, count, positive
-from trainer.data.sampling.loader import Cut, SampleOrder, training_batches
+from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import stages_of
-from trainer.data.sampling.samples import WrappedSamples
+from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.attention import ON_CPU
+from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
@@ -86,7 +86,7 @@ from trainer.runtime.device import DTYPES, memory_now, memory_peak
 from trainer.system.process import cores
 from trainer.system.units import GIB
 from trainer.testing.operators import Memory
-from trainer.testing.ranks import GlooRanks
+from trainer.testing.ranks import LocalRanks
 
 LOADED_TOKENS = 2**25
 """In one turn."""
@@ -147,7 +147,7 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
         for number in range(round(gib * GIB / 2**22))
     }
     cpu = torch.device("cpu")
-    savers = {mode: Saver(CheckpointConfig(async_mode=mode), folder / mode, cpu, state) for mode in WRITERS}
+    savers = {mode: AsyncCheckpointer(CheckpointConfig(async_mode=mode), folder / mode, cpu, state) for mode in WRITERS}
     taken: dict[str, list[tuple[float, float]]] = {mode: [] for mode in WRITERS}
     for step in range(repeats + 1):
         for mode, saver in savers.items():
@@ -171,7 +171,7 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
 
 def checkpoint_table(gib: float, ranks: int, repeats: int, folder: str | None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        of_ranks = GlooRanks(ranks).run(saves, Path(own), gib, repeats)
+        of_ranks = LocalRanks(ranks).run(saves, Path(own), gib, repeats)
     print(f"{'':<10} {'blocked':>10} {'of off':>9} {'least - most':>18} {'beside training':>17}")
     whole = None
     for mode in WRITERS:
@@ -197,13 +197,13 @@ def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
     cpu = torch.device("cpu")
     before = memory_now(cpu)
     parallel = ParallelConfig(tp=tp)
-    weights = Weights(folder)
+    weights = WeightSource(folder)
     spec, sizes = weights.spec, weights.sizes
     with torch.device("meta"):
         whole_pipeline = stages(spec.network(sizes), spec.plan(sizes), parallel)
     meshes = Meshes(ParallelDims.of(parallel, dist.get_world_size()), cpu)
     layout = (spec.plan(sizes), whole_pipeline, meshes, parallel, ActivationCheckpointConfig(), CompileConfig(), "fp32")
-    (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, kernels=ON_CPU).values()
+    (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, kernels=CPU_BACKEND).values()
     parameters = dict(network.named_parameters())
     initialize(network, cpu, 0, loaded=parameters)
     weights.fill(parameters)
@@ -212,7 +212,7 @@ def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
 
 
 def initial_table(folder: Path, ranks: int, tp: int) -> None:
-    of_ranks = GlooRanks(ranks).run(taken_over, folder, tp)
+    of_ranks = LocalRanks(ranks).run(taken_over, folder, tp)
     if isinstance(of_ranks[0], str):
         raise ConfigError("", of_ranks[0])
     print(f"{'':<8} {'process':>12} {'its shards':>12} {'peak':>12} {'beyond both':>12}")
@@ -270,9 +270,9 @@ def _store_in(folder: Path) -> Path:
 
 
 def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
-    samples = WrappedSamples(open_store(store, "train"), seq, restart=False)
+    samples = ConcatSamples(open_store(store, "train"), seq, restart=False)
     order = SampleOrder((len(samples),), stages_of((), ("data",)), seed=0, shuffle=True)
-    cut = Cut(global_batch_size=local_batch, local_batch_size=local_batch, rank=0, ranks=1)
+    cut = BatchPartition(global_batch_size=local_batch, local_batch_size=local_batch, rank=0, ranks=1)
     batches = training_batches(samples, order, cut, 0, DataConfig(), pin_memory=False)
     microbatches = LOADED_TOKENS // (local_batch * seq)
     tokens = microbatches * local_batch * seq

@@ -19,12 +19,12 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.parity import Layout, flags
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, exit_with, one_line_errors, run_to_end
-from trainer.config.load import command_words, load_config
+from trainer.config.command_line import Arguments, die, one_line_errors, run_to_end
+from trainer.config.load import load_config, parse_argv
 from trainer.planning.simulate import Simulation, simulate
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 from trainer.testing.allocations import Measured, measure, quiet
-from trainer.testing.ranks import GlooRanks
+from trainer.testing.ranks import LocalRanks
 
 MODEL = {
     "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "hidden_dim": 2048, "vocab_size": 16384,
@@ -56,10 +56,10 @@ MATRIX = [
     "pp=2 pipeline_schedule=Interleaved1F1B dp_shard=2 activation_checkpoint.mode=full",
     "pp=2 tp=2 training.compute_dtype=bf16",
     "dp_shard=2 data.document_mask=true model.overrides.tied_embeddings=true",
-    "dp_shard=2 optimizer.in_backward=true training.max_norm=none resilience.max_left_out=1",
-    "dp_replicate=2 dp_shard=2 optimizer.in_backward=true training.max_norm=none resilience.max_left_out=1",
+    "dp_shard=2 optimizer.in_backward=true training.max_norm=none resilience.max_consecutive_skips=1",
+    "dp_replicate=2 dp_shard=2 optimizer.in_backward=true training.max_norm=none resilience.max_consecutive_skips=1",
     "dp_shard=2 optimizer.offload=state_and_gradients training.parameter_dtype=bf16",
-    "dp_shard=2 optimizer.state_dtype=8bit activation_checkpoint.mode=full activation_checkpoint.offload=true",
+    "dp_shard=2 optimizer.state_dtype=8bit activation_checkpoint.mode=full activation_checkpoint.offload_inputs=true",
 ]
 
 REPEATS = 3
@@ -76,7 +76,7 @@ def ranks_of(layout: Layout) -> int:
 
 def said(words: Sequence[str]) -> dict[str, str]:
     """ "section.name" -> value, of a command line."""
-    return {flag.removeprefix("--"): value for flag, value in command_words(words)}
+    return {flag.removeprefix("--"): value for flag, value in parse_argv(words)}
 
 
 def with_defaults(given: dict[str, str]) -> dict[str, str]:
@@ -96,7 +96,7 @@ def wrong_kind(plan: Simulation, real: Measured) -> str:
 def check(layout: Layout, given: dict[str, str]) -> bool:
     """Whether the plan is right for the first and the last rank. What a layout says goes before what was given."""
     argv, size = flags(given | layout.settings), ranks_of(layout)
-    measured = GlooRanks(size).run(measure, argv, REPEATS)
+    measured = LocalRanks(size).run(measure, argv, REPEATS)
     config, ranks = load_config(argv), sorted({0, size - 1})
     good = True
     for rank, plan in zip(ranks, simulate([(config, rank) for rank in ranks], size, on_gpu=False), strict=True):
@@ -127,9 +127,9 @@ def main() -> None:
             argv = flags(given | layout.settings)
             config = load_config(argv)
             with one_line_errors(config):
-                set_up(config, ranks)
+                resolve(config, ranks)
     except ConfigError as error:
-        exit_with(str(error))
+        die(str(error))
     print(f"{'layout':<{WIDTH}} rank {'planned bytes':>15} {'measured bytes':>15} {'':>8}  at the peak")
     good = [check(layout, given) for layout in layouts]
     sys.exit(0 if all(good) else 1)

@@ -20,14 +20,14 @@ sys.path.insert(0, str(ROOT))
 from scripts.dev.check_plan import said, with_defaults
 from scripts.parity import flags
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, count, exit_with, run_to_end
+from trainer.config.command_line import Arguments, count, die, run_to_end
 from trainer.config.load import load_config
 from trainer.planning.estimate import plan
 from trainer.runtime import device as devices
-from trainer.runtime.accelerators import BOARDS, SHORT_NAMES
+from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.system.units import GIB
 from trainer.testing.allocations import a_step, measure, quiet
-from trainer.testing.ranks import GlooRanks
+from trainer.testing.ranks import LocalRanks
 
 START = {
     "training.local_batch_size": "4",
@@ -38,8 +38,8 @@ START = {
 RUNGS = {
     "loss in chunks": {"training.loss_chunk_tokens": "1024"},
     "blocks computed again": {"activation_checkpoint.mode": "full"},
-    "inputs of blocks on the host": {"activation_checkpoint.offload": "true"},
-    "update in backward": {"optimizer.in_backward": "true", "resilience.max_left_out": "1"},
+    "inputs of blocks on the host": {"activation_checkpoint.offload_inputs": "true"},
+    "update in backward": {"optimizer.in_backward": "true", "resilience.max_consecutive_skips": "1"},
     "averages in 8 bits": {"optimizer.state_dtype": "8bit"},
     "parameters in bf16": {"training.parameter_dtype": "bf16"},
     "optimizer on the host instead": {
@@ -102,16 +102,16 @@ def main() -> None:
         print(f"{'':<40}{'memory':>12} {'':>7} {'on the host':>12}{'tokens/s':>14}")
         for name, argv, config in steps:
             if arguments.device:
-                made = plan(config, arguments.world, BOARDS[SHORT_NAMES[arguments.device]], 0.0, on_gpu=True)
+                made = plan(config, arguments.world, ACCELERATORS[SHORT_NAMES[arguments.device]], 0.0, on_gpu=True)
                 peak, host, speed = made.largest.peak, made.largest.host, made.tokens_per_second
             else:
-                peak, host = GlooRanks(1).run(measure, argv, 1)[0].peak, 0
+                peak, host = LocalRanks(1).run(measure, argv, 1)[0].peak, 0
                 tokens = config.training.global_batch_size * config.training.seq_len
-                speed = tokens / GlooRanks(1).run(seconds, argv)[0]
+                speed = tokens / LocalRanks(1).run(seconds, argv)[0]
             print(row(name, peak, before, host, speed), flush=True)
             before = peak
     except ConfigError as error:
-        exit_with(str(error))
+        die(str(error))
 
 
 if __name__ == "__main__":

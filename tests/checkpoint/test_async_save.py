@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.test_commit import load, names
 from trainer.checkpoint import commit, storage
-from trainer.checkpoint.async_save import LostWriter, Saver
+from trainer.checkpoint.async_save import AsyncCheckpointer, WriterDied
 from trainer.checkpoint.storage import read_index
 from trainer.config import CheckpointConfig
 from trainer.testing.ranks import RankError
@@ -20,7 +20,7 @@ FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "identity": {}}'}
 
 
 def saver_of(mode, folder, tensors):
-    return Saver(CheckpointConfig(async_mode=mode), folder, torch.device("cpu"), tensors)
+    return AsyncCheckpointer(CheckpointConfig(async_mode=mode), folder, torch.device("cpu"), tensors)
 
 
 def two_saves(mode, folder):
@@ -118,7 +118,7 @@ def killed(folder):
     try:
         saver.before_update()
         before = ""
-    except LostWriter as error:
+    except WriterDied as error:
         before = str(error)
     saver.save(2, tensors, FILES, {})
     (ended,) = saver.wait()
@@ -130,9 +130,9 @@ def killed(folder):
 def test_a_killed_writer_is_told_by_all_ranks(ranks, tmp_path, size):
     *others, last = ranks(size).run(killed, tmp_path)
     how = "the process that writes checkpoints was ended by SIGKILL"
-    assert last == (f"no step can be saved any more: {how}", "LostWriter", f"step 2 could not be saved: {how}")
+    assert last == (f"no step can be saved any more: {how}", "WriterDied", f"step 2 could not be saved: {how}")
     for before, kind, failure in others:
-        assert (before, kind) == ("", "LostWriter")
+        assert (before, kind) == ("", "WriterDied")
         assert failure.startswith("step 2 could not be saved: ")
 
 

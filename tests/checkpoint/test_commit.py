@@ -10,23 +10,23 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from trainer.checkpoint import commit, manifest, resume, storage
-from trainer.checkpoint.commit import Request, SaveFailed
+from trainer.checkpoint.commit import SaveFailed, SaveRequest
 from trainer.testing.ranks import RankError
 
 STATE = {"step": 0, "cursor": 0, "tokens_seen": 0, "world_size": 1, "identity": {"seed": 0}}
-STATE |= {"passed_over": [[3, 5]], "rollbacks": 0, "random": [], "mixture": [], "best": []}
+STATE |= {"skipped_samples": [[3, 5]], "rollbacks": 0, "random": [], "mixture": [], "best": []}
 TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
-def save(folder, step, value=1.0, keep=0, keep_every=0, tensors=None, keep_also=0):
+def save(folder, step, value=1.0, keep=0, keep_interval_steps=0, tensors=None, keep_also=0):
     """On ranks, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = STATE | {"step": step}
     aside = commit.prepare(folder, step)
     files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
-    request = Request(folder, step, files, {"step": step}, keep, keep_every, keep_also, aside)
+    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_also, aside)
     alone = dist.get_world_size() == 1
-    plan = storage.plan_of(tensors, dist.get_rank() == 0)
+    plan = storage.local_save_plan(tensors, dist.get_rank() == 0)
     commit.write(request, plan, storage.local_tensors(tensors), None if alone else dist.group.WORLD)
     return request.final
 
@@ -49,7 +49,7 @@ def damage(path, file="rank-00000.safetensors"):
 
 def saved_and_loaded(folder):
     path = save(folder, 3, 7)
-    return path.name, names(folder), load(path), resume.find(folder)
+    return path.name, names(folder), load(path), resume.find_resume_point(folder)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -131,7 +131,7 @@ def test_an_error_that_passes_is_tried_again(ranks, tmp_path):
 def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_cleared(ranks, tmp_path):
     for left in ("step-00000006.saving-0a1b2c3d", "step-00000003.deleting-0a1b2c3d"):
         (tmp_path / left).mkdir()
-    assert ranks(1).run(resume.find, tmp_path) == [None]
+    assert ranks(1).run(resume.find_resume_point, tmp_path) == [None]
     ranks(1).run(save, tmp_path, 9)
     assert names(tmp_path) == ["step-00000009"]
 
@@ -150,7 +150,7 @@ def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
     ranks(1).run(save, tmp_path, 3)
     path = ranks(1).run(save, tmp_path, 6, 1)[0]
     path.rename(tmp_path / "step-00000006.old")
-    assert ranks(1).run(resume.find, tmp_path)[0].path.name == "step-00000006.old"
+    assert ranks(1).run(resume.find_resume_point, tmp_path)[0].path.name == "step-00000006.old"
     ranks(1).run(save, tmp_path, 6, 2)
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
 
@@ -158,7 +158,7 @@ def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
 def test_after_them_the_new_one_counts(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path, 6, 1)[0]
     shutil.copytree(path, tmp_path / "step-00000006.old")
-    assert ranks(1).run(resume.find, tmp_path)[0].path == path
+    assert ranks(1).run(resume.find_resume_point, tmp_path)[0].path == path
     ranks(1).run(save, tmp_path, 6, 2)
     assert names(tmp_path) == ["step-00000006"]
 
@@ -191,14 +191,14 @@ def test_what_was_just_saved_is_kept_and_found_beside_newer_ones_that_are_damage
     damage(tmp_path / "step-00000030")
     ranks(1).run(save, tmp_path, 25, 1, 1)
     assert names(tmp_path) == ["step-00000025", "step-00000030"]
-    assert ranks(1).run(resume.find, tmp_path)[0].path.name == "step-00000025"
+    assert ranks(1).run(resume.find_resume_point, tmp_path)[0].path.name == "step-00000025"
 
 
 def test_what_cannot_be_removed_is_a_warning(monkeypatch, tmp_path):
     told = []
     monkeypatch.setattr(commit.logging, "warning", told.append)
-    monkeypatch.setattr(commit, "steps_in", fails)
-    commit.retain(Request(tmp_path, 9, {}, {}, 1, 0, 0, tmp_path / "aside"))
+    monkeypatch.setattr(commit, "latest_per_step", fails)
+    commit.prune(SaveRequest(tmp_path, 9, {}, {}, 1, 0, 0, tmp_path / "aside"))
     assert told == ["old checkpoints were not removed: shard: No space left on device"]
 
 

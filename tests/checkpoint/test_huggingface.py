@@ -17,13 +17,13 @@ from models.llama.hf import config_of, rows_from_hf, rows_to_hf, sizes_of
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.conftest import ROOT
 from tests.training_runs import full, train
-from trainer.checkpoint.export import export_of, export_run
-from trainer.checkpoint.huggingface import Folder, import_folder, is_export_of
+from trainer.checkpoint.export import export_from_checkpoint, export_run
+from trainer.checkpoint.huggingface import HfModelFolder, import_folder, is_export_of
 from trainer.checkpoint.storage import read_index, read_rows
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.run.resolve import parameter_names, set_up
+from trainer.run.resolve import parameter_names, resolve
 from trainer.run.run_folder import resume_point
 from trainer.testing.ranks import RankError
 from trainer.trainer import Trainer
@@ -56,7 +56,7 @@ def trained(ranks, tiny, folder, kind, size, *layout):
 
 
 def our_logits(checkpoint, tokens):
-    export = export_of(checkpoint, torch.float32)
+    export = export_from_checkpoint(checkpoint, torch.float32)
     network = export.spec.network(export.sizes)
     index = read_index(checkpoint)
     with torch.no_grad():
@@ -91,15 +91,15 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
     if "tied" in kind and size == 8:
         layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings cannot be cut into stages
     checkpoint = trained(ranks, tiny, tmp_path, kind, size, *layout)
-    export_of(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
+    export_from_checkpoint(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
     assert_same_logits(our_logits(checkpoint, TOKENS), their_logits(tmp_path / "out", TOKENS))
 
     # And back, bit by bit, in small files.
-    folder = Folder(tmp_path / "out", MODELS["llama3"])
+    folder = HfModelFolder(tmp_path / "out", MODELS["llama3"])
     names = parameter_names(MODELS["llama3"], folder.sizes)
     import_folder(folder, "llama3", names, tmp_path / "back", 2**18, lambda n: None)
     assert torch.equal(our_logits(tmp_path / "back", TOKENS), our_logits(checkpoint, TOKENS))
-    export_of(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
+    export_from_checkpoint(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
     again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
     first = load_file(tmp_path / "out" / "model.safetensors")
     assert set(again) == set(first) and all(torch.equal(again[name], first[name]) for name in first)
@@ -109,7 +109,7 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
 
 
 def test_a_model_of_theirs_gives_the_same_logits_here(theirs, tmp_path):
-    folder = Folder(theirs, MODELS["llama3"])
+    folder = HfModelFolder(theirs, MODELS["llama3"])
     import_folder(
         folder, "llama3", parameter_names(MODELS["llama3"], folder.sizes), tmp_path / "c", GIB, lambda n: None
     )
@@ -118,7 +118,7 @@ def test_a_model_of_theirs_gives_the_same_logits_here(theirs, tmp_path):
 
 def a_model(theirs, tmp_path, ours):
     """A folder of theirs, or a checkpoint that was made of it; and the parameters in it."""
-    folder = Folder(theirs, MODELS["llama3"])
+    folder = HfModelFolder(theirs, MODELS["llama3"])
     names = parameter_names(MODELS["llama3"], folder.sizes)
     if ours:
         import_folder(folder, "llama3", names, tmp_path / "imported", GIB, lambda n: None)
@@ -127,8 +127,8 @@ def a_model(theirs, tmp_path, ours):
 
 def initial_weights(argv):
     config = load_config(argv)
-    setup = set_up(config, torch.distributed.get_world_size())
-    trainer = Trainer(config, setup, torch.device("cpu"), resume_point(config, setup))
+    resolved = resolve(config, torch.distributed.get_world_size())
+    trainer = Trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
     return {name: full(p).clone() for name, p in trainer.engine.parameters.items()}, trainer.engine.optimizer.state()
 
 
@@ -139,7 +139,7 @@ def initial_weights(argv):
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, size, layout, ours):
     source, expected = a_model(theirs, tmp_path, ours)
-    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(source), *layout]
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(source), *layout]
     found = {}
     for weights, _ in ranks(size).run(initial_weights, argv):
         found |= weights
@@ -155,12 +155,12 @@ def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, 
 def test_a_vocabulary_grows_by_the_mean_of_its_rows(ranks, tiny, tmp_path, theirs, size, layout, ours):
     source, expected = a_model(theirs, tmp_path, ours)
     larger = len(expected["output.weight"]) + 37
-    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(source), *layout]
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(source), *layout]
     argv += ["--model.overrides.vocab_size", str(larger)]
     with pytest.raises(RankError, match=f"vocab_size is {larger - 37} there, {larger} here"):
         ranks(size).run(initial_weights, argv)
     found = {}
-    for weights, _ in ranks(size).run(initial_weights, [*argv, "--checkpoint.grow_vocabulary", "true"]):
+    for weights, _ in ranks(size).run(initial_weights, [*argv, "--checkpoint.resize_embeddings", "true"]):
         found |= weights
     for name, weight in found.items():
         if name in ("tok_embeddings.weight", "output.weight"):
@@ -174,7 +174,14 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(ranks, tiny, tmp_path, their
 def test_what_is_excluded_stays_as_it_was_drawn(ranks, tiny, tmp_path, theirs):
     more = [*tiny, "--run.output_folder", str(tmp_path)]
     drawn = ranks(1).run(initial_weights, [*more, "--run.name", "a"])[0][0]
-    given = ["--run.name", "b", "--checkpoint.initial", str(theirs), "--checkpoint.exclude", "output.weight,layers.1.*"]
+    given = [
+        "--run.name",
+        "b",
+        "--checkpoint.init_from",
+        str(theirs),
+        "--checkpoint.init_exclude",
+        "output.weight,layers.1.*",
+    ]
     mixed = ranks(1).run(initial_weights, [*more, *given])[0][0]
     same = {name for name in drawn if torch.equal(drawn[name], mixed[name])}
     assert {n for n in same if "norm" not in n} == {
@@ -185,15 +192,15 @@ def test_what_is_excluded_stays_as_it_was_drawn(ranks, tiny, tmp_path, theirs):
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--model.overrides.n_layers", "3"], "checkpoint.initial: is another network: n_layers is 2 there, 3 here"),
-        (["--checkpoint.exclude", "outptu.weight"], "outptu.weight is no parameter; did you mean 'output.weight'"),
+        (["--model.overrides.n_layers", "3"], "checkpoint.init_from: is another network: n_layers is 2 there, 3 here"),
+        (["--checkpoint.init_exclude", "outptu.weight"], "outptu.weight is no parameter; did you mean 'output.weight'"),
     ],
 )
 def test_what_does_not_fit_is_refused(ranks, tiny, tmp_path, theirs, more, problem):
     config = tmp_path / "base.toml"
     config.write_text(Path(tiny[1]).read_text().replace("n_layers = 2", ""))
     more = more if "n_layers" in more[0] else [*more, "--model.overrides.n_layers", "2"]
-    argv = ["--config", str(config), "--run.output_folder", str(tmp_path), "--checkpoint.initial", str(theirs)]
+    argv = ["--config", str(config), "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(theirs)]
     with pytest.raises(RankError, match=problem):
         ranks(1).run(initial_weights, [*argv, *more])
 
@@ -263,7 +270,7 @@ def test_another_network_is_refused(tmp_path, change, problem):
     config = config_of(LLAMA3["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
-        Folder(tmp_path, MODELS["llama3"])
+        HfModelFolder(tmp_path, MODELS["llama3"])
     assert error.value.rule == f"{tmp_path}/config.json: {problem}"
 
 
@@ -281,7 +288,7 @@ def folder_of(tmp_path, weight_map=None):
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 7, None, ["x"], "a\nb"])
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path, file):
     with pytest.raises(ConfigError, match="which is no name of a file in it"):
-        Folder(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
+        HfModelFolder(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
 
 
 def test_a_link_to_elsewhere_is_refused_and_that_of_their_cache_is_not(tmp_path):
@@ -291,12 +298,12 @@ def test_a_link_to_elsewhere_is_refused_and_that_of_their_cache_is_not(tmp_path)
     made = folder_of(snapshot, {"model.norm.weight": "model.safetensors"})
     shutil.move(made / "model.safetensors", tmp_path / "blobs" / "0a")
     (made / "model.safetensors").symlink_to("../../blobs/0a")
-    assert list(Folder(made, MODELS["llama3"]).index(["norm.weight"])) == ["norm.weight"]
+    assert list(HfModelFolder(made, MODELS["llama3"]).index(["norm.weight"])) == ["norm.weight"]
     (made / "model.safetensors").unlink()
     shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
     (made / "model.safetensors").symlink_to("../../elsewhere")
     with pytest.raises(ConfigError, match=r"model.safetensors is a link that leads elsewhere"):
-        Folder(made, MODELS["llama3"])
+        HfModelFolder(made, MODELS["llama3"])
 
 
 @pytest.mark.parametrize(
@@ -306,7 +313,7 @@ def test_a_hostile_header_is_one_line(tmp_path, head):
     made = folder_of(tmp_path)
     (made / "model.safetensors").write_bytes(head)
     with pytest.raises(ConfigError, match=r"model\.safetensors: "):
-        Folder(made, MODELS["llama3"])
+        HfModelFolder(made, MODELS["llama3"])
 
 
 # ------------------------------------------------------------ the script

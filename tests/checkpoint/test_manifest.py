@@ -24,10 +24,10 @@ def make(folder, content=CONTENT):
 
 def test_what_was_written_is_read(tmp_path):
     made = make(tmp_path / "c")
-    assert manifest.problem(made) == ""
+    assert manifest.find_damage(made) == ""
     assert manifest.read(made).about == {"step": 7, "share": 0.1}
     (made / ".DS_Store").touch()
-    assert manifest.problem(made) == ""
+    assert manifest.find_damage(made) == ""
 
 
 def test_every_flipped_bit_is_told_by_the_name_of_its_file(tmp_path):
@@ -40,9 +40,9 @@ def test_every_flipped_bit_is_told_by_the_name_of_its_file(tmp_path):
             flipped = bytearray(data)
             flipped[place] ^= 1 << bit
             (made / name).write_bytes(flipped)
-            assert name in manifest.problem(made), (name, place, bit)
+            assert name in manifest.find_damage(made), (name, place, bit)
         (made / name).write_bytes(data)
-    assert manifest.problem(made) == ""
+    assert manifest.find_damage(made) == ""
 
 
 def cut(folder, name):
@@ -88,19 +88,19 @@ def test_every_damage_to_every_file_is_told(tmp_path, damage, name):
     if (damage, name) == (link, manifest.NAME):
         return  # its content is what was written
     damage(made, name)
-    assert manifest.problem(made) != ""
+    assert manifest.find_damage(made) != ""
 
 
 def test_what_does_not_belong_is_told(tmp_path):
     made = make(tmp_path / "c")
     (made / "d.bin").touch()
-    assert manifest.problem(made) == "d.bin does not belong to it"
+    assert manifest.find_damage(made) == "d.bin does not belong to it"
 
 
 def test_contents_are_looked_at_in_shares(tmp_path):
     made = make(tmp_path / "c")
     zero(made, "a.bin")
-    assert [manifest.problem(made, (i, 3)) != "" for i in range(3)] == [True, False, False]
+    assert [manifest.find_damage(made, (i, 3)) != "" for i in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["../a.bin", "/etc/passwd", "..", ".", "", "x/../../a", "a\\b", "a\nb"])
@@ -108,7 +108,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path, name):
     made = make(tmp_path / "c")
     (tmp_path / "a.bin").write_bytes(b"x")
     manifest.write(made, Manifest({name: File(1, "0")}, {}))
-    assert manifest.problem(made) == f"manifest.json names {name!r}, which is no name of a file in it"
+    assert manifest.find_damage(made) == f"manifest.json names {name!r}, which is no name of a file in it"
 
 
 @pytest.mark.parametrize(
@@ -118,26 +118,26 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path, name):
 def test_what_is_no_manifest_is_told_and_not_believed(tmp_path, text):
     made = make(tmp_path / "c")
     (made / manifest.NAME).write_bytes(text.encode(errors="surrogatepass"))
-    assert manifest.problem(made) in ("manifest.json is not what was written", "manifest.json is no text")
+    assert manifest.find_damage(made) in ("manifest.json is not what was written", "manifest.json is no text")
 
 
 def test_a_huge_manifest_is_not_read(tmp_path):
     made = make(tmp_path / "c")
     with (made / manifest.NAME).open("r+b") as file:
         file.truncate(10 * 2**30)
-    assert manifest.problem(made) == "manifest.json has more than 67108864 bytes, more than any of its kind"
+    assert manifest.find_damage(made) == "manifest.json has more than 67108864 bytes, more than any of its kind"
 
 
 def test_without_a_manifest_it_was_never_finished(tmp_path):
     made = make(tmp_path / "c")
     (made / manifest.NAME).unlink()
-    assert manifest.problem(made) == "manifest.json cannot be read (No such file or directory)"
+    assert manifest.find_damage(made) == "manifest.json cannot be read (No such file or directory)"
     shutil.rmtree(made)
-    assert "manifest.json" in manifest.problem(made)
+    assert "manifest.json" in manifest.find_damage(made)
 
 
 def test_another_spelling_of_the_same_content_is_damage(tmp_path):
     made = make(tmp_path / "c")
     content = json.loads((made / manifest.NAME).read_text())
     (made / manifest.NAME).write_text(json.dumps(content))
-    assert manifest.problem(made) == "manifest.json is not what was written"
+    assert manifest.find_damage(made) == "manifest.json is not what was written"

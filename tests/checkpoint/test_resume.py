@@ -8,7 +8,7 @@ import pytest
 from tests.checkpoint.test_commit import STATE, damage, names, save
 from trainer.checkpoint import resume
 from trainer.config import ConfigError
-from trainer.runtime.distributed import from_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.testing.ranks import RankError
 
 # ------------------------------------------------------------ finding
@@ -18,7 +18,7 @@ def found_and_told(folder, *args):
     told = []
     original, resume.logging.warning = resume.logging.warning, told.append
     try:
-        return resume.find(folder, *args), told
+        return resume.find_resume_point(folder, *args), told
     finally:
         resume.logging.warning = original
 
@@ -53,7 +53,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tm
     for step in (1, 2):
         damage(ranks(1).run(save, tmp_path, step)[0])
     with pytest.raises(RankError) as error:
-        ranks(2).run(resume.find, tmp_path)
+        ranks(2).run(resume.find_resume_point, tmp_path)
     assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
 
 
@@ -62,26 +62,26 @@ def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(ranks, tmp_
     (tmp_path / "checkpoints").write_text("")  # root may read any folder
     for size in (1, 2):
         with pytest.raises(RankError, match=r"checkpoints cannot be read \(Not a directory\)"):
-            ranks(size).run(resume.find, tmp_path / "checkpoints")
+            ranks(size).run(resume.find_resume_point, tmp_path / "checkpoints")
 
 
 def test_other_folders_are_ignored(ranks, tmp_path):
-    assert ranks(1).run(resume.find, tmp_path / "none") == [None]
+    assert ranks(1).run(resume.find_resume_point, tmp_path / "none") == [None]
     path = ranks(1).run(save, tmp_path, 8)[0]
     for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "abandoned-1"):
         shutil.copytree(path, tmp_path / name)
     (tmp_path / "step-00000010").touch()
     (tmp_path / "notes.txt").touch()
-    assert [found.path.name for found in ranks(2).run(resume.find, tmp_path)] == ["step-00000008"] * 2
+    assert [found.path.name for found in ranks(2).run(resume.find_resume_point, tmp_path)] == ["step-00000008"] * 2
 
 
 # ------------------------------------------------------------ rolling back
 
 
 def rolled_back(folder, step):
-    saved = resume.find(folder, step)
+    saved = resume.find_resume_point(folder, step)
     if saved.rollback:
-        from_rank_0(lambda: resume.abandon_newer(saved))
+        run_on_rank_0(lambda: resume.discard_newer(saved))
     return saved.path.name, saved.rollback
 
 
@@ -100,14 +100,14 @@ def test_a_rollback_begins_a_new_lineage_once(ranks, tmp_path):
 
 def test_a_rollback_to_what_is_not_there_or_damaged_is_refused(ranks, tmp_path):
     with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: none"):
-        ranks(1).run(resume.find, tmp_path, 4)
+        ranks(1).run(resume.find_resume_point, tmp_path, 4)
     for step in (2, 4):
         ranks(1).run(save, tmp_path, step)
     with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: 2, 4"):
-        ranks(1).run(resume.find, tmp_path, 3)
+        ranks(1).run(resume.find_resume_point, tmp_path, 3)
     damage(tmp_path / "step-00000002")
     with pytest.raises(RankError, match=r"checkpoint.load_step: .*step-00000002: rank-00000.safetensors has another"):
-        ranks(1).run(resume.find, tmp_path, 2)
+        ranks(1).run(resume.find_resume_point, tmp_path, 2)
 
 
 def test_a_rollback_leaves_what_was_being_replaced_too(ranks, tmp_path):
@@ -126,7 +126,7 @@ def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
     ranks(1).run(save, tmp_path, 3)
     (tmp_path / "lineage.json").write_text("{")
     with pytest.raises(RankError, match=r"lineage\.json cannot be read; remove it to roll back anew"):
-        ranks(1).run(resume.find, tmp_path, 2)
+        ranks(1).run(resume.find_resume_point, tmp_path, 2)
     (tmp_path / "lineage.json").unlink()
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
     assert names(tmp_path / "abandoned-2") == ["step-00000003"]
@@ -135,24 +135,30 @@ def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({"cursor": "0"}, {"step": True}, {"identity": []}, {"passed_over": [3]}, {"passed_over": [[1, 2, 3]]}),
-        *({"passed_over": [["a", "b"]]}, {"random": None}, {"rollbacks": 0.5}),
+        *(
+            {"cursor": "0"},
+            {"step": True},
+            {"identity": []},
+            {"skipped_samples": [3]},
+            {"skipped_samples": [[1, 2, 3]]},
+        ),
+        *({"skipped_samples": [["a", "b"]]}, {"random": None}, {"rollbacks": 0.5}),
     ],
 )
 def test_a_state_of_other_types_is_damage(tmp_path, wrong):
     path = tmp_path / "step-00000000"
     path.mkdir()
     (path / "train_state.json").write_text(json.dumps(STATE))
-    assert resume.state_problem(path) == ""
+    assert resume.check_train_state(path) == ""
     (path / "train_state.json").write_text(json.dumps(STATE | wrong))
-    assert resume.state_problem(path) == "train_state.json is not the state of a run"
+    assert resume.check_train_state(path) == "train_state.json is not the state of a run"
 
 
 def test_differences_are_told_all_at_once(tmp_path):
-    saved = resume.Saved(tmp_path, {"identity": {"a": 1, "b": "x", "c": [1, 2]}})
+    saved = resume.ResumePoint(tmp_path, {"identity": {"a": 1, "b": "x", "c": [1, 2]}})
     with pytest.raises(ConfigError) as error:
-        resume.require_same(saved, {"a": 2, "b": "x", "d": True})
+        resume.require_compatible(saved, {"a": 2, "b": "x", "d": True})
     assert error.value.rule == (
         f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; another --run.name starts a new run"
     )
-    resume.require_same(saved, {"b": "x", "c": (1, 2)})
+    resume.require_compatible(saved, {"b": "x", "c": (1, 2)})

@@ -32,7 +32,7 @@ COMMAND_LINES = {
         "--activation_checkpoint.mode ful: expected one of none, full, selective, budget; did you mean 'full'?"
     ),
     "--activation_checkpoint.memory_budget 1.5": "--activation_checkpoint.memory_budget 1.5: must be at most 1",
-    "--activation_checkpoint.every 0": "--activation_checkpoint.every 0: must be at least 1",
+    "--activation_checkpoint.every_n_blocks 0": "--activation_checkpoint.every_n_blocks 0: must be at least 1",
     "--parallel.pipeline_schedule 1f1b": (
         "--parallel.pipeline_schedule 1f1b: expected one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
         "ZBVZeroBubble, DualPipeV; did you mean '1F1B'?"
@@ -80,9 +80,9 @@ COMMAND_LINES = {
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
     "--run.name ..": "--run.name ..: must be the name of one folder",
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: is longer than the name of a folder can be (255 bytes)",
-    "--evaluation.sets.wiki jsonl:/nope": "--evaluation.sets.wiki jsonl:/nope: no such file or folder, and no match as a pattern",
+    "--evaluation.datasets.wiki jsonl:/nope": "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no match as a pattern",
     f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with no [data] datasets",
-    f"--checkpoint.initial {__file__}": f"--checkpoint.initial {__file__}: is a file, no folder",
+    f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, no folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
         "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
@@ -104,9 +104,9 @@ COMMAND_LINES = {
     "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
     "--model.overrides 4": "--model.overrides: a table; set one entry of it: --model.overrides.NAME VALUE",
     "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
-    "--tokenizer.kind tiktoken": '[tokenizer] path = "" (default): needed with [tokenizer] kind = tiktoken',
-    "--tokenizer.kind tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
-    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with a [tokenizer] kind other than default",
+    "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): needed with [tokenizer] backend = tiktoken',
+    "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
+    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with a [tokenizer] backend other than default",
     "--data.dataset jsonl": '[data] path = "" (default): needed with [data] dataset = jsonl',
     "--data.dataset text --data.path no/such": (
         "--data.path no/such: no such file or folder, and no match as a pattern"
@@ -265,6 +265,6 @@ def test_special_tokens_are_taken_over_by_any_name_and_come_back(tmp_path):
     text = """[tokenizer]\ntake_over = { "<|im_start|>" = "<|reserved_special_token_0|>" }\n"""
     (tmp_path / "run.toml").write_text(text)
     config = load_config(["--config", str(tmp_path / "run.toml")])
-    assert dict(config.tokenizer.take_over) == {"<|im_start|>": "<|reserved_special_token_0|>"}
+    assert dict(config.tokenizer.reuse_reserved_tokens) == {"<|im_start|>": "<|reserved_special_token_0|>"}
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load_config(["--config", str(tmp_path / "again.toml")]).tokenizer == config.tokenizer

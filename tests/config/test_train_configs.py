@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 from trainer.config.load import load_config
-from trainer.run.resolve import model_of, set_up
+from trainer.run.resolve import resolve, resolve_model
 
 FILES = sorted((ROOT / "train_configs").glob("*.toml"))
 
@@ -33,7 +33,7 @@ def load(file, tmp_path):
     if document["data"].get("path"):
         names += ["--data.path", str(tmp_path / "data")]
     if document.get("checkpoint", {}).get("initial"):
-        names += ["--checkpoint.initial", str(tmp_path / "data")]
+        names += ["--checkpoint.init_from", str(tmp_path / "data")]
     if document.get("tokenizer", {}).get("path"):
         names += ["--tokenizer.path", str(tmp_path / "tokenizer.model")]
     return load_config(names)
@@ -45,12 +45,12 @@ def test_all_promised_files_are_there():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_a_shipped_file_loads_and_names_a_model_that_is_there(file, tmp_path):
-    model_of(load(file, tmp_path).model)
+    resolve_model(load(file, tmp_path).model)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_has_the_published_number_of_parameters(name, tmp_path):
-    spec, sizes = model_of(load(ROOT / "train_configs" / f"{name}.toml", tmp_path).model)
+    spec, sizes = resolve_model(load(ROOT / "train_configs" / f"{name}.toml", tmp_path).model)
     with torch.device("meta"):
         model = spec.network(sizes)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
@@ -58,8 +58,8 @@ def test_a_model_has_the_published_number_of_parameters(name, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_the_debug_run_fits_one_to_eight_ranks(world_size):
-    setup = set_up(load_config([]), world_size)
-    assert setup.tokenizer.vocab_size == setup.sizes.vocab_size
+    resolved = resolve(load_config([]), world_size)
+    assert resolved.tokenizer.vocab_size == resolved.sizes.vocab_size
 
 
 COMBINATIONS = {
@@ -130,8 +130,8 @@ COMBINATIONS = {
     "--parallel.pp 4 --parallel.pipeline_schedule Interleaved1F1B --model.overrides.n_layers 7": (
         "--parallel.pp 4: makes 8 stages (4 ranks x 2), but the model has 7 blocks"
     ),
-    "--parallel.pp 2 --parallel.pipeline_split layers.9": (
-        "--parallel.pipeline_split layers.9: layers.9 is no block; expected layers.1 to layers.7"
+    "--parallel.pp 2 --parallel.pipeline_split_points layers.9": (
+        "--parallel.pipeline_split_points layers.9: layers.9 is no block; expected layers.1 to layers.7"
     ),
     "--parallel.pp 2 --training.local_batch_size 16": (
         "--parallel.pp 2: the step has 1 microbatch of local_batch_size samples, but 1F1B needs at least 2"
@@ -177,7 +177,7 @@ COMBINATIONS = {
 def test_a_combination_that_cannot_run_is_told_in_one_line(command):
     config = load_config(command.split())
     with pytest.raises(ConfigError) as error:
-        set_up(config, world_size=4)
+        resolve(config, world_size=4)
     assert config.explain(error.value) == COMBINATIONS[command]
 
 
@@ -186,7 +186,7 @@ def test_a_schedule_that_takes_backward_apart_needs_a_new_torch(monkeypatch, nam
     config = load_config(["--parallel.pp", "2", "--parallel.pipeline_schedule", name])
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ConfigError) as error:
-        set_up(config, world_size=2)
+        resolve(config, world_size=2)
     assert config.explain(error.value) == (
         f"--parallel.pipeline_schedule {name}: needs torch 2.13 or newer, this is 2.11.0"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.prepare.runs import PartWriter, read_part
+from trainer.data.prepare.runs import ShardWriter, read_part
 from trainer.data.prepare.shuffle import write_split
 from trainer.data.store.store import Encoded
 
@@ -16,7 +16,7 @@ def write_parts(folder: Path, parts: list[list[tuple[Encoded, bool]]]) -> list:
     """parts: the documents of each, and whether they are held out."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, documents in enumerate(parts):
-        writer = PartWriter(folder, number, U2)
+        writer = ShardWriter(folder, number, U2)
         for document, held_out in documents:
             writer.add(document, held_out)
         writer.finish()

@@ -71,7 +71,7 @@ def agree(folder):
 
 
 def found_and_loaded(folder):
-    found = resume.find(folder)
+    found = resume.find_resume_point(folder)
     return load(found.path)
 
 
@@ -90,7 +90,7 @@ def named(run):
 def used(argv, run):
     """Everything that reads a checkpoint: to resume, to start from, to convert, to look at."""
     told = []
-    initial = ["--checkpoint.initial", str(run / "checkpoints" / "step-00000001")]
+    initial = ["--checkpoint.init_from", str(run / "checkpoints" / "step-00000001")]
     for use in (
         lambda: export_run(run),
         lambda: train([*argv, *named(run), "--training.steps", "2"]),
@@ -213,4 +213,4 @@ def test_links_in_a_checkpoint_are_refused(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path / "c", 3)[0]
     shutil.move(path / "rank-00000.safetensors", tmp_path / "elsewhere")
     (path / "rank-00000.safetensors").symlink_to(tmp_path / "elsewhere")
-    assert manifest.problem(path) == "rank-00000.safetensors is a link, which may lead anywhere"
+    assert manifest.find_damage(path) == "rank-00000.safetensors is a link, which may lead anywhere"

@@ -13,7 +13,7 @@ from tests.training_runs import hash_of, largest_deviation, leaves_of_step, reco
 from trainer.checkpoint.storage import read_index, read_tensor
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.system import logging
 from trainer.testing.ranks import RankError
@@ -186,8 +186,8 @@ ANY = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_rep
 def content(argv):
     """On a rank: hash of every tensor that it has after resuming, as a whole tensor."""
     config = load_config(argv)
-    setup = set_up(config, dist.get_world_size())
-    trainer = Trainer(config, setup, torch.device("cpu"), resume_point(config, setup))
+    resolved = resolve(config, dist.get_world_size())
+    trainer = Trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
     return {name: hash_of({name: tensor}) for name, tensor in trainer._tensors().items()}
 
 
@@ -275,7 +275,7 @@ def test_resuming_with_another_tokenizer_or_other_data_is_refused(ranks, tiny, c
     shutil.copytree(corpus, own)
     ranks_file.write_bytes(DEFAULT_FILE.read_bytes())
     (tmp_path / "own.toml").write_text(Path(tiny[1]).read_text().replace(str(corpus), str(own)))
-    more = ["--tokenizer.kind", "tiktoken", "--tokenizer.path", str(ranks_file), "--training.steps"]
+    more = ["--tokenizer.backend", "tiktoken", "--tokenizer.path", str(ranks_file), "--training.steps"]
     argv = ["--config", str(tmp_path / "own.toml")]
     run(ranks, 1, argv, tmp_path / "run", *more, "2")
     (own / "new.txt").write_text("one more document\n")

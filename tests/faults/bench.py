@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import step_of, steps_in
+from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.checkpoint.storage import read_index, read_tensor
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,7 +28,7 @@ dataset = "text"
 path = "{corpus}"
 store_folder = "{stores}"
 held_out_fraction = 0.1
-prepare_processes = 1
+prepare_workers = 1
 [training]
 steps = {steps}
 seq_len = 32
@@ -41,7 +41,7 @@ warmup_steps = 2
 [checkpoint]
 interval_steps = {interval_steps}
 [metrics]
-log_every = 1
+interval_steps = 1
 tensorboard = false
 """
 """Of a run whose model has two layers of dim 32."""
@@ -59,7 +59,7 @@ def write_corpus(folder: Path, documents: int, seed: int = 0) -> Path:
     return folder
 
 
-class Draw(random.Random):
+class SeededRandom(random.Random):
     """Where and when the fault of a trial comes; the same for the same trial."""
 
     def __init__(self, seed: int, row: int, trial: int):
@@ -80,18 +80,18 @@ def expect(condition: object, what: str) -> None:
 
 
 @dataclass
-class Ended:
+class ProcessResult:
     code: int
     out: str
     err: str
     seconds: float
 
 
-class Run:
+class TrialRun:
     """A started run."""
 
     def __init__(
-        self, bench: "Bench", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
+        self, bench: "FaultHarness", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
     ):
         self.folder = bench.folder / "runs" / name
         bench.runs.append(self)
@@ -107,14 +107,14 @@ class Run:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
         self.several = ranks > 1
 
-    def wait(self, timeout_s: float = 240) -> Ended:
+    def wait(self, timeout_s: float = 240) -> ProcessResult:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
             raise Failed(f"did not end within {timeout_s:g} s") from None
         out, err = (log.read_text(errors="replace") for log in self.logs)
-        return Ended(code, out, err, time.monotonic() - self.start)
+        return ProcessResult(code, out, err, time.monotonic() - self.start)
 
     def below(self) -> list[tuple[int, str]]:
         """Every process that the run has started, with its command."""
@@ -179,14 +179,14 @@ def gone(pids: Sequence[int], within_s: float) -> bool:
     return True
 
 
-class Bench:
+class FaultHarness:
     """A corpus, a configuration, and what undisturbed runs of it come to."""
 
     def __init__(self, folder: Path, soak_minutes: float = 60.0):
         self.folder = folder
         self.soak_minutes = soak_minutes
         self.config = folder / "tiny.toml"
-        self.runs: list[Run] = []
+        self.runs: list[TrialRun] = []
         self.known: dict[tuple, dict[int, str]] = {}
         settings = {"steps": STEPS, "interval_steps": INTERVAL, "global_batch_size": 8, "stores": folder / "stores"}
         self.config.parent.mkdir(parents=True, exist_ok=True)
@@ -194,8 +194,8 @@ class Bench:
 
     def run(
         self, name: str, ranks: int = 2, more: Sequence[str] = (), fault: dict | None = None, **variables: str
-    ) -> Run:
-        return Run(self, name, ranks, more, fault, **variables)
+    ) -> TrialRun:
+        return TrialRun(self, name, ranks, more, fault, **variables)
 
     def end(self) -> None:
         """Of all runs that have not ended."""
@@ -208,7 +208,7 @@ class Bench:
         shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
         return name
 
-    def undisturbed(self, ranks: int, more: Sequence[str] = ()) -> dict[int, str]:
+    def reference(self, ranks: int, more: Sequence[str] = ()) -> dict[int, str]:
         """Step -> digest of the checkpoint, of a run that nothing happened to. How it saves is not to alter what it saves, so
         one run, with the default, stands for all that differ in that only."""
         flags = zip(more[::2], more[1::2], strict=True)
@@ -221,28 +221,28 @@ class Bench:
             self.known[key] = digests(self.folder / "runs" / name)
         return self.known[key]
 
-    def require_same_end(self, name: str, ranks: int, more: Sequence[str] = ()) -> None:
+    def assert_same_final_state(self, name: str, ranks: int, more: Sequence[str] = ()) -> None:
         """Outcome B: what the run has come to is bit by bit what the undisturbed one came to."""
-        mine, reference = digests(self.folder / "runs" / name), self.undisturbed(ranks, more)
+        mine, reference = digests(self.folder / "runs" / name), self.reference(ranks, more)
         expect(max(mine, default=0) == max(reference), f"ended at step {max(mine, default=0)}, not {max(reference)}")
         differing = [step for step in mine if mine[step] != reference.get(step, mine[step])]
         expect(not differing, f"other content than undisturbed at steps {differing}")
 
-    def finish(self, name: str, ranks: int, more: Sequence[str] = ()) -> Ended:
+    def finish(self, name: str, ranks: int, more: Sequence[str] = ()) -> ProcessResult:
         """Start it again, to its end, and compare."""
         ended = self.run(name, ranks, more).wait()
         expect(ended.code == 0, f"started again it ended with {ended.code}: {ended.err[-300:]}")
-        self.require_same_end(name, ranks, more)
+        self.assert_same_final_state(name, ranks, more)
         return ended
 
 
 def digests(folder: Path) -> dict[int, str]:
-    return {step_of(path): digest(path) for path in steps_in(folder / "checkpoints")}
+    return {step_of(path): digest(path) for path in latest_per_step(folder / "checkpoints")}
 
 
 def digest(checkpoint: Path) -> str:
     """Of every tensor, and of where the run stands."""
-    problem = manifest.problem(checkpoint)
+    problem = manifest.find_damage(checkpoint)
     expect(not problem, f"{checkpoint}: {problem}")
     whole_content = xxhash.xxh3_128()
     index = read_index(checkpoint)
@@ -250,10 +250,12 @@ def digest(checkpoint: Path) -> str:
         tensor = read_tensor(checkpoint, name, index[name])
         whole_content.update(name.encode() + tensor.contiguous().numpy().tobytes())
     state = json.loads((checkpoint / "train_state.json").read_text())
-    whole_content.update(json.dumps([state[key] for key in ("step", "cursor", "tokens_seen", "passed_over")]).encode())
+    whole_content.update(
+        json.dumps([state[key] for key in ("step", "cursor", "tokens_seen", "skipped_samples")]).encode()
+    )
     return whole_content.hexdigest()
 
 
-def few_lines(ended: Ended, limit: int = 10) -> None:
+def few_lines(ended: ProcessResult, limit: int = 10) -> None:
     lines = ended.err.splitlines()
     expect(len(lines) <= limit, f"{len(lines)} lines of errors: {ended.err[-500:]}")

@@ -21,17 +21,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.faults.bench import Bench, Draw, Failed
+from tests.faults.bench import Failed, FaultHarness, SeededRandom
 from tests.faults.rows import ROWS
 from trainer.config.command_line import Arguments, count, whole
 
 # ---------------------------------------------------------------- the matrix
 
 
-def trial(bench: Bench, row: int, number: int, seed: int) -> tuple[str, str]:
+def trial(bench: FaultHarness, row: int, number: int, seed: int) -> tuple[str, str]:
     """What went wrong, or "", and what was seen."""
     try:
-        return "", ROWS[row][1](bench, Draw(seed, row, number)) or ""
+        return "", ROWS[row][1](bench, SeededRandom(seed, row, number)) or ""
     except Failed as failure:
         return str(failure), ""
     finally:
@@ -67,13 +67,13 @@ def main() -> None:
     if not chosen.table:
         chosen.results.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=chosen.folder, ignore_cleanup_errors=True) as folder:
-            bench = Bench(Path(folder), chosen.soak_minutes)
+            bench = FaultHarness(Path(folder), chosen.soak_minutes)
             for row in chosen.rows:
                 run_row(bench, row, chosen.trials, chosen.seed, chosen.results)
     sys.exit(0 if show(chosen.results) else 1)
 
 
-def run_row(bench: Bench, row: int, trials: int, seed: int, results: Path) -> None:
+def run_row(bench: FaultHarness, row: int, trials: int, seed: int, results: Path) -> None:
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     first = 1 + max((line["trial"] for line in lines if (line["row"], line["seed"]) == (row, seed)), default=-1)
     for number in range(first, first + trials):

@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.faults.bench import STEPS, Bench, Draw, Ended, Run, expect, few_lines, gone
-from trainer.checkpoint.commit import step_of, steps_in
+from tests.faults.bench import STEPS, FaultHarness, ProcessResult, SeededRandom, TrialRun, expect, few_lines, gone
+from trainer.checkpoint.commit import latest_per_step, step_of
 
 MODES = ("off", "thread", "process")
 
@@ -18,11 +18,11 @@ def mode_flags(mode: str) -> list[str]:
 
 
 def killed_at_random(
-    bench: Bench, draw: Draw, victims: Callable[[Run], list[int]], name: str
-) -> tuple[list[str], Ended]:
+    bench: FaultHarness, draw: SeededRandom, victims: Callable[[TrialRun], list[int]], name: str
+) -> tuple[list[str], ProcessResult]:
     """A run on two ranks, hurt after a random time of training; the flags of its mode, and how it ended."""
     more = mode_flags(draw.choice(MODES))
-    bench.undisturbed(2, more)
+    bench.reference(2, more)
     run = bench.run(bench.fresh(name), 2, more)
     run.await_step(1)
     time.sleep(draw.uniform(0, 2.5))
@@ -37,12 +37,12 @@ def killed_at_random(
     return more, ended
 
 
-def row_1(bench: Bench, draw: Draw) -> None:
+def row_1(bench: FaultHarness, draw: SeededRandom) -> None:
     more, _ = killed_at_random(bench, draw, lambda run: [pid for pid, _ in run.below()], "row-1")
     bench.finish("row-1", 2, more)
 
 
-def row_2(bench: Bench, draw: Draw) -> None:
+def row_2(bench: FaultHarness, draw: SeededRandom) -> None:
     more, ended = killed_at_random(bench, draw, lambda run: [draw.choice(run.ranks() or [run.process.pid])], "row-2")
     if ended.code != 0:  # else it was at its end
         expect(ended.seconds <= 5, f"the others ended after {ended.seconds:.1f} s")
@@ -51,10 +51,10 @@ def row_2(bench: Bench, draw: Draw) -> None:
     bench.finish("row-2", 2, more)
 
 
-def row_3(bench: Bench, draw: Draw) -> None:
+def row_3(bench: FaultHarness, draw: SeededRandom) -> None:
     family: list[int] = []
 
-    def launcher(run: Run) -> list[int]:
+    def launcher(run: TrialRun) -> list[int]:
         family.extend(pid for pid, _ in run.below())
         return [run.process.pid]
 
@@ -63,7 +63,7 @@ def row_3(bench: Bench, draw: Draw) -> None:
     bench.finish("row-3", 2, more)
 
 
-def row_4(bench: Bench, draw: Draw) -> None:
+def row_4(bench: FaultHarness, draw: SeededRandom) -> None:
     more = mode_flags("process")
     run = bench.run(bench.fresh("row-4"), 2, more, {"kind": "slow", "rank": "all", "seconds": 0.05})
     run.await_step(draw.randrange(2, 60))
@@ -78,7 +78,7 @@ def row_4(bench: Bench, draw: Draw) -> None:
     bench.finish("row-4", 2, more)
 
 
-def stopped(bench: Bench, draw: Draw, name: str, victims: Callable[[Run], list[int]]) -> None:
+def stopped(bench: FaultHarness, draw: SeededRandom, name: str, victims: Callable[[TrialRun], list[int]]) -> None:
     more = mode_flags(draw.choice(MODES))
     run = bench.run(bench.fresh(name), 2, more)
     run.await_step(draw.randrange(1, 100))
@@ -89,20 +89,20 @@ def stopped(bench: Bench, draw: Draw, name: str, victims: Callable[[Run], list[i
     said = re.search(r"stopped as asked at step (\d+)", ended.out)
     expect(said or "done: step" in ended.out, f"said neither stopped nor done: {ended.out[-300:]}")
     if said:
-        newest = steps_in(run.folder / "checkpoints")[0]
+        newest = latest_per_step(run.folder / "checkpoints")[0]
         expect(step_of(newest) == int(said[1]) == run.step(), f"{newest} is not the last step, {run.step()}")
     bench.finish(name, 2, more)
 
 
-def row_5(bench: Bench, draw: Draw) -> None:
+def row_5(bench: FaultHarness, draw: SeededRandom) -> None:
     stopped(bench, draw, "row-5", lambda run: [run.process.pid])
 
 
-def row_6(bench: Bench, draw: Draw) -> None:
+def row_6(bench: FaultHarness, draw: SeededRandom) -> None:
     stopped(bench, draw, "row-6", lambda run: [draw.choice(run.ranks())])
 
 
-def row_7(bench: Bench, draw: Draw) -> None:
+def row_7(bench: FaultHarness, draw: SeededRandom) -> None:
     """The second signal comes while the save that the first one asked for goes on (it is made slow)."""
     more = mode_flags(draw.choice(MODES))
     run = bench.run(bench.fresh("row-7"), 2, more, {"kind": "slow_save", "seconds": 1.5})
@@ -115,7 +115,7 @@ def row_7(bench: Bench, draw: Draw) -> None:
     bench.finish("row-7", 2, more)
 
 
-def row_8(bench: Bench, draw: Draw) -> None:
+def row_8(bench: FaultHarness, draw: SeededRandom) -> None:
     rank = draw.randrange(2)
     run = bench.run(bench.fresh("row-8"), 2, fault={"kind": "raise", "rank": rank, "step": draw.randrange(1, STEPS)})
     ended = run.wait()
@@ -124,7 +124,7 @@ def row_8(bench: Bench, draw: Draw) -> None:
     bench.finish("row-8", 2)
 
 
-def row_9(bench: Bench, draw: Draw) -> None:
+def row_9(bench: FaultHarness, draw: SeededRandom) -> None:
     """In a step, or at every third time when the ranks wait for each other to leave."""
     rank, at_end = draw.randrange(2), draw.trial % 3 == 2
     fault = {"kind": "stop_at_end" if at_end else "stop", "rank": rank, "step": draw.randrange(5, 60)}
@@ -142,7 +142,7 @@ def row_9(bench: Bench, draw: Draw) -> None:
     bench.finish("row-9", 2)
 
 
-def row_10(bench: Bench, draw: Draw) -> None:
+def row_10(bench: FaultHarness, draw: SeededRandom) -> None:
     fault = {"kind": "desync", "rank": draw.randrange(2), "step": draw.randrange(5, 60)}
     run = bench.run(bench.fresh("row-10"), 2, ["--resilience.hang_timeout_s", "4"], fault)
     ended = run.wait()
@@ -151,22 +151,22 @@ def row_10(bench: Bench, draw: Draw) -> None:
     bench.finish("row-10", 2)
 
 
-def row_11(bench: Bench, draw: Draw) -> None:
+def row_11(bench: FaultHarness, draw: SeededRandom) -> None:
     """Once its blocks take twice as long, once its data."""
     name = bench.fresh("row-11")
     rank, where = draw.randrange(3), draw.choice(("blocks", "data"))
-    fault = {"kind": "slow_rank", "rank": rank, "where": where}
-    more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.log_every", "10"]
+    fault = {"kind": "find_straggler", "rank": rank, "where": where}
+    more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.interval_steps", "10"]
     ended = bench.run(name, 3, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(f"warning: rank {rank} is slow" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
     records = map(json.loads, (bench.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
-    told = [(record["step"], record["rank"]) for record in records if record["kind"] == "slow_rank"]
+    told = [(record["step"], record["rank"]) for record in records if record["kind"] == "find_straggler"]
     expect(told and told[0][0] <= 20, f"{where}: told {told[:3]}, not within 20 steps")
     expect({r for _, r in told} == {rank}, f"{where}: another rank than {rank} was named: {told}")
 
 
-def row_12(bench: Bench, draw: Draw) -> None:
+def row_12(bench: FaultHarness, draw: SeededRandom) -> None:
     run = bench.run(bench.fresh("row-12"), 2, fault={"kind": "memory", "rank": 1, "step": draw.randrange(1, STEPS)})
     ended = run.wait()
     expect(ended.code == 1 and ended.err.count("Traceback") == 1, f"ended with {ended.code}: {ended.err[-300:]}")
@@ -174,13 +174,13 @@ def row_12(bench: Bench, draw: Draw) -> None:
     bench.finish("row-12", 2)
 
 
-def row_13(bench: Bench, draw: Draw) -> None:
+def row_13(bench: FaultHarness, draw: SeededRandom) -> None:
     more = ["--training.steps", "5", *mode_flags(draw.choice(MODES))]
     ended = bench.run(bench.fresh("row-13"), draw.choice((1, 2)), more).wait()
     expect((ended.code, ended.err) == (0, ""), f"ended with {ended.code}: {ended.err[-300:]}")
 
 
-def row_14(bench: Bench, draw: Draw) -> None:
+def row_14(bench: FaultHarness, draw: SeededRandom) -> None:
     more = ["--distributed.init_timeout_s", "6"]
     place = {
         "MASTER_ADDR": "localhost",
@@ -194,7 +194,7 @@ def row_14(bench: Bench, draw: Draw) -> None:
     few_lines(ended)
 
 
-def row_38(bench: Bench, draw: Draw) -> None:
+def row_38(bench: FaultHarness, draw: SeededRandom) -> None:
     """Killed it is told at once, standing still by the watchdog."""
     number = draw.choice((signal.SIGKILL, signal.SIGSTOP))
     more = ["--data.num_workers", "1"]
@@ -213,7 +213,7 @@ def row_38(bench: Bench, draw: Draw) -> None:
     bench.finish("row-38", 1, more)
 
 
-def row_39(bench: Bench, draw: Draw) -> None:
+def row_39(bench: FaultHarness, draw: SeededRandom) -> None:
     run = bench.run(bench.fresh("row-39"), 1, ["--data.num_workers", "2", "--data.prefetch", str(draw.randrange(1, 5))])
     run.await_step(draw.randrange(1, 100))
     run.process.send_signal(signal.SIGTERM)

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable
 
 from tests.faults import processes, saves, soak, values
-from tests.faults.bench import ROOT, Bench, Draw, expect
+from tests.faults.bench import ROOT, FaultHarness, SeededRandom, expect
 
 
-def held_by(words: str, *files: str) -> Callable[[Bench, Draw], str]:
+def held_by(words: str, *files: str) -> Callable[[FaultHarness, SeededRandom], str]:
     """A row that whole runs would show no better than tests do. words: as of pytest's -k."""
 
-    def row(bench: Bench, draw: Draw) -> str:
+    def row(bench: FaultHarness, draw: SeededRandom) -> str:
         command = [sys.executable, "-m", "pytest", "-k", words, *(f"tests/{file}" for file in files)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         expect(done.returncode == 0, f"{' '.join(command)}: {done.stdout[-300:]}")
@@ -20,7 +20,7 @@ def held_by(words: str, *files: str) -> Callable[[Bench, Draw], str]:
     return row
 
 
-ROWS: dict[int, tuple[str, Callable[[Bench, Draw], str | None]]] = {
+ROWS: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]] = {
     1: ("SIGKILL to all, at a random moment, in every mode of saving: the same end, bit by bit", processes.row_1),
     2: ("SIGKILL to one rank: the others end within 5 s and say so; the same end", processes.row_2),
     3: ("SIGKILL to the launcher: nobody left after 10 s; the same end", processes.row_3),

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.faults.bench import ROOT, Bench, Draw, Run, digest, digests, expect, few_lines
+from tests.faults.bench import ROOT, FaultHarness, SeededRandom, TrialRun, digest, digests, expect, few_lines
 from tests.faults.processes import MODES, mode_flags
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import steps_in
+from trainer.checkpoint.commit import latest_per_step
 
 POINTS = (
     "before the folder",
@@ -30,20 +30,20 @@ POINTS = (
 )
 
 
-def row_15(bench: Bench, draw: Draw) -> None:
+def row_15(bench: FaultHarness, draw: SeededRandom) -> None:
     """Every combination in turn."""
     every = [(point, mode, ranks) for ranks in (2, 1, 4) for mode in MODES for point in POINTS]
     crash(bench, *every[draw.trial % len(every)], draw)
 
 
-def crash(bench: Bench, point: str, mode: str, ranks: int, draw: Draw) -> None:
+def crash(bench: FaultHarness, point: str, mode: str, ranks: int, draw: SeededRandom) -> None:
     """SIGKILL of one rank at a point of its second or third save."""
     more = mode_flags(mode)
     name = bench.fresh("row-15")
     every_rank = point in ("header written", "half of a shard", "shard written", "before the plan", "before the folder")
     rank = draw.randrange(ranks) if every_rank and point != "before the folder" else 0
     fault = {"kind": "crash", "point": point, "rank": rank, "save": draw.choice((2, 3))}
-    reference = bench.undisturbed(ranks, more)
+    reference = bench.reference(ranks, more)
     ended = bench.run(name, ranks, more, fault).wait()
     expect(ended.code != 0, f"{point}, {mode}, {ranks} ranks: the fault did not come")
     there = digests(bench.folder / "runs" / name)  # which verifies each
@@ -52,7 +52,7 @@ def crash(bench: Bench, point: str, mode: str, ranks: int, draw: Draw) -> None:
     bench.finish(name, ranks, more)
 
 
-def row_16(bench: Bench, draw: Draw) -> None:
+def row_16(bench: FaultHarness, draw: SeededRandom) -> None:
     """A step is saved again, with other content, and the save is killed."""
     new = saved_again(bench, "row-16-undisturbed", None)
     point = draw.choice(("old moved aside", "renamed", "manifest written", "half of a shard"))
@@ -61,7 +61,7 @@ def row_16(bench: Bench, draw: Draw) -> None:
     for path in folder.glob("step-00000030*"):
         if (path / "manifest").exists():
             (path / "manifest").rename(path / "manifest.json")
-    for path in steps_in(folder):  # which are all to be whole
+    for path in latest_per_step(folder):  # which are all to be whole
         digest(path)
     ended = bench.run("row-16", 2, [*SHORT, *CHANGED]).wait()
     expect(ended.code == 0, f"{point}: started again it ended with {ended.code}: {ended.err[-300:]}")
@@ -74,7 +74,7 @@ SHORT = ["--training.steps", "30"]
 CHANGED = ["--optimizer.lr", "1e-3"]
 
 
-def saved_again(bench: Bench, name: str, fault: dict | None) -> tuple[str, str]:
+def saved_again(bench: FaultHarness, name: str, fault: dict | None) -> tuple[str, str]:
     """A run to step 30, which is then hidden, so that another goes on from 20 and saves 30 again; the digests of both, where
     no fault is in the second."""
     expect(bench.run(bench.fresh(name), 2, SHORT).wait().code == 0, "the first run failed")
@@ -86,7 +86,7 @@ def saved_again(bench: Bench, name: str, fault: dict | None) -> tuple[str, str]:
     return old, "" if fault else digest(newest)
 
 
-def row_17(bench: Bench, draw: Draw) -> None:
+def row_17(bench: FaultHarness, draw: SeededRandom) -> None:
     mode, error = draw.choice(MODES), draw.choice(("ENOSPC", "EDQUOT", "EFBIG"))
     more = mode_flags(mode)
     name = bench.fresh("row-17")
@@ -96,7 +96,7 @@ def row_17(bench: Bench, draw: Draw) -> None:
     expect(ended.err.count("could not be saved") == 1, f"not told once: {ended.err}")
     left = [p.name for p in (bench.folder / "runs" / name / "checkpoints").glob("*.saving*")]
     expect(not left, f"left behind: {left}")
-    bench.require_same_end(name, 2, more)
+    bench.assert_same_final_state(name, 2, more)
     stop = [*more, "--checkpoint.on_failure", "stop"]
     ended = bench.run(bench.fresh(name), 2, stop, fault).wait()
     expect(ended.code == 1 and "could not be saved" in ended.err, f"to stop was set, ended with {ended.code}")
@@ -104,16 +104,16 @@ def row_17(bench: Bench, draw: Draw) -> None:
     bench.finish(name, 2, more)
 
 
-def row_19(bench: Bench, draw: Draw) -> None:
+def row_19(bench: FaultHarness, draw: SeededRandom) -> None:
     more = mode_flags(draw.choice(MODES))
     fault = {"kind": "write_error", "rank": 0, "error": "EIO", "times": 2, "save": draw.randrange(1, 8)}
     ended = bench.run(bench.fresh("row-19"), 2, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(ended.err.count("Input/output error; attempt") == 2 or "process" in more, f"not told: {ended.err}")
-    bench.require_same_end("row-19", 2, more)
+    bench.assert_same_final_state("row-19", 2, more)
 
 
-def row_20(bench: Bench, draw: Draw) -> None:
+def row_20(bench: FaultHarness, draw: SeededRandom) -> None:
     more = [*mode_flags(draw.choice(("thread", "process"))), "--checkpoint.on_failure", "stop"]
     fault = {"kind": "write_error", "rank": draw.randrange(2), "error": "EROFS", "times": 99, "save": 3}
     ended = bench.run(bench.fresh("row-20"), 2, more, fault).wait()
@@ -123,7 +123,7 @@ def row_20(bench: Bench, draw: Draw) -> None:
 
 
 @contextmanager
-def damaged(bench: Bench, name: str) -> Iterator[Path]:
+def damaged(bench: FaultHarness, name: str) -> Iterator[Path]:
     """A finished run's folder, a copy to be damaged."""
     source = bench.folder / "runs" / "whole"
     if not source.exists():
@@ -133,7 +133,7 @@ def damaged(bench: Bench, name: str) -> Iterator[Path]:
     yield copy / "checkpoints" / "step-00000020"
 
 
-def require_fall_back(bench: Bench, name: str) -> None:
+def require_fall_back(bench: FaultHarness, name: str) -> None:
     """Started again, the run says what is damaged, goes on from the one before, and ends as if nothing had been."""
     ended = bench.run(name, 2, ["--training.steps", "20"]).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
@@ -142,7 +142,7 @@ def require_fall_back(bench: Bench, name: str) -> None:
     expect(digests(bench.folder / "runs" / name) == digests(bench.folder / "runs" / "whole"), "other content")
 
 
-def row_21(bench: Bench, draw: Draw) -> None:
+def row_21(bench: FaultHarness, draw: SeededRandom) -> None:
     """25 flips are told; one of them is gone on from."""
     with damaged(bench, "row-21") as newest:
         files = sorted(newest.iterdir())
@@ -153,13 +153,13 @@ def row_21(bench: Bench, draw: Draw) -> None:
             place = draw.randrange(len(data))
             flipped[place] ^= 1 << draw.randrange(8)
             path.write_bytes(flipped)
-            expect(path.name in manifest.problem(newest), f"byte {place} of {path.name}: not told")
+            expect(path.name in manifest.find_damage(newest), f"byte {place} of {path.name}: not told")
             if number < 24:
                 path.write_bytes(data)
         require_fall_back(bench, "row-21")
 
 
-def row_22(bench: Bench, draw: Draw) -> None:
+def row_22(bench: FaultHarness, draw: SeededRandom) -> None:
     """Six kinds of damage to every file are told; one of them is gone on from."""
     with damaged(bench, "row-22") as newest:
         names = sorted(p.name for p in newest.iterdir())
@@ -181,7 +181,7 @@ def row_22(bench: Bench, draw: Draw) -> None:
                 ):
                     continue  # the same file
                 hurt(newest / name)
-                expect(manifest.problem(newest), f"{kind} {name}: not told")
+                expect(manifest.find_damage(newest), f"{kind} {name}: not told")
                 shutil.rmtree(newest)
                 shutil.copytree(safe, newest)
         kinds[draw.choice(list(kinds))](newest / "rank-00001.safetensors")
@@ -189,9 +189,9 @@ def row_22(bench: Bench, draw: Draw) -> None:
         require_fall_back(bench, "row-22")
 
 
-def row_23(bench: Bench, draw: Draw) -> None:
+def row_23(bench: FaultHarness, draw: SeededRandom) -> None:
     with damaged(bench, "row-23") as newest:
-        for path in steps_in(newest.parent):
+        for path in latest_per_step(newest.parent):
             (path / draw.choice(("index.json", "rank-00000.safetensors", "train_state.json"))).unlink()
         before = sorted(str(p) for p in newest.parent.rglob("*"))
         ended = bench.run("row-23", 2, ["--training.steps", "20"]).wait()
@@ -201,7 +201,7 @@ def row_23(bench: Bench, draw: Draw) -> None:
         expect(sorted(str(p) for p in newest.parent.rglob("*")) == before, "something was changed")
 
 
-def row_25(bench: Bench, draw: Draw) -> None:
+def row_25(bench: FaultHarness, draw: SeededRandom) -> None:
     """Killed while old ones are removed, or just before."""
     more = [*mode_flags(draw.choice(MODES)), "--checkpoint.keep", "1"]
     name = bench.fresh("row-25")
@@ -213,11 +213,11 @@ def row_25(bench: Bench, draw: Draw) -> None:
     expect(len(digests(bench.folder / "runs" / name)) == 1, "more than one is left")
 
 
-def row_26(bench: Bench, draw: Draw) -> None:
+def row_26(bench: FaultHarness, draw: SeededRandom) -> None:
     name = bench.fresh("row-26")
     run = bench.run(name, 2, ["--training.steps", "1000000"])
     run.await_step(1)
-    second = Run(bench, name, draw.choice((1, 2)), [], None).wait()
+    second = TrialRun(bench, name, draw.choice((1, 2)), [], None).wait()
     expect(second.code == 2 and "is in use by process" in second.err, f"ended with {second.code}: {second.err}")
     few_lines(second, 1)
     run.process.send_signal(signal.SIGTERM)
@@ -225,7 +225,7 @@ def row_26(bench: Bench, draw: Draw) -> None:
     expect(digests(run.folder), "the first run has no checkpoint")
 
 
-def row_27(bench: Bench, draw: Draw) -> None:
+def row_27(bench: FaultHarness, draw: SeededRandom) -> None:
     place = bench.folder / "no-folder"
     place.write_text("")
     run = subprocess.run(

@@ -118,16 +118,16 @@ def kind_slow_rank(trainer) -> None:
     if not here():
         return
     if FAULT["where"] == "blocks":
-        original = trainer.parts_of_rank
+        original = trainer.build_model_parts
 
-        def slowed(config, setup, *args):
-            parts = original(config, setup, *args)
+        def slowed(config, resolved, *args):
+            parts = original(config, resolved, *args)
             for part in parts.values():
-                for block in part.get_submodule(setup.spec.plan(setup.sizes).blocks).children():
+                for block in part.get_submodule(resolved.spec.plan(resolved.sizes).blocks).children():
                     block.forward = twice(block.forward)
             return parts
 
-        trainer.parts_of_rank = slowed
+        trainer.build_model_parts = slowed
     else:
         before(trainer.Trainer, "_to_device", lambda *given: time.sleep(0.1))
 
@@ -147,12 +147,12 @@ def kind_gradient(trainer) -> None:
 
     def act(self, *args, **kwargs):
         if self.steps_done + 1 in FAULT["steps"] and here() and self.rollbacks == 0:
-            injure(self, float(FAULT["scale"]))
+            corrupt(self, float(FAULT["scale"]))
 
     before(trainer.Trainer, "train_step", act)
 
 
-def injure(trainer, scale) -> None:
+def corrupt(trainer, scale) -> None:
     """Scale this step's gradients on this rank."""
     clip = trainer.engine.optimizer.clip
 
@@ -195,7 +195,7 @@ def kind_on_order(module) -> None:
         if ordered("raise"):
             raise RuntimeError("injected")
         if (self.steps_done + 1) % FAULT["nan_every"] == 0:
-            injure(self, float("nan"))
+            corrupt(self, float("nan"))
         time.sleep(FAULT["seconds"])
 
     before(module.Trainer, "train_step", act)
@@ -305,7 +305,7 @@ KINDS = {
     "memory": {"trainer.trainer": kind_memory},
     "desync": {"trainer.trainer": kind_desync},
     "slow": {"trainer.trainer": kind_slow},
-    "slow_rank": {"trainer.trainer": kind_slow_rank},
+    "find_straggler": {"trainer.trainer": kind_slow_rank},
     "gradient": {"trainer.trainer": kind_gradient},
     "on_order": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), kind_on_order),
     "crash": {

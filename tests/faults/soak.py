@@ -8,7 +8,7 @@ import statistics
 import time
 from pathlib import Path
 
-from tests.faults.bench import Bench, Draw, Failed, Run, digests, expect
+from tests.faults.bench import Failed, FaultHarness, SeededRandom, TrialRun, digests, expect
 
 MEAN_S = 60.0
 """Between faults."""
@@ -20,26 +20,26 @@ KINDS = (
 )
 FLAGS = (
     *("--checkpoint.interval_steps", "20", "--checkpoint.keep", "3", "--checkpoint.async_mode", "process"),
-    *("--metrics.log_every", "5", "--resilience.hang_timeout_s", "4"),
+    *("--metrics.interval_steps", "5", "--resilience.hang_timeout_s", "4"),
 )
 NAN_EVERY = 997
 """Steps whose gradients are no numbers, in the undisturbed run too."""
 
 
-class Watched:
+class Supervisor:
     """A run whose command is given again whenever it has ended before its last step, as a cluster's scheduler does."""
 
-    def __init__(self, bench: Bench, name: str, steps: int):
+    def __init__(self, bench: FaultHarness, name: str, steps: int):
         self.bench = bench
         self.name = bench.fresh(name)
         self.flags = [*FLAGS, "--training.steps", str(steps)]
         self.orders = bench.folder / f"{name}-orders"
         self.orders.mkdir(exist_ok=True)
-        self.ended: list[Run] = []
+        self.ended: list[TrialRun] = []
         self.resumed_before = 0
         self.run = self._start()
 
-    def _start(self) -> Run:
+    def _start(self) -> TrialRun:
         fault = {
             "kind": "on_order",
             "rank": "all",
@@ -68,7 +68,7 @@ class Watched:
         """How often it has gone on from a checkpoint."""
         return self.resumed_before + self.run.logs[0].read_text().count("resuming from")
 
-    def hurt(self, kind: str, draw: Draw) -> bool:
+    def hurt(self, kind: str, draw: SeededRandom) -> bool:
         """Returns whether the run has to start again for it."""
         ranks = self.run.ranks()
         if len(ranks) < 2 or len(writers := self.run.writers()) < 2:
@@ -113,12 +113,12 @@ def blocked_s(folder: Path) -> float:
     return statistics.mean(record["blocked_s"] for record in records if record["kind"] == "checkpoint")
 
 
-def row_48(bench: Bench, draw: Draw) -> str:
+def row_48(bench: FaultHarness, draw: SeededRandom) -> str:
     """What was seen. Raises Failed unless the run ends like the undisturbed one beside it, and with at most 5 % less of its time
     useful than the best interval between checkpoints would allow for what saving and starting again cost in it."""
     longest_s = 6 * 60 * bench.soak_minutes
     steps = max(300, round(0.6 * 60 * bench.soak_minutes / STEP_S))
-    undisturbed, hurt = Watched(bench, "soak-undisturbed", steps), Watched(bench, "soak-hurt", steps)
+    reference, hurt = Supervisor(bench, "soak-undisturbed", steps), Supervisor(bench, "soak-hurt", steps)
     start, undisturbed_s = time.monotonic(), math.inf
     told, down_since, resumed, restarts_s = 0, 0.0, 0, []
     next_fault = start + draw.expovariate(1 / MEAN_S)
@@ -126,7 +126,7 @@ def row_48(bench: Bench, draw: Draw) -> str:
         time.sleep(0.05)
         now = time.monotonic()
         expect(now < start + longest_s, "it does not come to its end")
-        if undisturbed.run.process.poll() is not None:
+        if reference.run.process.poll() is not None:
             undisturbed_s = min(undisturbed_s, now - start)
         if down_since and hurt.resumed() > resumed:
             restarts_s.append(now - down_since)
@@ -138,9 +138,9 @@ def row_48(bench: Bench, draw: Draw) -> str:
                 down_since, resumed = now, before
             next_fault = time.monotonic() + draw.expovariate(1 / MEAN_S)
     hurt_s = time.monotonic() - start
-    expect(undisturbed.run.wait(longest_s).code == 0, "the undisturbed run failed")
+    expect(reference.run.wait(longest_s).code == 0, "the undisturbed run failed")
 
-    ends = [digests(run.run.folder) for run in (undisturbed, hurt)]
+    ends = [digests(run.run.folder) for run in (reference, hurt)]
     expect(ends[0][steps] == ends[1][steps], "another end than undisturbed")
     share = min(undisturbed_s, hurt_s) / hurt_s
     text = (

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.faults import fault_matrix
-from tests.faults.bench import Bench, Draw, Failed
+from tests.faults.bench import Failed, FaultHarness, SeededRandom
 from tests.faults.fault_matrix import trial
 from tests.faults.rows import ROWS
 from tests.faults.saves import POINTS, crash
@@ -13,7 +13,7 @@ from tests.faults.saves import POINTS, crash
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return Bench(tmp_path_factory.mktemp("bench"))
+    return FaultHarness(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.mark.parametrize(("row", "number"), [(1, 0), (4, 0), (9, 0), (9, 2), (19, 0), (25, 0)])
@@ -23,7 +23,7 @@ def test_one_trial(bench, row, number):
 
 @pytest.mark.parametrize(("point", "mode"), [(POINTS[4], "off"), (POINTS[8], "thread"), (POINTS[10], "process")])
 def test_killed_in_a_save(bench, point, mode):
-    crash(bench, point, mode, 2, Draw(0, 15, 0))
+    crash(bench, point, mode, 2, SeededRandom(0, 15, 0))
 
 
 def test_a_difference_of_one_bit_is_noticed(bench):
@@ -31,7 +31,7 @@ def test_a_difference_of_one_bit_is_noticed(bench):
     more = ["--training.steps", "10"]
     assert bench.run(bench.fresh("other"), 1, [*more, "--run.seed", "1"]).wait().code == 0
     with pytest.raises(Failed, match="other content than undisturbed"):
-        bench.require_same_end("other", 1, more)
+        bench.assert_same_final_state("other", 1, more)
 
 
 def test_results_add_up_and_failures_show(tmp_path, capsys, monkeypatch):

@@ -5,50 +5,50 @@ import json
 import time
 from pathlib import Path
 
-from tests.faults.bench import STEPS, Bench, Draw, Failed, expect
+from tests.faults.bench import STEPS, Failed, FaultHarness, SeededRandom, expect
 from tests.faults.processes import MODES, mode_flags
-from trainer.checkpoint.commit import steps_in
+from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import is_table, settings
 from trainer.config.load import load_config
 from trainer.parallel.mesh import ParallelDims
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 
 
-def row_29(bench: Bench, draw: Draw) -> None:
+def row_29(bench: FaultHarness, draw: SeededRandom) -> None:
     """Numbers that are none, on one rank: once (the update is left out), and several times in a row (rolled back)."""
     step = draw.randrange(15, 100)
     fault = {"kind": "gradient", "rank": draw.randrange(2), "scale": draw.choice(("nan", "inf")), "steps": [step]}
     ended = bench.run(bench.fresh("row-29"), 2, fault=fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(ended.err.count("update left out, 1 in a row, 1 in all") == 1, f"not told once: {ended.err}")
-    more = ["--resilience.max_left_out", "2", "--resilience.after_left_out", "rollback"]
+    more = ["--resilience.max_consecutive_skips", "2", "--resilience.on_max_skips", "rollback"]
     fault |= {"steps": [step, step + 1]}
     ended = bench.run(bench.fresh("row-29"), 2, more, fault).wait()
     expect(ended.code == 0 and "going back to step" in ended.err, f"ended with {ended.code}: {ended.err[-300:]}")
-    state = json.loads((steps_in(bench.folder / "runs/row-29/checkpoints")[0] / "train_state.json").read_text())
-    expect(state["passed_over"] == [[(step - 1) * 8, (step + 1) * 8]], f"passed over {state['passed_over']}")
+    state = json.loads((latest_per_step(bench.folder / "runs/row-29/checkpoints")[0] / "train_state.json").read_text())
+    expect(state["skipped_samples"] == [[(step - 1) * 8, (step + 1) * 8]], f"passed over {state['skipped_samples']}")
 
 
-def row_30(bench: Bench, draw: Draw) -> None:
+def row_30(bench: FaultHarness, draw: SeededRandom) -> None:
     policy = draw.choice(("skip", "rollback"))
     step = draw.randrange(60, 110)
     fault = {"kind": "gradient", "rank": draw.randrange(2), "scale": "1e4", "steps": [step]}
-    more = ["--resilience.loss_spike", policy]
+    more = ["--resilience.on_loss_spike", policy]
     ended = bench.run(bench.fresh("row-30"), 2, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(f"step {step}: loss" in ended.err, f"not told: {ended.err}")
     expect(("going back to step" in ended.err) == (policy == "rollback"), f"not as set: {ended.err}")
 
 
-def row_32(bench: Bench, draw: Draw) -> None:
+def row_32(bench: FaultHarness, draw: SeededRandom) -> None:
     more = mode_flags(draw.choice(MODES))
     name = bench.fresh("row-32")
     expect(bench.run(name, 2, more).wait().code == 0, "the run failed")
-    bench.require_same_end(name, 2, more)
+    bench.assert_same_final_state(name, 2, more)
 
 
-def row_37(bench: Bench, draw: Draw) -> None:
+def row_37(bench: FaultHarness, draw: SeededRandom) -> None:
     """Stopped and gone on with another number of ranks, several times: the same losses, to rounding."""
     name = bench.fresh("row-37")
     for ranks, steps in ((4, 30), (2, 60), (1, 90), (2, STEPS)):
@@ -66,7 +66,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
 
 
-def edited(draw: Draw, word: str) -> str:
+def edited(draw: SeededRandom, word: str) -> str:
     """One letter left out, doubled, exchanged with the next, or replaced."""
     at = draw.randrange(len(word))
     kinds = (
@@ -78,7 +78,7 @@ def edited(draw: Draw, word: str) -> str:
     return draw.choice(kinds)
 
 
-def row_40(bench: Bench, draw: Draw) -> None:
+def row_40(bench: FaultHarness, draw: SeededRandom) -> None:
     """Every setting with a typo, in the file and as a flag."""
     for section, members in settings().items():
         for name in members:
@@ -137,7 +137,7 @@ VALUES = (
 )
 
 
-def row_41(bench: Bench, draw: Draw) -> None:
+def row_41(bench: FaultHarness, draw: SeededRandom) -> None:
     """250 configurations with up to three settings of any value: a plan, or one line."""
     flags = [
         setting.flag for members in settings().values() for setting in members.values() if not is_table(setting.kind)
@@ -147,7 +147,7 @@ def row_41(bench: Bench, draw: Draw) -> None:
         argv = [word for flag in chosen for word in (flag, draw.choice(VALUES))]
         start = time.monotonic()
         try:
-            set_up(load_config(["--config", str(bench.config), *argv]), draw.choice((1, 2, 8, 64)))
+            resolve(load_config(["--config", str(bench.config), *argv]), draw.choice((1, 2, 8, 64)))
         except ConfigError as error:
             expect("\n" not in str(error), f"{argv}: more than one line: {error}")
         except Exception as error:
@@ -155,7 +155,7 @@ def row_41(bench: Bench, draw: Draw) -> None:
         expect(time.monotonic() - start < 2, f"{argv}: took {time.monotonic() - start:.1f} s")
 
 
-def row_42(bench: Bench, draw: Draw) -> None:
+def row_42(bench: FaultHarness, draw: SeededRandom) -> None:
     """Every mesh of up to 64 ranks: one that makes up the world, or a line."""
     degrees = (1, 2, 3, 4, 5, 8, 16, 64)
     for world in draw.sample(range(1, 65), 8):
@@ -172,7 +172,7 @@ def row_42(bench: Bench, draw: Draw) -> None:
                 expect(fits and product == world, f"{config} on {world} ranks was taken")
 
 
-def row_46(bench: Bench, draw: Draw) -> None:
+def row_46(bench: FaultHarness, draw: SeededRandom) -> None:
     secret = f"s3cr3t{draw.randrange(10**9)}"
     names = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
     name = bench.fresh("row-46")

@@ -12,7 +12,7 @@ from tests.training_runs import train
 from trainer.checkpoint.export import export_run
 from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.inference.generate import Sampling, Speaker, TextStream, sample
+from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
 from trainer.testing.ranks import RankError
 
 CPU = torch.device("cpu")
@@ -53,13 +53,13 @@ def tied(ranks, tiny, tmp_path_factory):
 
 
 def said(folder, prompt, most=12, sampling=GREEDY, longest=0):
-    speaker = Speaker(folder, torch.float32, CPU, longest, "")
+    speaker = TextGenerator(folder, torch.float32, CPU, longest, "")
     return list(speaker.generate(prompt, sampling, 0, (), most))
 
 
 def one_by_one(folder, prompt, most, sampling):
     """Without anything kept: the whole text through the network for each token."""
-    speaker = Speaker(folder, torch.float32, CPU, 0, "")
+    speaker = TextGenerator(folder, torch.float32, CPU, 0, "")
     tokens, generator = list(prompt), torch.Generator().manual_seed(0)
     for _ in range(most):
         speaker.seen = []
@@ -106,7 +106,7 @@ def test_transformers_says_the_same(ranks, spoken):
 
 def in_turns(folder):
     """A conversation of three turns, with what is kept and anew."""
-    speaker, fresh = (Speaker(folder, torch.float32, CPU, 0, "") for _ in range(2))
+    speaker, fresh = (TextGenerator(folder, torch.float32, CPU, 0, "") for _ in range(2))
     chat = speaker.chat()
     messages, answers = [], []
     for question in ("Hello!", "What is 2 + 3?", "Thanks."):

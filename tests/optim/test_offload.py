@@ -7,7 +7,7 @@ from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.testing.ranks import RankError
 
-EARLY = ("--training.max_norm", "none", "--resilience.max_left_out", "1")
+EARLY = ("--training.max_norm", "none", "--resilience.max_consecutive_skips", "1")
 """What an update in backward needs."""
 NOT_IN_BACKWARD = [
     (
@@ -15,8 +15,8 @@ NOT_IN_BACKWARD = [
         "[training] reduce_every_microbatch: gradients are complete after the last one",
     ),
     (["--optimizer.offload", "state"], "[optimizer] offload; state_and_gradients frees gradients in backward too"),
-    (["--parallel.offload_parameters", "true"], "[parallel] offload_parameters, where gradients come to the host late"),
-    (["--resilience.loss_spike", "skip"], "[resilience] loss_spike, which leaves out whole updates"),
+    (["--parallel.cpu_offload", "true"], "[parallel] cpu_offload, where gradients come to the host late"),
+    (["--resilience.on_loss_spike", "skip"], "[resilience] on_loss_spike, which leaves out whole updates"),
 ]
 
 
@@ -31,7 +31,9 @@ def test_a_run_with_its_state_on_the_host_is_the_same_run_resumed_and_resharded(
     """Two steps on 2 ranks, two on 4, and the learning rates of all; gradients are clipped."""
     results, rates = [], []
     for name, more in (("plain", []), ("offloaded", ["--optimizer.offload", offload])):
-        words = argv(tiny, tmp_path, name, *layout, *more, "--training.max_norm", "0.5", "--metrics.log_every", "1")
+        words = argv(
+            tiny, tmp_path, name, *layout, *more, "--training.max_norm", "0.5", "--metrics.interval_steps", "1"
+        )
         ranks(2).run(train, [*words, "--training.steps", "2"])
         results.append(ranks(4).run(train, [*words, "--training.steps", "4"])[0].weights)
         rates.append([record["learning_rate"] for record in records(tmp_path / name)])
@@ -75,8 +77,8 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
     ("words", "line"),
     [
         (
-            ["--activation_checkpoint.offload", "true", "--activation_checkpoint.mode", "selective"],
-            "--activation_checkpoint.offload true: needs mode = full: only inputs of blocks go to the host",
+            ["--activation_checkpoint.offload_inputs", "true", "--activation_checkpoint.mode", "selective"],
+            "--activation_checkpoint.offload_inputs true: needs mode = full: only inputs of blocks go to the host",
         ),
         *(
             (
@@ -91,11 +93,11 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
         ),
         (
             ["--optimizer.in_backward", "true", "--training.max_norm", "none"],
-            "--optimizer.in_backward true: not with [resilience] max_left_out above 1: no update can be left out as a whole",
+            "--optimizer.in_backward true: not with [resilience] max_consecutive_skips above 1: no update can be left out as a whole",
         ),
         (
-            ["--optimizer.offload", "state", "--parallel.offload_parameters", "true"],
-            "--optimizer.offload state: not with [parallel] offload_parameters, which keeps all of it on the host",
+            ["--optimizer.offload", "state", "--parallel.cpu_offload", "true"],
+            "--optimizer.offload state: not with [parallel] cpu_offload, which keeps all of it on the host",
         ),
         (
             ["--optimizer.offload", "state_and_gradients", "--training.reduce_every_microbatch", "true"],

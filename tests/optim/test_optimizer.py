@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from trainer.config import OptimizerConfig
 from trainer.optim.optimizer import Optimizer, parameter_groups
 from trainer.runtime.device import DTYPES
-from trainer.runtime.dtensor import local, sharded_like
+from trainer.runtime.dtensor import sharded_like, to_local
 
 
 def network() -> nn.Module:
@@ -108,7 +108,7 @@ def test_steps_are_those_of_torch_and_state_is_named_after_parameters(ranks):
     )
 
 
-def left_out(precision):
+def skipped(precision):
     """State before and after a step that is left out, whose gradients are no numbers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 256), nn.RMSNorm(256), nn.Linear(256, 3, bias=False))
@@ -134,7 +134,7 @@ def left_out(precision):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "8bit"])
 def test_an_update_that_is_left_out_changes_nothing(ranks, size, precision):
-    assert ranks(size).run(left_out, precision) == [(True, True, 2.0)] * size
+    assert ranks(size).run(skipped, precision) == [(True, True, 2.0)] * size
 
 
 # ------------------------------------------------------------ in host memory
@@ -239,7 +239,7 @@ def test_what_belongs_to_a_shard_stays_where_it_is(ranks):
 def parts_of_shards():
     """On another device than the mesh, and written through the whole."""
     weight = distribute_tensor(torch.zeros(5, 512), init_device_mesh("cpu", (2,)), [Shard(0)])
-    rows = local(weight).shape[0]
+    rows = to_local(weight).shape[0]
     codes, scales = torch.zeros(rows, 512, dtype=torch.uint8), torch.empty(rows, 2, device="meta")
     whole = sharded_like(weight, codes)
     assert (whole.shape, whole.dtype) == (weight.shape, torch.uint8)

@@ -7,16 +7,16 @@ from tests.optim.test_offload import argv
 from tests.training_runs import records, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
-from trainer.optim.quantization import BLOCK, EightBits, _values, fits
+from trainer.optim.quantization import BLOCK, BlockQuantizer, _values, fits
 from trainer.planning.simulate import simulate
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 
 CPU = torch.device("cpu")
 
 
 def kept(matrix, signed):
     """The matrix as it is read again, and what was written."""
-    codec = EightBits(signed, CPU)
+    codec = BlockQuantizer(signed, CPU)
     codes, scales = codec.zeros_like(matrix)
     assert torch.equal(codec.read(codes, scales), torch.zeros_like(matrix))
     codec.write(matrix, codes, scales)
@@ -94,7 +94,7 @@ def test_updates_are_near_those_with_exact_averages_and_the_same_on_the_host(ran
             name,
             *WIDE,
             *more,
-            "--metrics.log_every",
+            "--metrics.interval_steps",
             "1",
         ]
         ends[name] = ranks(2).run(train, [*words, "--training.steps", "8"])[0].weights
@@ -114,7 +114,7 @@ def test_a_layout_that_cuts_blocks_is_refused():
 
 def test_a_network_without_blocks_is_refused():
     with pytest.raises(ConfigError) as error:
-        set_up(load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT]), 1)
+        resolve(load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT]), 1)
     rule = "8bit keeps matrices whose rows are multiples of 256, and llama3/debug has none"
     assert (error.value.key, error.value.rule) == ("optimizer.state_dtype", rule)
 

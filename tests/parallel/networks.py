@@ -7,7 +7,7 @@ from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
-from trainer.parallel.attention import ON_CPU
+from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
@@ -29,7 +29,7 @@ def parts(
         network = Llama(sizes)
     held = stages_of_rank(stages(network, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
     settings = (held, meshes, config, checkpointing, compilation, dtype)
-    built = parallelize(lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, kernels=ON_CPU)
+    built = parallelize(lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, kernels=CPU_BACKEND)
     for part in built.values():
         initialize(part, CPU, seed=0)
     return built, meshes

@@ -15,7 +15,7 @@ from tests.parallel.networks import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig, CompileConfig
 from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.activation_checkpoint import SAVED, computed_again
+from trainer.parallel.activation_checkpoint import SAVED, recompute_policy
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.parallelize import block_forward
 from trainer.parallel.tensor import apply_tensor
@@ -32,7 +32,7 @@ def network(sizes, checkpointing, dtype=torch.bfloat16):
     ranks = dist.get_world_size()
 
     def again(block):
-        return computed_again(int(block), checkpointing, gathers=ranks > 1, compiled=False)
+        return recompute_policy(int(block), checkpointing, gathers=ranks > 1, compiled=False)
 
     if ranks > 1:
         apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, lambda b: again(b) == "gathers")
@@ -105,10 +105,10 @@ def gradients(checkpointing):
 
 SELECTIONS = {
     "full": (ActivationCheckpointConfig(mode="full"), 12),
-    "every second block": (ActivationCheckpointConfig(mode="full", every=2), 6),
+    "every second block": (ActivationCheckpointConfig(mode="full", every_n_blocks=2), 6),
     "selective": (ActivationCheckpointConfig(mode="selective"), 0),
     # of seven matmuls three are kept; the last is not needed
-    "every second matmul": (ActivationCheckpointConfig(mode="selective", save_every_matmul=2), 6),
+    "every second matmul": (ActivationCheckpointConfig(mode="selective", save_every_nth_matmul=2), 6),
     "attention alone": (ActivationCheckpointConfig(mode="selective", save=("attention",)), 12),
 }
 
@@ -136,8 +136,8 @@ def test_the_words_of_the_save_list_are_those_of_the_settings():
 
 
 def test_blocks_are_chosen_by_their_number_in_the_whole_network():
-    config = ActivationCheckpointConfig(mode="full", every=3)
-    assert [n for n in range(8) if computed_again(n, config, gathers=False, compiled=False) == "all"] == [0, 3, 6]
-    assert computed_again(1, config, gathers=True, compiled=False) == "gathers"
-    assert computed_again(1, config, gathers=True, compiled=True) == "gathers_compiled"
-    assert computed_again(1, config, gathers=False, compiled=True) == "nothing"
+    config = ActivationCheckpointConfig(mode="full", every_n_blocks=3)
+    assert [n for n in range(8) if recompute_policy(n, config, gathers=False, compiled=False) == "all"] == [0, 3, 6]
+    assert recompute_policy(1, config, gathers=True, compiled=False) == "gathers"
+    assert recompute_policy(1, config, gathers=True, compiled=True) == "gathers_compiled"
+    assert recompute_policy(1, config, gathers=False, compiled=True) == "nothing"

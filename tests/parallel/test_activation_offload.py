@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.training_runs import train
-from trainer.parallel.activation_offload import HostInputs
-from trainer.runtime.host_memory import HostLink
+from trainer.parallel.activation_offload import InputOffloader
+from trainer.runtime.host_memory import HostTransfer
 
 LAYOUTS = {
     "dp": (2, []),
-    "every second block": (2, ["--activation_checkpoint.every", "2"]),
+    "every second block": (2, ["--activation_checkpoint.every_n_blocks", "2"]),
     "cp and tp": (4, ["--parallel.cp", "2", "--parallel.tp", "2"]),
     "1F1B": (2, ["--parallel.pp", "2"]),
     "zero bubble": (
@@ -29,12 +29,12 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
     size, layout = LAYOUTS[name]
     words = [*tiny, "--run.output_folder", str(tmp_path), *layout, "--activation_checkpoint.mode", "full"]
     plain, offloaded = (
-        ranks(size).run(train, [*words, "--run.name", str(offload), "--activation_checkpoint.offload", offload])
+        ranks(size).run(train, [*words, "--run.name", str(offload), "--activation_checkpoint.offload_inputs", offload])
         for offload in ("false", "true")
     )
     assert plain[0].weights == offloaded[0].weights
     kept = ranks(size).run(
-        inputs_on_the_host, [*words, "--run.name", "kept", "--activation_checkpoint.offload", "true"]
+        inputs_on_the_host, [*words, "--run.name", "kept", "--activation_checkpoint.offload_inputs", "true"]
     )
     assert all(kept)
     if name in ("dp", "every second block"):  # of two, in four microbatches of four steps
@@ -43,10 +43,12 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
 
 def inputs_on_the_host(argv) -> int:
     """How often something went there in a whole run."""
-    sent, send = [], HostLink.to_host
+    sent, send = [], HostTransfer.to_host
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            HostLink, "to_host", lambda link, target, source: sent.append(target.shape) or send(link, target, source)
+            HostTransfer,
+            "to_host",
+            lambda link, target, source: sent.append(target.shape) or send(link, target, source),
         )
         train(argv)
     assert len(set(sent)) == 1
@@ -56,7 +58,7 @@ def inputs_on_the_host(argv) -> int:
 def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
     """The gradient of what goes through three blocks twice, how many buffers were made, and how many are in use then.
     link_changes: whether what comes back from the host is something else."""
-    made, (make, bring) = [], (HostLink.host_like, HostLink.to_device)
+    made, (make, bring) = [], (HostTransfer.host_like, HostTransfer.to_device)
 
     def counted(link, tensor, dtype):
         made.append(make(link, tensor, dtype))
@@ -66,9 +68,9 @@ def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
         return bring(link, target, source * 2 if link_changes else source)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostLink, "host_like", counted)
-        patch.setattr(HostLink, "to_device", changed)
-        inputs = HostInputs(torch.device("cpu"))
+        patch.setattr(HostTransfer, "host_like", counted)
+        patch.setattr(HostTransfer, "to_device", changed)
+        inputs = InputOffloader(torch.device("cpu"))
         cubes = [inputs.keeping(_Cube.apply, first=number == 0) for number in range(3)]
         for _ in range(2):
             x = torch.tensor([1.1], requires_grad=True)

@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama.model import CausalAttention
 from trainer.batch import Batch
-from trainer.parallel.attention import BlocksMask, FlexAttention, TableMask
-from trainer.parallel.context import GatheredAttention, cut_sequence, cut_tensor
+from trainer.parallel.attention import DenseMask, FlexAttention, FlexBlockMask
+from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
 from trainer.testing.operators import Operators
 
 
@@ -20,7 +20,7 @@ def numbered(seq):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_ranks_have_the_whole_sequence_between_them_and_tokens_keep_their_places(ranks):
     whole = numbered(16)
-    cut = [cut_sequence(whole, rank, ranks) for rank in range(ranks)]
+    cut = [shard_sequence(whole, rank, ranks) for rank in range(ranks)]
     assert {c.tokens.shape for c in cut} == {(2, 16 // ranks)}
     everything = torch.cat([c.tokens for c in cut], dim=1)
     assert torch.equal(everything.sort(dim=1).values, whole.tokens)
@@ -32,7 +32,7 @@ def test_the_ranks_have_the_whole_sequence_between_them_and_tokens_keep_their_pl
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_under_a_causal_mask_all_ranks_have_the_same_work(ranks):
-    keys = {(cut_sequence(numbered(16), rank, ranks).positions + 1).sum().item() for rank in range(ranks)}
+    keys = {(shard_sequence(numbered(16), rank, ranks).positions + 1).sum().item() for rank in range(ranks)}
     assert len(keys) == 1
 
 
@@ -52,8 +52,8 @@ def attention(kv_heads, recompute):
 
     parts = [mine(t).requires_grad_() for t in whole]
     with Operators() as forward:
-        mask = TableMask(mesh, False, torch.float32)(None, torch.zeros(2, 32 // size))
-        out = GatheredAttention(CausalAttention(), mesh, recompute)(*parts, mask)
+        mask = DenseMask(mesh, False, torch.float32)(None, torch.zeros(2, 32 // size))
+        out = AllGatherAttention(CausalAttention(), mesh, recompute)(*parts, mask)
     with Operators() as backward:
         (out * mine(weights)).sum().backward()
     torch.testing.assert_close(out, mine(expected))
@@ -91,12 +91,12 @@ def documents_apart(kernel):
 
     parts = [(mine(t) if size > 1 else t.detach().clone()).requires_grad_() for t in whole]
     if kernel == "table":
-        mask, attend = TableMask(mesh, True, torch.float32), CausalAttention()
+        mask, attend = DenseMask(mesh, True, torch.float32), CausalAttention()
     else:
-        mask, attend = BlocksMask(mesh, True, compiled=False), FlexAttention(compiled=False)
+        mask, attend = FlexBlockMask(mesh, True, compiled=False), FlexAttention(compiled=False)
     if size > 1:
-        attend = GatheredAttention(attend, mesh, recompute=True)
-    mask = mask(None, cut_tensor(documents, rank, size))
+        attend = AllGatherAttention(attend, mesh, recompute=True)
+    mask = mask(None, shard_tensor(documents, rank, size))
     if kernel == "blocks":  # torch has no backward of it on a CPU
         with torch.no_grad():
             out = attend(*(part.detach() for part in parts), mask)

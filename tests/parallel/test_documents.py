@@ -30,12 +30,12 @@ def run(ranks, size, tiny, pairs, folder, *more):
 
 
 PACKED = ["--data.packing", "best-fit", "--data.document_mask", "true", "--training.global_batch_size", "16"]
-ALONE = ["--data.packing", "none", "--training.global_batch_size", "32"]
+SINGLE = ["--data.packing", "none", "--training.global_batch_size", "32"]
 
 
 @pytest.fixture(scope="module")
 def alone(ranks, tiny, pairs, tmp_path_factory):
-    return run(ranks, 1, tiny, pairs, tmp_path_factory.mktemp("alone") / "run", *ALONE)
+    return run(ranks, 1, tiny, pairs, tmp_path_factory.mktemp("alone") / "run", *SINGLE)
 
 
 @pytest.mark.parametrize(

@@ -149,19 +149,19 @@ def prefetched(settings, tied):
 
 
 def test_units_are_gathered_ahead_in_the_order_of_forward_and_of_backward(ranks):
-    ahead = ranks(2).run(prefetched, {"prefetch_units": 2}, False)[0]
+    ahead = ranks(2).run(prefetched, {"fsdp_prefetch": 2}, False)[0]
     assert ahead["tok_embeddings"] == (["layers.0", "layers.1"], [])
     assert ahead["layers.1"] == (["norm"], ["layers.0", "tok_embeddings"])
     assert ahead["norm"] == ([], ["layers.1", "layers.0"])
-    tied = ranks(2).run(prefetched, {"prefetch_units": 1}, True)[0]
+    tied = ranks(2).run(prefetched, {"fsdp_prefetch": 1}, True)[0]
     assert tied["tok_embeddings"] == (["layers.0"], [])
     assert tied["layers.1"] == ([], ["layers.0"])
-    root = ranks(2).run(prefetched, {"prefetch_units": 1, "fsdp_units": "root"}, False)[0]
+    root = ranks(2).run(prefetched, {"fsdp_prefetch": 1, "fsdp_units": "root"}, False)[0]
     assert root[""] == (["layers.0"], [])
 
 
 def policies():
-    model = build(offload_parameters=True)
+    model = build(cpu_offload=True)
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
     return {type(group.offload_policy).__name__ for group in groups if group}
 

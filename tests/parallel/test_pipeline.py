@@ -14,7 +14,7 @@ from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.pipeline import SCHEDULES, PipelineStep, _balanced, refuse_microbatches, stages, stages_of_rank
+from trainer.parallel.pipeline import SCHEDULES, PipelineStep, _balanced, check_microbatches, stages, stages_of_rank
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
 
@@ -60,24 +60,24 @@ def test_no_other_cut_has_a_lighter_heaviest_stage(weights, before, after, count
 
 
 def test_stages_begin_where_the_user_says():
-    config = {"pp": 2, "pipeline_split": ("layers.3",)}
+    config = {"pp": 2, "pipeline_split_points": ("layers.3",)}
     assert [stage.blocks for stage in cut(**config)] == [range(3), range(3, 8)]
 
 
 ERRORS = {
     ("pp", 16, ()): "parallel.pp: makes 16 stages (16 ranks x 1), but the model has 8 blocks",
-    ("split", 2, ("layers.8",)): "parallel.pipeline_split: layers.8 is no block; expected layers.1 to layers.7",
+    ("split", 2, ("layers.8",)): "parallel.pipeline_split_points: layers.8 is no block; expected layers.1 to layers.7",
     ("split", 2, ("layers.1", "layers.2")): (
-        "parallel.pipeline_split: 2 stages need 1 blocks to begin with behind the first stage, not 2"
+        "parallel.pipeline_split_points: 2 stages need 1 blocks to begin with behind the first stage, not 2"
     ),
     ("split", 3, ("layers.4", "layers.2")): (
-        "parallel.pipeline_split: must name blocks behind layers.0, each behind the one before"
+        "parallel.pipeline_split_points: must name blocks behind layers.0, each behind the one before"
     ),
     (
         "split",
         2,
         ("layers.0",),
-    ): "parallel.pipeline_split: must name blocks behind layers.0, each behind the one before",
+    ): "parallel.pipeline_split_points: must name blocks behind layers.0, each behind the one before",
 }
 
 
@@ -85,7 +85,7 @@ ERRORS = {
 def test_a_cut_that_cannot_be_made_is_told(case):
     _, pp, split = case
     with pytest.raises(ConfigError) as error:
-        cut(pp=pp, pipeline_split=split)
+        cut(pp=pp, pipeline_split_points=split)
     assert str(error.value) == ERRORS[case]
 
 
@@ -132,7 +132,7 @@ def accepted(name, pp, most):
     result = []
     for microbatches in range(1, most + 1):
         try:
-            refuse_microbatches(ParallelConfig(pp=pp, pipeline_schedule=name), microbatches)
+            check_microbatches(ParallelConfig(pp=pp, pipeline_schedule=name), microbatches)
         except ConfigError:
             continue
         step = schedule_object(name, pp, microbatches)

@@ -1,16 +1,23 @@
 import pytest
 
 from trainer.planning.recorder import Traffic
-from trainer.planning.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK, bubble, step_time, wire_bytes
-from trainer.runtime.accelerators import Board
+from trainer.planning.roofline import (
+    BANDWIDTH_EFFICIENCY,
+    FLOPS_EFFICIENCY,
+    NETWORK_EFFICIENCY,
+    bubble,
+    step_time,
+    wire_bytes,
+)
+from trainer.runtime.accelerators import AcceleratorSpec
 
-BOARD = Board(
+BOARD = AcceleratorSpec(
     flops={"bf16": 100e12, "fp32": 10e12},
     memory_gib=80,
     bandwidth=1e12,
     link=100e9,
     network=10e9,
-    per_machine=4,
+    gpus_per_node=4,
     host_memory_gib=100,
     host_bandwidth=50e9,
     host_link=20e9,
@@ -23,8 +30,8 @@ def time_of(work=None, traffic=None, groups=None, idle=0.0, host_moved=None, hos
 
 def test_an_operator_takes_as_long_as_its_flops_or_its_bytes_whichever_is_longer():
     time = time_of({("bf16", 100 * 10**12, 1000): 2, ("fp32", 0, 10**12): 3})
-    assert time.matmuls_s == pytest.approx(2 / OF_FLOPS)
-    assert time.memory_s == pytest.approx(3 / OF_BANDWIDTH)
+    assert time.matmuls_s == pytest.approx(2 / FLOPS_EFFICIENCY)
+    assert time.memory_s == pytest.approx(3 / BANDWIDTH_EFFICIENCY)
     assert time.total_s == pytest.approx(time.matmuls_s + time.memory_s)
     assert time.bound == "memory bandwidth"
 
@@ -41,17 +48,17 @@ def test_a_group_that_spans_machines_has_the_network_of_its_ranks():
     for ranks, rate in ((range(4), 100e9), (range(8), 40e9), (range(0, 32, 4), 10e9)):
         sent = wire_bytes("all-gather", 8e9, len(ranks))
         time = time_of(traffic=gather, groups={"fsdp": list(ranks)})
-        assert time.beside_s == pytest.approx(sent / (rate * OF_NETWORK))
+        assert time.overlapped_comm_s == pytest.approx(sent / (rate * NETWORK_EFFICIENCY))
 
 
 def test_collectives_beside_the_computation_show_where_they_take_longer():
     work = {("bf16", 75 * 10**12, 0): 1}
-    for size, total in ((8e9, 1.0), (8e11, 7 / 8 * 8e11 / (40e9 * OF_NETWORK))):
+    for size, total in ((8e9, 1.0), (8e11, 7 / 8 * 8e11 / (40e9 * NETWORK_EFFICIENCY))):
         time = time_of(work, {("fsdp", "all-gather"): Traffic(count=1, size=size)}, {"fsdp": list(range(8))})
         assert time.total_s == pytest.approx(total)
     assert time.bound == "collectives over fsdp"
     time = time_of(work, {("tp", "all-gather"): Traffic(count=1, size=8e9)}, {"tp": [0, 1]})
-    assert time.total_s == pytest.approx(1 + 4e9 / (100e9 * OF_NETWORK))
+    assert time.total_s == pytest.approx(1 + 4e9 / (100e9 * NETWORK_EFFICIENCY))
 
 
 def test_the_bubble_of_a_pipeline():
@@ -69,5 +76,5 @@ def test_host_memory_is_beside_the_step_but_in_the_way_of_its_end():
     assert (longer.total_s, longer.bound) == (pytest.approx(2), "copies to and from host memory")
     after = time_of(second, host_moved={True: 32e9}, host_work=1e9)
     assert (after.total_s, after.bound) == (pytest.approx(3), "the update in host memory")
-    computed = time_of(second, host_moved={True: 1e9}, host_work=50e9 * OF_BANDWIDTH * 4)
+    computed = time_of(second, host_moved={True: 1e9}, host_work=50e9 * BANDWIDTH_EFFICIENCY * 4)
     assert computed.total_s == pytest.approx(5)

@@ -101,7 +101,7 @@ def test_a_gpu_keeps_less_of_a_norm():
 
 
 def test_offloaded_parameters_are_in_host_memory():
-    more = ["--parallel.offload_parameters", "true"]
+    more = ["--parallel.cpu_offload", "true"]
     kept, offloaded = (planned(2, *EIGHT, *m, on_gpu=True)[0] for m in ([], more))
     assert kept.host == 0
     state = kept.by_kind["parameters"] + kept.by_kind["optimizer"]
@@ -120,7 +120,7 @@ def test_what_goes_to_host_memory_and_comes_back_is_counted():
         for more in (
             ["--optimizer.offload", "state"],
             ["--optimizer.offload", "state_and_gradients"],
-            ["--activation_checkpoint.mode", "full", "--activation_checkpoint.offload", "true"],
+            ["--activation_checkpoint.mode", "full", "--activation_checkpoint.offload_inputs", "true"],
         )
     )
     near = {"rel": 0.02}  # shards are counted in multiples of 512 bytes
@@ -143,9 +143,7 @@ def test_an_update_in_backward_never_has_all_gradients():
     assert within.peak < after.peak - 0.5 * after.by_kind["parameters"]
 
 
-@pytest.mark.parametrize(
-    "more", [["--optimizer.offload", "state_and_gradients"], ["--parallel.offload_parameters", "true"]]
-)
+@pytest.mark.parametrize("more", [["--optimizer.offload", "state_and_gradients"], ["--parallel.cpu_offload", "true"]])
 def test_what_a_pipeline_does_once_a_step_is_counted_once(more):
     """Of 24 microbatches fewer are run, and count for all."""
     words = ["--parallel.pp", "2", *more]

@@ -14,14 +14,22 @@ import torch.distributed as dist
 from tests.training_runs import RecordingTrainer, hash_of, leaves_of_step, records
 from trainer import trainer as trainer_module
 from trainer.checkpoint import commit
-from trainer.checkpoint.commit import SaveFailed, step_of, steps_in
+from trainer.checkpoint.commit import SaveFailed, latest_per_step, step_of
 from trainer.config import ResilienceConfig
 from trainer.config.load import load_config
 from trainer.resilience import guard
-from trainer.resilience.guard import WINDOW, Guard, Stuck, Verdict, Verdicts, add_range, must_go_back
+from trainer.resilience.guard import (
+    WINDOW,
+    OutcomeReader,
+    StabilityGuard,
+    StepOutcome,
+    TrainingDiverged,
+    add_range,
+    should_roll_back,
+)
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.watchdog import Watchdog, parse_collectives
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.system import logging
 from trainer.testing.ranks import RankError
@@ -31,22 +39,22 @@ CPU = torch.device("cpu")
 
 def judged(config, pairs):
     """Whether each (loss, norm) is left out, by the guard."""
-    guard, verdicts = Guard(config, CPU), Verdicts(late=False)
+    guard, outcomes = StabilityGuard(config, CPU), OutcomeReader(late=False)
     for step, (loss, norm) in enumerate(pairs, start=1):
-        left_out, verdict = guard.judge(torch.tensor(loss), torch.tensor(norm), torch.tensor(0.0))
-        verdicts.put(step, 0, verdict)
-        (read,) = verdicts.read(now=False)
-        assert read.left_out == left_out.item()
+        skipped, outcome = guard.decide(torch.tensor(loss), torch.tensor(norm), torch.tensor(0.0))
+        outcomes.put(step, 0, outcome)
+        (read,) = outcomes.read(now=False)
+        assert read.skipped == skipped.item()
         yield read
 
 
 def test_what_is_no_number_is_left_out_and_counted():
     nan, inf = float("nan"), float("inf")
     pairs = [(1.0, 1.0), (nan, 1.0), (1.0, inf), (1.0, 1.0), (-inf, nan)]
-    verdicts = list(judged(ResilienceConfig(), pairs))
-    assert [v.left_out for v in verdicts] == [False, True, True, False, True]
-    assert [(v.in_a_row, v.total) for v in verdicts] == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 3)]
-    assert not any(v.spiked for v in verdicts)
+    outcomes = list(judged(ResilienceConfig(), pairs))
+    assert [v.skipped for v in outcomes] == [False, True, True, False, True]
+    assert [(v.consecutive_skips, v.total) for v in outcomes] == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 3)]
+    assert not any(v.spike for v in outcomes)
 
 
 def test_spikes_are_those_of_the_definition():
@@ -63,34 +71,47 @@ def test_spikes_are_those_of_the_definition():
         expected.append(high)
         if not high:
             accepted.append(pair)
-    verdicts = list(judged(ResilienceConfig(loss_spike="skip"), pairs))
-    assert [v.spiked for v in verdicts] == expected
-    assert [n for n, v in enumerate(verdicts) if v.spiked] == [150, 151, 200, 300]
+    outcomes = list(judged(ResilienceConfig(on_loss_spike="skip"), pairs))
+    assert [v.spike for v in outcomes] == expected
+    assert [n for n, v in enumerate(outcomes) if v.spike] == [150, 151, 200, 300]
 
 
-def verdict(**given):
-    usual = {"step": 9, "cursor": 0, "stop": False, "left_out": True, "spiked": False, "in_a_row": 1, "total": 1}
-    return Verdict(**usual | {"loss": 2.0, "grad_norm": float("nan")} | given)
+def outcome(**given):
+    usual = {
+        "step": 9,
+        "cursor": 0,
+        "stop": False,
+        "skipped": True,
+        "spiked": False,
+        "consecutive_skips": 1,
+        "total": 1,
+    }
+    return StepOutcome(**usual | {"loss": 2.0, "grad_norm": float("nan")} | given)
 
 
 def test_what_follows_is_as_set():
-    stop, back = ResilienceConfig(max_left_out=3), ResilienceConfig(max_left_out=3, after_left_out="rollback")
-    assert not must_go_back(stop, verdict(in_a_row=2), 0)
-    with pytest.raises(Stuck, match="step 9: loss 2, gradient norm nan; 3 updates in a row were left out: stopped"):
-        must_go_back(stop, verdict(in_a_row=3), 0)
-    assert must_go_back(back, verdict(in_a_row=3), 2)
-    with pytest.raises(Stuck, match="again, after 3 rollbacks: stopped"):
-        must_go_back(back, verdict(in_a_row=3), 3)
-    assert must_go_back(ResilienceConfig(loss_spike="rollback"), verdict(spiked=True), 0)
-    assert not must_go_back(ResilienceConfig(loss_spike="skip"), verdict(spiked=True), 0)
+    stop, back = (
+        ResilienceConfig(max_consecutive_skips=3),
+        ResilienceConfig(max_consecutive_skips=3, on_max_skips="rollback"),
+    )
+    assert not should_roll_back(stop, outcome(consecutive_skips=2), 0)
+    with pytest.raises(
+        TrainingDiverged, match="step 9: loss 2, gradient norm nan; 3 updates in a row were left out: stopped"
+    ):
+        should_roll_back(stop, outcome(consecutive_skips=3), 0)
+    assert should_roll_back(back, outcome(consecutive_skips=3), 2)
+    with pytest.raises(TrainingDiverged, match="again, after 3 rollbacks: stopped"):
+        should_roll_back(back, outcome(consecutive_skips=3), 3)
+    assert should_roll_back(ResilienceConfig(on_loss_spike="rollback"), outcome(spike=True), 0)
+    assert not should_roll_back(ResilienceConfig(on_loss_spike="skip"), outcome(spike=True), 0)
 
 
 def test_a_late_reader_reads_all_but_the_last_step():
-    verdicts = Verdicts(late=True)
+    outcomes = OutcomeReader(late=True)
     for step in (1, 2, 3):
-        verdicts.put(step, 0, torch.zeros(7, dtype=torch.float64))
-    assert [v.step for v in verdicts.read(now=False)] == [1, 2]
-    assert [v.step for v in verdicts.read(now=True)] == [3]
+        outcomes.put(step, 0, torch.zeros(7, dtype=torch.float64))
+    assert [v.step for v in outcomes.read(now=False)] == [1, 2]
+    assert [v.step for v in outcomes.read(now=True)] == [3]
 
 
 def test_ranges_that_touch_become_one():
@@ -155,7 +176,7 @@ class Injured(RecordingTrainer):
     def train_step(self, batches, rate, stop=False):
         number = self.steps_done + 1
         engine = self.engine
-        clip, judge = engine.optimizer.clip, engine.guard.judge
+        clip, decide = engine.optimizer.clip, engine.guard.decide
 
         def injured(max_norm, vote):
             if number in self.injured and dist.get_rank() == dist.get_world_size() - 1 and not self.rollbacks:
@@ -163,24 +184,24 @@ class Injured(RecordingTrainer):
             return clip(max_norm, vote)
 
         def removed(loss, grad_norm, votes):
-            left_out, verdict = judge(loss, grad_norm, votes)
-            return left_out | (number in self.removed), verdict
+            skipped, outcome = decide(loss, grad_norm, votes)
+            return skipped | (number in self.removed), outcome
 
-        engine.optimizer.clip, engine.guard.judge = injured, removed
+        engine.optimizer.clip, engine.guard.decide = injured, removed
         try:
             return super().train_step(batches, rate, stop)
         finally:
-            engine.optimizer.clip, engine.guard.judge = clip, judge
+            engine.optimizer.clip, engine.guard.decide = clip, decide
 
 
 def train(argv, injured=(), scale=float("nan"), removed=()):
     config = load_config(argv)
-    setup = set_up(config, dist.get_world_size())
-    trainer = Injured(config, setup, CPU, resume_point(config, setup))
+    resolved = resolve(config, dist.get_world_size())
+    trainer = Injured(config, resolved, CPU, resume_point(config, resolved))
     trainer.leaves, trainer.injured, trainer.scale, trainer.removed = [], injured, scale, removed
     trainer.train()
     tensors = {name: t for name, t in trainer._tensors().items() if not name.startswith("guard/")}
-    return hash_of(tensors), trainer.leaves, trainer.order.passed_over
+    return hash_of(tensors), trainer.leaves, trainer.order.skipped_samples
 
 
 def run(ranks, size, tiny, folder, *more, **injury):
@@ -204,7 +225,7 @@ def test_a_checkpoint_that_is_due_at_a_bad_step_is_written_at_the_next_good_one(
     assert names == ["step-00000004", "step-00000006"]
 
 
-ROLLBACK = ["--training.steps", "6", "--guard.max_left_out", "2", "--guard.after_left_out", "rollback"]
+ROLLBACK = ["--training.steps", "6", "--guard.max_consecutive_skips", "2", "--guard.on_max_skips", "rollback"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -225,7 +246,7 @@ def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_pa
     assert results[0][2] == ((48, 80),)
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "train_state.json").read_text())
-    assert (state["passed_over"], state["cursor"]) == ([[48, 80]], 96)
+    assert (state["skipped_samples"], state["cursor"]) == ([[48, 80]], 96)
 
 
 def failing_saves(argv, failing):
@@ -269,39 +290,39 @@ def test_a_failed_save_is_told_and_ends_the_run_as_set_or_at_its_end(
             [f"step {failing[0]} could not be saved: no space; the checkpoints before are whole"] if not end else []
         )
         assert [line.partition(", and the next")[0] for line in told] == warned
-    steps = [step_of(path) for path in steps_in(tmp_path / "run" / "checkpoints")]
+    steps = [step_of(path) for path in latest_per_step(tmp_path / "run" / "checkpoints")]
     assert sorted(steps) == saved
 
 
 def test_one_bad_step_at_the_end_does_not_fail_the_run_and_two_do(ranks, tiny, tmp_path):
     keep = ["--commit.interval_steps", "1", "--commit.keep", "1"]
     run(ranks, 1, tiny, tmp_path / "one", "--training.steps", "4", *keep, injured=(4,))
-    steps = [step_of(path) for path in steps_in(tmp_path / "one" / "checkpoints")]
+    steps = [step_of(path) for path in latest_per_step(tmp_path / "one" / "checkpoints")]
     assert steps == [4, 3]  # for the older may be the better one
     with pytest.raises(RankError, match=r"step 4: .* stopped, and this state is not saved"):
         run(ranks, 1, tiny, tmp_path / "two", "--training.steps", "4", injured=(3, 4))
 
 
 def test_what_was_bad_a_step_ago_is_gone_back_behind_too(ranks, tiny, tmp_path):
-    """Verdicts that are read two at a time, as on a GPU: the first of them counts too."""
-    more = [*ROLLBACK, "--commit.interval_steps", "3", "--metrics.log_every", "3"]
+    """OutcomeReader that are read two at a time, as on a GPU: the first of them counts too."""
+    more = [*ROLLBACK, "--commit.interval_steps", "3", "--metrics.interval_steps", "3"]
     results = ranks(1).run(late, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", *more], (4, 5))
     assert len(results[0][1]) == 6 + 3 and results[0][2] == ((48, 80),)
 
 
 def late(argv, injured):
-    original = trainer_module.Verdicts
-    trainer_module.Verdicts = lambda late: original(late=True)
+    original = trainer_module.OutcomeReader
+    trainer_module.OutcomeReader = lambda late: original(late=True)
     try:
         return train(argv, injured)
     finally:
-        trainer_module.Verdicts = original
+        trainer_module.OutcomeReader = original
 
 
 def test_a_policy_that_is_switched_on_later_knows_what_was_before(ranks, tiny, tmp_path):
-    more = ["--commit.interval_steps", "40", "--metrics.log_every", "100", "--training.steps"]
+    more = ["--commit.interval_steps", "40", "--metrics.interval_steps", "100", "--training.steps"]
     run(ranks, 1, tiny, tmp_path / "run", *more, "40")
-    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--guard.loss_spike", "skip")
+    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--guard.on_loss_spike", "skip")
     assert records(tmp_path / "run")[-1]["updates_left_out"] == 0
 
 
@@ -328,8 +349,8 @@ def test_a_run_without_a_checkpoint_to_go_back_to_stops(ranks, tiny, tmp_path):
 
 
 def test_a_spike_is_left_out_or_rolled_back(ranks, tiny, tmp_path):
-    more = ["--training.steps", "40", "--commit.interval_steps", "10", "--metrics.log_every", "100"]
-    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--guard.loss_spike", "skip", injured=(38,), scale=1e4)
+    more = ["--training.steps", "40", "--commit.interval_steps", "10", "--metrics.interval_steps", "100"]
+    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--guard.on_loss_spike", "skip", injured=(38,), scale=1e4)
     assert len(skipped[0][1]) == 40 and records(tmp_path / "s")[-1]["updates_left_out"] == 1
-    back = run(ranks, 2, tiny, tmp_path / "b", *more, "--guard.loss_spike", "rollback", injured=(38,), scale=1e4)
+    back = run(ranks, 2, tiny, tmp_path / "b", *more, "--guard.on_loss_spike", "rollback", injured=(38,), scale=1e4)
     assert len(back[0][1]) == 48 and back[0][2] == ((37 * 16, 38 * 16),)

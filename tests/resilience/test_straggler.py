@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.resilience import straggler
-from trainer.resilience.straggler import Pace, slow_rank
+from trainer.resilience.straggler import StragglerDetector, find_straggler
 from trainer.runtime import device as devices
 from trainer.system import logging
 
@@ -30,7 +30,7 @@ from trainer.system import logging
 )
 def test_a_rank_is_slow_by_its_blocks_or_its_data(data, block, found):
     times = torch.tensor([data, block], dtype=torch.float64).T
-    mine = slow_rank(times, elapsed_s=10.0, ratio=1.5)
+    mine = find_straggler(times, elapsed_s=10.0, ratio=1.5)
     if found is None:
         assert mine is None
     else:
@@ -60,7 +60,7 @@ def compared(ratio):
         quick, slow = [3, 3, 3, 3, 1, 3, 3, 3, 3, 3], [3, 3, 3, 3, 2, 3, 3, 3, 3, 3]
         mine = quick if dist.get_rank() != 1 else slow
         block = Ticking(clock, itertools.chain(quick, mine, mine, quick))
-        watched = Pace(ratio, torch.device("cpu"))
+        watched = StragglerDetector(ratio, torch.device("cpu"))
         watched.watch(nn.ModuleList([block]))
         found = []
         for _ in range(4):

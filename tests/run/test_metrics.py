@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from trainer.config import MetricsConfig
 from trainer.run.metrics import Metrics, Stopwatch, duration
 from trainer.runtime import device as devices
-from trainer.runtime.accelerators import BOARDS
+from trainer.runtime.accelerators import ACCELERATORS
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def test_a_lap_is_one_activity_of_several(monkeypatch):
 
 def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
     settings = {"ranks": 2, "flops_per_token": 10**9, "peak_flops": None} | more
-    config = MetricsConfig(log_every=5, tensorboard=tensorboard)
+    config = MetricsConfig(interval_steps=5, tensorboard=tensorboard)
     metrics = Metrics(config, folder, CPU, first_step=first_step, steps=steps, **settings)
     metrics.start()
     return metrics
@@ -37,7 +37,7 @@ def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
 
 def record(metrics, step, **more):
     values = {"loss": 3.0, "grad_norm": 1.5, "learning_rate": 1e-3, "num_targets": 1, "tokens_seen": 1, "tokens": 1}
-    values["left_out"] = 0
+    values["skipped"] = 0
     metrics.record_training(step, **values | more)
 
 
@@ -77,7 +77,7 @@ def test_throughput_is_tokens_over_training_time_alone(tmp_path, monkeypatch):
 
 def test_mfu_of_published_examples():
     """Llama-3 405B: 430 TFLOP/s for each of 8,192 H100 were published as 43 % (arXiv:2407.21783, table 4)."""
-    assert 100 * 430e12 / BOARDS["NVIDIA H100 80GB HBM3"].flops["bf16"] == pytest.approx(43, abs=0.6)
+    assert 100 * 430e12 / ACCELERATORS["NVIDIA H100 80GB HBM3"].flops["bf16"] == pytest.approx(43, abs=0.6)
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):

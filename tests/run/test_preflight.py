@@ -10,9 +10,9 @@ from tests.training_runs import Result, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.planning.estimate import plan
-from trainer.run.preflight import Need, checkpoints_to_come, least, require_memory, state_bytes
-from trainer.run.resolve import set_up
-from trainer.runtime.accelerators import BOARDS, SHORT_NAMES
+from trainer.run.preflight import MemoryNeed, check_memory, minimum_memory, remaining_checkpoints, state_bytes
+from trainer.run.resolve import resolve
+from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -31,7 +31,7 @@ def refusal(argv, returns, function=train) -> str | Result:
 def size_of(argv):
     """Bytes of a checkpoint."""
     config = load_config(argv)
-    return set_up(config, 1).num_parameters * state_bytes(config.training, config.optimizer)
+    return resolve(config, 1).num_parameters * state_bytes(config.training, config.optimizer)
 
 
 def disk(tiny, checkpoints):
@@ -62,7 +62,7 @@ def test_checkpoints_that_will_find_no_room_are_refused_before_the_first_step(ra
 def test_checkpoints_that_stay_are_counted_where_they_are_due(ranks, tiny, tmp_path):
     """Of steps 2, 4, ..., 12: two are kept, one is written, and of those that are older 6 stays; not 3, which is not saved."""
     words = [*tiny, "--run.output_folder", str(tmp_path), "--training.steps", "12", "--checkpoint.interval_steps", "2"]
-    words += ["--checkpoint.keep", "2", "--checkpoint.keep_every", "3"]
+    words += ["--checkpoint.keep", "2", "--checkpoint.keep_interval_steps", "3"]
     assert line_of(ranks, words, disk(tiny, 3.9)).startswith("--checkpoint.keep 2: 4 checkpoints of ")
     assert all(isinstance(end, Result) for end in ranks(2).run(refusal, words, disk(tiny, 4.1)))
 
@@ -81,7 +81,7 @@ ADVICE = "scripts/plan.py shows where memory goes, docs/memory.md what gives som
 def test_host_memory_that_is_not_there_is_refused(ranks, tiny, tmp_path):
     """16 bytes a parameter on two ranks of one machine."""
     need = size_of(tiny) * 16 / 12
-    returns = {"trainer.run.preflight.machine": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
+    returns = {"trainer.run.preflight.node_id": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
         f"parameters, gradients and optimizer alone need {need / 2**30:.3g} GiB up to rank 1, more than the "
@@ -92,7 +92,7 @@ def test_host_memory_that_is_not_there_is_refused(ranks, tiny, tmp_path):
 def on_a_gpu(argv):
     config = load_config(argv)
     shard = torch.empty(2**20, device="meta")
-    require_memory([shard], config.training, config.optimizer, config.parallel, torch.device("cuda"))
+    check_memory([shard], config.training, config.optimizer, config.parallel, torch.device("cuda"))
 
 
 def test_memory_of_the_device_that_is_not_there_is_refused(ranks, tiny):
@@ -105,14 +105,14 @@ def test_memory_of_the_device_that_is_not_there_is_refused(ranks, tiny):
 
 @pytest.mark.parametrize("more", [[], ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"]])
 def test_a_checkpoint_is_as_large_as_planned(tiny, more):
-    made = plan(load_config([*tiny, *more]), 1, BOARDS[SHORT_NAMES["h100"]], 0.0, on_gpu=True)
+    made = plan(load_config([*tiny, *more]), 1, ACCELERATORS[SHORT_NAMES["h100"]], 0.0, on_gpu=True)
     assert made.checkpoint == pytest.approx(size_of([*tiny, *more]), rel=1e-3)
 
 
 def test_checkpoints_are_written_at_every_interval_and_at_the_end():
     def to_come(interval, step, steps):
         words = ["--checkpoint.interval_steps", str(interval)]
-        return checkpoints_to_come(load_config(words).checkpoint, step, steps)
+        return remaining_checkpoints(load_config(words).checkpoint, step, steps)
 
     assert [to_come(5, 0, 20), to_come(5, 0, 21), to_come(5, 15, 20), to_come(0, 0, 20), to_come(50, 0, 20)] == [
         4,
@@ -126,14 +126,14 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
 @pytest.mark.parametrize(
     ("words", "need"),
     [
-        ([], Need(16, 0)),
-        (["--training.parameter_dtype", "bf16", "--optimizer.state_dtype", "bf16"], Need(8, 0)),
-        (["--optimizer.in_backward", "true", *EARLY], Need(12, 0)),
-        (["--optimizer.offload", "state"], Need(8, 16)),
-        (["--optimizer.offload", "state_and_gradients", "--training.parameter_dtype", "bf16"], Need(2, 16)),
-        (["--parallel.offload_parameters", "true"], Need(0, 16)),
+        ([], MemoryNeed(16, 0)),
+        (["--training.parameter_dtype", "bf16", "--optimizer.state_dtype", "bf16"], MemoryNeed(8, 0)),
+        (["--optimizer.in_backward", "true", *EARLY], MemoryNeed(12, 0)),
+        (["--optimizer.offload", "state"], MemoryNeed(8, 16)),
+        (["--optimizer.offload", "state_and_gradients", "--training.parameter_dtype", "bf16"], MemoryNeed(2, 16)),
+        (["--parallel.cpu_offload", "true"], MemoryNeed(0, 16)),
     ],
 )
 def test_bytes_of_a_parameter(words, need):
     config = load_config(words)
-    assert least(1, config.training, config.optimizer, config.parallel) == need
+    assert minimum_memory(1, config.training, config.optimizer, config.parallel) == need

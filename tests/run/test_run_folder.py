@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.resume import Saved, require_same
+from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.config import Config, ConfigError
 from trainer.config.fields import is_table, settings
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 from trainer.run.run_folder import changed_settings
 
 SETTINGS = {f"{s.section}.{s.name}": s for members in settings().values() for s in members.values()}
@@ -27,7 +27,13 @@ FIXED = {
     "optimizer.state_dtype",
     "training.parameter_dtype",
 }
-FIXED |= {"tokenizer.take_over", "tokenizer.add", "model.name", "model.size", "model.overrides"}
+FIXED |= {
+    "tokenizer.reuse_reserved_tokens",
+    "tokenizer.extra_special_tokens",
+    "model.name",
+    "model.size",
+    "model.overrides",
+}
 NO_OTHER = {"optimizer.name"}
 """It has one value."""
 
@@ -60,7 +66,7 @@ def test_every_setting_that_changes_is_told(tmp_path, key):
     (tmp_path / "config.toml").write_text(to_toml(Config()))
     now = changed(Config(), SETTINGS[key])
     before, after = (toml_value(config.value(key)) for config in (Config(), now))
-    lines = changed_settings(Saved(tmp_path, {}), now)
+    lines = changed_settings(ResumePoint(tmp_path, {}), now)
     if is_table(SETTINGS[key].kind):
         assert len(lines) == 1 and lines[0].startswith(key)
     else:
@@ -69,14 +75,14 @@ def test_every_setting_that_changes_is_told(tmp_path, key):
 
 def test_those_without_which_it_would_be_another_run_are_refused():
     assert {key for key, setting in SETTINGS.items() if setting.rule.fixed} == FIXED
-    identity = set_up(Config(), 1).identity
+    identity = resolve(Config(), 1).identity
     identity = json.loads(json.dumps(identity))  # as a checkpoint holds it
-    saved = Saved(Path("step-00000001"), {"identity": identity})
+    saved = ResumePoint(Path("step-00000001"), {"identity": identity})
     for key in FIXED - NO_OTHER:
         if SETTINGS[key].section == "model":
             continue  # its sizes count
         with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):
-            require_same(saved, identity | {key: another(SETTINGS[key])})
+            require_compatible(saved, identity | {key: another(SETTINGS[key])})
     larger = replace(Config().model, overrides={"n_layers": 9})
     with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; another"):
-        require_same(saved, set_up(replace(Config(), model=larger), 1).identity)
+        require_compatible(saved, resolve(replace(Config(), model=larger), 1).identity)

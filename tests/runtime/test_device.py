@@ -7,7 +7,7 @@ from trainer.runtime import device as devices
 
 def test_a_machine_without_gpus_computes_on_its_cpu(monkeypatch):
     monkeypatch.setattr(devices, "count", lambda: 0)
-    assert devices.pick("auto") == torch.device("cpu")
+    assert devices.select_device("auto") == torch.device("cpu")
     assert devices.communication_backend(torch.device("cpu")) == "gloo"
 
 
@@ -15,9 +15,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(devices, "count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as error:
-        devices.pick("auto")
+        devices.select_device("auto")
     assert error.value.rule == "NGPU=4: this machine has 2 GPUs; --run.device cpu uses none"
-    assert devices.pick("cpu") == torch.device("cpu")
+    assert devices.select_device("cpu") == torch.device("cpu")
 
 
 def test_peaks_are_known_by_the_whole_name(monkeypatch):

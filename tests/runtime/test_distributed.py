@@ -2,7 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer.config import ConfigError
-from trainer.runtime.distributed import from_rank_0, once_per_machine, require_agreement
+from trainer.runtime.distributed import once_per_node, require_agreement, run_on_rank_0
 from trainer.testing.ranks import RankError
 
 
@@ -13,7 +13,7 @@ def worked():
         calls.append(1)
         return f"by rank {dist.get_rank()}"
 
-    return [once_per_machine(work) for _ in range(2)], len(calls)
+    return [once_per_node(work) for _ in range(2)], len(calls)
 
 
 def test_work_is_done_once_on_a_machine_and_known_to_all_its_ranks(ranks):
@@ -25,7 +25,7 @@ def refused():
         raise ConfigError("run.name", f"not by rank {dist.get_rank()}")
 
     try:
-        from_rank_0(work)
+        run_on_rank_0(work)
     except ConfigError as error:
         return error.key, error.rule
 

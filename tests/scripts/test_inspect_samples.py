@@ -11,7 +11,7 @@ from tests.training_runs import train
 from trainer.config import TokenizerConfig
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.run.resolve import set_up
+from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.trainer import Trainer
 
@@ -36,8 +36,8 @@ class Watching(Trainer):
 def seen(argv):
     """The tokens of each sample of each step."""
     config = load_config(argv)
-    setup = set_up(config, dist.get_world_size())
-    trainer = Watching(config, setup, torch.device("cpu"), resume_point(config, setup))
+    resolved = resolve(config, dist.get_world_size())
+    trainer = Watching(config, resolved, torch.device("cpu"), resume_point(config, resolved))
     trainer.seen = []
     trainer.train()
     return trainer.seen
@@ -49,10 +49,10 @@ def test_the_samples_of_a_step_are_those_it_saw(ranks, tiny, tmp_path):
         write_corpus(tmp_path / name, 60, seed)
     lines = Path(tiny[1]).read_text().splitlines()
     two = f'[data]\ndatasets = {{ a = "text:{tmp_path}/a", b = "text:{tmp_path}/b" }}\nmixture = ["0: a=3 b=1"]'
-    kept = "\n".join(line for line in lines if not line.startswith(("dataset", "path", "log_every")))
+    kept = "\n".join(line for line in lines if not line.startswith(("dataset", "path", "interval_steps")))
     (tmp_path / "two.toml").write_text(kept.replace("[data]", two))
     argv = ["--config", str(tmp_path / "two.toml"), "--run.output_folder", str(tmp_path), "--run.name", "run"]
-    argv += ["--metrics.log_every", "2", "--training.global_batch_size"]
+    argv += ["--metrics.interval_steps", "2", "--training.global_batch_size"]
     (steps,) = ranks(1).run(seen, [*argv, "8", "--training.steps", "2"])
     steps += ranks(1).run(seen, [*argv, "4", "--training.steps", "4"])[0]
     tokenizer = load_tokenizer(TokenizerConfig())

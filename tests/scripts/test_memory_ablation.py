@@ -21,7 +21,7 @@ def test_every_rung_is_a_run_that_has_what_the_ones_before_have():
     configs = [load_config(argv, files=False) for _, argv in rungs(list(RUNGS), ["--training.seq_len", "256"])]
     assert len(configs) == len(RUNGS) + 1
     assert all(config.training.seq_len == 256 and config.training.local_batch_size == 4 for config in configs)
-    assert [c.activation_checkpoint.offload for c in configs] == [False] * 3 + [True] * 5
+    assert [c.activation_checkpoint.offload_inputs for c in configs] == [False] * 3 + [True] * 5
     assert configs[-1].optimizer.offload == "state_and_gradients" and not configs[-1].optimizer.in_backward
 
 
@@ -40,7 +40,7 @@ def test_a_rung_has_its_memory_the_change_and_its_speed(where):
     [
         (
             ["--rungs", "inputs of blocks on the host"],
-            "rung 'inputs of blocks on the host': --activation_checkpoint.offload true: needs mode = full",
+            "rung 'inputs of blocks on the host': --activation_checkpoint.offload_inputs true: needs mode = full",
         ),
         (["--rungs", "less"], "argument --rungs: invalid choice: 'less'"),
         (["--world", "2"], "--world 2: of a plan; needs --device"),

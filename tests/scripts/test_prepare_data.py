@@ -52,11 +52,11 @@ def test_a_store_is_prepared_told_found_again_and_verified(settings, tmp_path):
 
 def test_what_is_wrong_with_a_dataset_names_the_setting_that_names_it(settings, tmp_path):
     (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
-    more = ["--evaluation.sets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
+    more = ["--evaluation.datasets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
     ended = call("prepare_data.py", *settings, *more)
     assert ended.returncode == 2
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith(f"--evaluation.sets.wiki jsonl:{tmp_path}/junk.jsonl: holds no readable document; ")
+    assert line.startswith(f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: holds no readable document; ")
     (tmp_path / "nothing.txt").touch()
     ended = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
     assert (ended.returncode, ended.stderr.partition(": holds no readable document")[0]) == (
@@ -70,7 +70,7 @@ def test_what_is_wrong_with_a_dataset_names_the_setting_that_names_it(settings, 
 
 
 def test_an_interrupted_preparation_says_so_in_one_line_and_goes_on(settings, tmp_path):
-    more = ["--data.prepare_processes", "2"]
+    more = ["--data.prepare_workers", "2"]
     command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *settings, *more]
     # Tests that run in the background have been told to ignore it, and so would what they start.
     heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -87,7 +87,7 @@ def test_an_interrupted_preparation_says_so_in_one_line_and_goes_on(settings, tm
 def test_machines_prepare_shares_that_a_run_joins(settings, tmp_path):
     for machine in ("1/2", "2/2"):
         assert call("prepare_data.py", "--share", machine, *settings).returncode == 0
-    joined = ["--data.dataset", "stores", "--data.path", settings[-1], "--data.store_folder", tmp_path / "joined"]
+    joined = ["--data.dataset", "prepared", "--data.path", settings[-1], "--data.store_folder", tmp_path / "joined"]
     told = call("prepare_data.py", *joined, "--verify")
     assert told.returncode == 0, told.stderr
     counts = re.findall(r"([0-9]+) documents", told.stdout)
@@ -107,7 +107,7 @@ def test_a_tokenizer_of_ones_own_is_trained_and_used(settings, tmp_path):
     assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: not UTF-8 text (byte 0 of the file)"
     assert trained.stderr == f"documents left out: 1; the first: {first}\n"
-    tokenizer = load_tokenizer(TokenizerConfig(kind="tiktoken", path=str(path)))
+    tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(path)))
     assert tokenizer.vocab_size == 540
     text = (tmp_path / "corpus" / "0000.txt").read_text()
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -115,15 +115,15 @@ def test_a_tokenizer_of_ones_own_is_trained_and_used(settings, tmp_path):
     again = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert (again.returncode, again.stderr) == (2, f"{path}: exists already\n")
     strict = call(
-        "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_problem", "stop"
+        "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_bad_document", "stop"
     )
     rule = f"documents that cannot be read: 1 or more, the first: {first}"
-    assert (strict.returncode, strict.stderr) == (2, f"--data.on_problem stop: {rule}\n")
+    assert (strict.returncode, strict.stderr) == (2, f"--data.on_bad_document stop: {rule}\n")
 
 
 def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\1\0\2\0")
-    for dataset in ("tokens", "stores"):
+    for dataset in ("tokens", "prepared"):
         ended = call(
             "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )

@@ -20,24 +20,24 @@ from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 
 from trainer.checkpoint import commit
-from trainer.checkpoint.commit import Request, SaveFailed, Tensors
-from trainer.checkpoint.storage import local_tensors, plan_of
+from trainer.checkpoint.commit import SaveFailed, SaveRequest, Tensors
+from trainer.checkpoint.storage import local_save_plan, local_tensors
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.runtime import device as devices
-from trainer.runtime.distributed import broadcast, is_lost_contact
-from trainer.system.process import in_child_of, work_for_parent
+from trainer.runtime import host_memory
+from trainer.runtime.distributed import broadcast, is_peer_loss
+from trainer.system.process import detach_signals, in_child_of
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
 """Of the ranks' writers among each other: the slowest disk decides."""
 
 
-class LostWriter(SaveFailed):
+class WriterDied(SaveFailed):
     """The process that writes ended: no later save would succeed either."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class SaveResult:
     """A save that has come to its end, good or bad."""
 
     path: Path
@@ -53,7 +53,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Running:
+class PendingSave:
     path: Path
     blocked_s: float
     since: float
@@ -64,16 +64,16 @@ class Running:
 class Writer(Protocol):
     """How a checkpoint gets from memory to disk; each call is made on all ranks, one at a time."""
 
-    def start(self, request: Request, tensors: Tensors) -> "Future[float]":
+    def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
         """Begins to save; the result is the time (perf_counter) when it was committed, or SaveFailed."""
 
     def before_update(self) -> None:
-        """Returns when the tensors may change. Raises LostWriter."""
+        """Returns when the tensors may change. Raises WriterDied."""
 
     def close(self) -> None: ...
 
 
-class Saver:
+class AsyncCheckpointer:
     """At most one save at a time. What becomes of each is told once, by `ended` or `wait`, and never swallowed."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, device: torch.device, tensors: Tensors):
@@ -81,8 +81,8 @@ class Saver:
         self.config = config
         self.folder = folder
         self.writer = WRITERS[config.async_mode](device, tensors)
-        self.running: Running | None = None
-        self.untold: list[Ended] = []
+        self.running: PendingSave | None = None
+        self.untold: list[SaveResult] = []
         self.waited_s = 0.0
         """For the save before, since the last one began; training stood still for it too."""
 
@@ -101,13 +101,13 @@ class Saver:
         start = time.perf_counter() - self.waited_s
         self.waited_s = 0.0
         try:
-            request = Request(
+            request = SaveRequest(
                 folder=self.folder,
                 step=step,
                 files=files,
                 about=about,
                 keep=0 if keep_all else self.config.keep,
-                keep_every=self.config.keep_every,
+                keep_interval_steps=self.config.keep_interval_steps,
                 keep_also=keep_also,
                 aside=commit.prepare(self.folder, step),
             )
@@ -116,19 +116,19 @@ class Saver:
             end = Future()
             end.set_exception(failure)
         now = time.perf_counter()
-        self.running = Running(commit.path_of(self.folder, step), now - start, now, end)
+        self.running = PendingSave(commit.path_of(self.folder, step), now - start, now, end)
 
     def before_update(self) -> None:
         self.writer.before_update()
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[SaveResult]:
         """The saves that have ended since the last call."""
         if self.running is not None and self.running.end.done():
             self._await_running()
         told, self.untold = self.untold, []
         return told
 
-    def wait(self) -> list[Ended]:
+    def wait(self) -> list[SaveResult]:
         """The same, when nothing is being written any more."""
         self._await_running()
         return self.ended()
@@ -143,7 +143,7 @@ class Saver:
         except SaveFailed as error:
             background_s, failure = 0.0, error
         self.waited_s += time.perf_counter() - start
-        self.untold.append(Ended(run.path, run.blocked_s, background_s, failure))
+        self.untold.append(SaveResult(run.path, run.blocked_s, background_s, failure))
 
     def close(self) -> None:
         self.writer.close()
@@ -169,9 +169,9 @@ class Staging:
             name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in places.items()
         }
         self.buffer = allocate(max(end, 1))
-        devices.pin(self.buffer, device)
+        host_memory.pin(self.buffer, device)
         self.contents = views(self.buffer, self.layout)
-        self.copying = devices.HostCopy(device)
+        self.copying = host_memory.StagingCopy(device)
 
     def take(self, tensors: Tensors) -> None:
         self.copying.start([self.contents[name] for name in tensors], list(tensors.values()))
@@ -189,14 +189,14 @@ def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- three ways to write
 
 
-class Here:
+class SyncWriter:
     """Training waits."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
         self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
 
-    def start(self, request: Request, tensors: Tensors) -> "Future[float]":
-        plan = plan_of(tensors, dist.get_rank() == 0)
+    def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
+        plan = local_save_plan(tensors, dist.get_rank() == 0)
         commit.write(request, plan, local_tensors(tensors), self.group)
         future: Future[float] = Future()
         future.set_result(time.perf_counter())
@@ -209,26 +209,26 @@ class Here:
         pass
 
 
-class Copying:
+class StagedWriter:
     """What a thread and a process have in common: the copy, and a thread that waits for the end."""
 
     def __init__(self, device: torch.device, tensors: Tensors, allocate: Callable[[int], Tensor]):
         """allocate: bytes -> a buffer of that many."""
-        self.plan = plan_of(tensors, dist.get_rank() == 0)
+        self.plan = local_save_plan(tensors, dist.get_rank() == 0)
         try:
             self.staging = Staging(local_tensors(tensors), device, allocate)
         except MemoryError as error:
             raise ConfigError("checkpoint.async_mode", f"{error}; off needs no copy") from None
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def write(self, request: Request) -> None:
+    def write(self, request: SaveRequest) -> None:
         raise NotImplementedError
 
-    def start(self, request: Request, tensors: Tensors) -> "Future[float]":
+    def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
         self.staging.take(local_tensors(tensors))
         return self.waiting.submit(self._write_copy, request)
 
-    def _write_copy(self, request: Request) -> float:
+    def _write_copy(self, request: SaveRequest) -> float:
         self.staging.copying.wait()
         self.write(request)
         return time.perf_counter()
@@ -240,18 +240,18 @@ class Copying:
         self.waiting.shutdown(wait=False)
 
 
-class InThread(Copying):
+class ThreadWriter(StagedWriter):
     """Written by a thread, with a process group of its own: its collectives must not mix with training's."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
         super().__init__(device, tensors, lambda size: torch.empty(size, dtype=torch.uint8))
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
-    def write(self, request: Request) -> None:
+    def write(self, request: SaveRequest) -> None:
         commit.write(request, self.plan, self.staging.contents, self.group)
 
 
-class InProcess(Copying):
+class ProcessWriter(StagedWriter):
     """Written by a process of its own, which shares the copy's memory: writing takes no time of training's interpreter.
 
     Not torch's own such process: that one is forked by a thread that ends, outlives a killed trainer until it has committed
@@ -276,7 +276,7 @@ class InProcess(Copying):
         os.ftruncate(self.descriptor, num_bytes)
         return _mapped(self.descriptor, num_bytes)
 
-    def write(self, request: Request) -> None:
+    def write(self, request: SaveRequest) -> None:
         try:
             self.connection.send(request)
             failure = self.connection.recv()
@@ -286,10 +286,10 @@ class InProcess(Copying):
         if failure is not None:
             raise failure
 
-    def _lost(self, what: str) -> LostWriter:
+    def _lost(self, what: str) -> WriterDied:
         end = self.process.exitcode
         how = f"ended by {signal.Signals(-end).name}" if end is not None and end < 0 else f"ended with {end}"
-        return LostWriter(f"{what}: the process that writes checkpoints was {how}")
+        return WriterDied(f"{what}: the process that writes checkpoints was {how}")
 
     def before_update(self) -> None:
         super().before_update()
@@ -327,7 +327,7 @@ def _serve(
     plan: SavePlan,
 ) -> None:
     """The writing process. place: rank, ranks, and where the ranks' writers meet; memory: file of the copy, bytes, layout."""
-    work_for_parent()
+    detach_signals()
     rank, ranks, address = place
     path, num_bytes, layout = memory
     try:
@@ -342,24 +342,28 @@ def _serve(
     except (EOFError, OSError, dist.DistNetworkError, dist.DistStoreError):
         pass  # the trainer has ended, or another one of the run
     except RuntimeError as error:
-        if not is_lost_contact(error):
+        if not is_peer_loss(error):
             raise
     os._exit(0)
 
 
 def _attempt(
-    request: Request, plan: SavePlan, contents: dict[str, Tensor], group: dist.ProcessGroup | None
+    request: SaveRequest, plan: SavePlan, contents: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> SaveFailed | None:
     try:
         commit.write(request, plan, contents, group)
     except SaveFailed as failure:
         return SaveFailed(str(failure))  # without its cause, which other processes may not be able to read
     except RuntimeError as error:
-        if not is_lost_contact(error):
+        if not is_peer_loss(error):
             raise
         what = "the process that writes checkpoints on another rank has ended"
-        return LostWriter(f"step {request.step} could not be saved: {what}")
+        return WriterDied(f"step {request.step} could not be saved: {what}")
     return None
 
 
-WRITERS: dict[str, Callable[[torch.device, Tensors], Writer]] = {"off": Here, "thread": InThread, "process": InProcess}
+WRITERS: dict[str, Callable[[torch.device, Tensors], Writer]] = {
+    "off": SyncWriter,
+    "thread": ThreadWriter,
+    "process": ProcessWriter,
+}

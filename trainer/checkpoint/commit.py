@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, SavePlan, StorageReader
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import Damaged, File, Manifest
-from trainer.checkpoint.storage import Planner, ShardReader, ShardWriter, Stored, read_index, with_patience
+from trainer.checkpoint.manifest import CorruptError, File, Manifest
+from trainer.checkpoint.storage import Planner, ShardReader, ShardWriter, TensorMetadata, read_index, retry_transient
 from trainer.config import ConfigError
-from trainer.runtime.distributed import from_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
 from trainer.system.files import sync
 
@@ -75,7 +75,7 @@ def committed(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-step_of(path), path.name))
 
 
-def steps_in(folder: Path) -> list[Path]:
+def latest_per_step(folder: Path) -> list[Path]:
     """Of each step the checkpoint that counts, newest first."""
     return list({step_of(path): path for path in reversed(committed(folder))}.values())[::-1]
 
@@ -84,7 +84,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Request:
+class SaveRequest:
     """What is to be saved besides tensors, and where."""
 
     folder: Path
@@ -95,7 +95,7 @@ class Request:
     """For the manifest."""
     keep: int
     """Newest checkpoints that are kept; 0: all."""
-    keep_every: int
+    keep_interval_steps: int
     """Steps whose multiples are kept too; 0: none."""
     keep_also: int
     """A step that is kept too; 0: none."""
@@ -122,18 +122,18 @@ def prepare(folder: Path, step: int) -> Path:
                 if _LEFT_BEHIND.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
             aside = folder / f"step-{step:08d}.saving-{uuid.uuid4().hex[:8]}"
-            with_patience(aside.mkdir)
+            retry_transient(aside.mkdir)
             return aside
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
 
-    made = from_rank_0(work)
+    made = run_on_rank_0(work)
     if isinstance(made, str):
         raise SaveFailed(f"step {step} could not be saved: {made}")
     return made
 
 
-def write(request: Request, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
+def write(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
     """Write and commit a checkpoint, on all ranks together. plan: of this rank (shards.plan_of); contents: its tensors, or
     copies. group: of all ranks, None where there is one rank only. Raises SaveFailed."""
     commit = partial(_commit, request)
@@ -155,7 +155,7 @@ def write(request: Request, plan: SavePlan, contents: Tensors, group: dist.Proce
             raise
         raise SaveFailed(f"step {request.step} could not be saved: {cause}") from error
     if group is None or dist.get_rank(group) == 0:
-        retain(request)
+        prune(request)
 
 
 def _cause(error: Exception) -> str:
@@ -178,13 +178,13 @@ def _collectives() -> Iterator[None]:
         yield
 
 
-def _commit(request: Request, files: dict[str, File]) -> None:
+def _commit(request: SaveRequest, files: dict[str, File]) -> None:
     """Everything is written: make it a checkpoint."""
     aside, final = request.aside, request.final
     for name, content in request.files.items():
-        files[name] = with_patience(partial(manifest.write_file, aside / name, content))
-    with_patience(lambda: manifest.write(aside, Manifest(files, request.about)))
-    with_patience(partial(sync, aside))
+        files[name] = retry_transient(partial(manifest.write_file, aside / name, content))
+    retry_transient(lambda: manifest.write(aside, Manifest(files, request.about)))
+    retry_transient(partial(sync, aside))
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
         if replaced.exists():
@@ -196,14 +196,14 @@ def _commit(request: Request, files: dict[str, File]) -> None:
         _remove(replaced)
 
 
-def retain(request: Request) -> None:
+def prune(request: SaveRequest) -> None:
     """Remove checkpoints older than the one just saved, which counts as the first of those to keep. Never fatal. What lacks a
     file does not count; what is newer, as after damage that a run went back behind, is none of this lineage's."""
     if not request.keep:
         return
     try:
         whole = 1
-        for path in steps_in(request.folder):
+        for path in latest_per_step(request.folder):
             if step_of(path) >= request.step:
                 continue
             if whole >= request.keep and not _is_kept(request, step_of(path)):
@@ -215,14 +215,14 @@ def retain(request: Request) -> None:
         logging.warning(f"old checkpoints were not removed: {error.filename}: {error.strerror}")
 
 
-def _is_kept(request: Request, step: int) -> bool:
-    return step == request.keep_also or (request.keep_every > 0 and step % request.keep_every == 0)
+def _is_kept(request: SaveRequest, step: int) -> bool:
+    return step == request.keep_also or (request.keep_interval_steps > 0 and step % request.keep_interval_steps == 0)
 
 
 def _has_all_files(checkpoint: Path) -> bool:
     try:
         manifest.read(checkpoint)
-    except Damaged:
+    except CorruptError:
         return False
     return True
 
@@ -245,7 +245,7 @@ def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
     """
     try:
         index = read_index(checkpoint)
-    except Damaged as damage:
+    except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
     problems = [f"{name} belongs to no part of this run" for name in index if not _is_expected(name, expected)]
     fill(checkpoint, ShardReader(checkpoint, index), index, tensors, problems=problems)
@@ -254,7 +254,7 @@ def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
 def fill(
     folder: Path,
     reader: StorageReader,
-    index: Mapping[str, Stored],
+    index: Mapping[str, TensorMetadata],
     tensors: Tensors,
     *,
     cast: bool = False,
@@ -279,7 +279,7 @@ def fill(
         with _collectives():
             dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=dist.get_world_size() == 1)
     except CheckpointException as error:
-        damage = next((cause for cause, _ in error.failures.values() if isinstance(cause, Damaged)), None)
+        damage = next((cause for cause, _ in error.failures.values() if isinstance(cause, CorruptError)), None)
         if damage is None:
             raise
         raise ConfigError("", f"{folder}: {damage}") from None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from trainer.checkpoint import commit as checkpoints
 from trainer.checkpoint import manifest
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model, is_export_of
-from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -18,38 +18,45 @@ from trainer.system.units import GIB
 _SHARD_BYTES = 5 * GIB
 
 
-def export_of(checkpoint: Path, dtype: torch.dtype) -> Export:
+def export_from_checkpoint(checkpoint: Path, dtype: torch.dtype) -> Export:
     """Raises ConfigError for what is damaged, or no checkpoint of a model."""
     try:
-        if problem := manifest.problem(checkpoint):
-            raise Damaged(problem)
+        if problem := manifest.find_damage(checkpoint):
+            raise CorruptError(problem)
         model = Model.read(checkpoint)
         if others := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
-            raise Damaged(f"{MODEL_FILE} names {min(others)}, which is none of its files")
+            raise CorruptError(f"{MODEL_FILE} names {min(others)}, which is none of its files")
         spec, sizes = model.network()
         files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-    except Damaged as damage:
+    except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
     if model.tokenizer:
-        files = tokenizer_of(checkpoint, model).huggingface_files()
+        files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
     if (checkpoint / CHAT_TEMPLATE).exists():
         files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
     return Export(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special)
 
 
-def tokenizer_of(checkpoint: Path, model: Model) -> Tokenizer:
+def load_checkpoint_tokenizer(checkpoint: Path, model: Model) -> Tokenizer:
     """Raises ConfigError where there is none."""
     if not model.tokenizer:
-        return their_tokenizer(checkpoint)  # what came from Hugging Face is there as it was
+        return load_hf_tokenizer(checkpoint)  # what came from Hugging Face is there as it was
     path = str(checkpoint / model.tokenizer_files[0])
-    return load_tokenizer(TokenizerConfig(kind=model.tokenizer, path=path, take_over=model.take_over, add=model.add))
+    return load_tokenizer(
+        TokenizerConfig(
+            backend=model.tokenizer,
+            path=path,
+            reuse_reserved_tokens=model.reuse_reserved_tokens,
+            extra_special_tokens=model.extra_special_tokens,
+        )
+    )
 
 
-def their_tokenizer(folder: Path) -> Tokenizer:
+def load_hf_tokenizer(folder: Path) -> Tokenizer:
     """Of a folder that holds Hugging Face's files. Raises ConfigError where it has none."""
     for file, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
         if (folder / file).exists():
-            return load_tokenizer(TokenizerConfig(kind=kind, path=str(folder / file)))
+            return load_tokenizer(TokenizerConfig(backend=kind, path=str(folder / file)))
     raise ConfigError("", f"{folder}: has neither of tokenizer.json, tokenizer.model")
 
 
@@ -60,11 +67,11 @@ def export_run(run_folder: Path, unless_there: bool = False) -> None:
         return
     out = run_folder / "huggingface"
     try:
-        newest = checkpoints.steps_in(run_folder / "checkpoints")[0]
+        newest = checkpoints.latest_per_step(run_folder / "checkpoints")[0]
         if unless_there and is_export_of(out, newest):
             return
-        export_of(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda written: None, replace=True)
-    except (OSError, Damaged) as error:
+        export_from_checkpoint(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda written: None, replace=True)
+    except (OSError, CorruptError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         rule = f"{out} could not be written ({why}); the same command tries it again"
         raise ConfigError("checkpoint.export_huggingface", rule) from None

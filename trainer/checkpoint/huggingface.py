@@ -19,21 +19,21 @@ from torch import Tensor
 from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import Damaged, Manifest
+from trainer.checkpoint.manifest import CorruptError, Manifest
 from trainer.checkpoint.storage import (
     DTYPE_OF,
     INDEX,
-    Entry,
-    Part,
+    Chunk,
     ShardReader,
-    Stored,
+    TensorMetadata,
+    TensorWrite,
     index_text,
     read_index,
     read_rows,
     write_safetensors,
 )
 from trainer.config import ConfigError
-from trainer.system.files import no_folder, sync
+from trainer.system.files import folder_error, sync
 
 MODEL_FILE = "model.json"
 """In a checkpoint: what the network is, and which of the files are its tokenizer's."""
@@ -67,8 +67,8 @@ class Model:
     tokenizer_files: tuple[str, ...]
     special: Mapping[str, Any]
     """bos_token_id, eos_token_id."""
-    take_over: Mapping[str, str]
-    add: tuple[str, ...]
+    reuse_reserved_tokens: Mapping[str, str]
+    extra_special_tokens: tuple[str, ...]
     """Both as in TokenizerConfig."""
 
     def text(self) -> str:
@@ -76,31 +76,33 @@ class Model:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Model":
-        """Raises Damaged."""
+        """Raises CorruptError."""
         try:
             values = json.loads(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
             files = tuple(values["tokenizer_files"])
             for name in files:
                 manifest.require_name(name, MODEL_FILE)
-            return cls(**values | {"tokenizer_files": files, "add": tuple(values["add"])})
+            return cls(
+                **values | {"tokenizer_files": files, "extra_special_tokens": tuple(values["extra_special_tokens"])}
+            )
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise Damaged(f"{MODEL_FILE} does not describe a model") from None
+            raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
 
     def network(self) -> tuple[ModelSpec, Any]:
-        """Its family and sizes. Raises Damaged."""
+        """Its family and sizes. Raises CorruptError."""
         if self.family not in MODELS:
-            raise Damaged(f"is a {self.family}, which is none of {', '.join(MODELS)}")
+            raise CorruptError(f"is a {self.family}, which is none of {', '.join(MODELS)}")
         spec = MODELS[self.family]
         try:
             return spec, type(next(iter(spec.sizes.values())))(**self.sizes)
         except (SizeError, TypeError) as error:
-            raise Damaged(f"{MODEL_FILE}: {error}") from None
+            raise CorruptError(f"{MODEL_FILE}: {error}") from None
 
 
 # ---------------------------------------------------------------- a folder of theirs
 
 
-class Folder:
+class HfModelFolder:
     """A model as Hugging Face's libraries write it."""
 
     def __init__(self, folder: Path, spec: ModelSpec):
@@ -109,13 +111,13 @@ class Folder:
         self.spec = spec
         if not os.path.exists(folder / "config.json"):
             raise ConfigError(
-                "", f"{folder}: {no_folder(folder) or 'is no model of Hugging Face (it has no config.json)'}"
+                "", f"{folder}: {folder_error(folder) or 'is no model of Hugging Face (it has no config.json)'}"
             )
         try:
             self.config = self._json("config.json")
             self.sizes = spec.huggingface.sizes(self.config)
             self.files = self._files()
-        except Damaged as damage:
+        except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError("", f"{folder}/config.json: {error}") from None
@@ -126,7 +128,7 @@ class Folder:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            raise Damaged(f"{name} is no JSON object")
+            raise CorruptError(f"{name} is no JSON object")
         return content
 
     def _inside(self, name: Any) -> Path:
@@ -136,14 +138,14 @@ class Folder:
         target, home = path.resolve(), self.folder.resolve()
         blobs = home.parent.parent / "blobs"
         if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
-            raise Damaged(f"{name} is a link that leads elsewhere")
+            raise CorruptError(f"{name} is a link that leads elsewhere")
         return path
 
     def content(self, name: str) -> bytes:
         """Of a small file. Raises ConfigError."""
         try:
             return manifest.read_bytes(self._inside(name), _LARGEST_JSON)
-        except Damaged as damage:
+        except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
 
     def _files(self) -> dict[str, Path]:
@@ -151,13 +153,13 @@ class Folder:
         if (self.folder / "model.safetensors.index.json").exists():
             weights = self._json("model.safetensors.index.json").get("weight_map")
             if not isinstance(weights, dict):
-                raise Damaged("model.safetensors.index.json has no weight_map")
+                raise CorruptError("model.safetensors.index.json has no weight_map")
             return {name: self._inside(file) for name, file in weights.items()}
         path = self._inside("model.safetensors")
         with _opened(path) as tensors:
             return dict.fromkeys(tensors.keys(), path)
 
-    def index(self, names: Iterable[str]) -> dict[str, Stored]:
+    def index(self, names: Iterable[str]) -> dict[str, TensorMetadata]:
         """Our names -> where they are. Raises ConfigError for those that are not there."""
         index = {}
         for name in names:
@@ -171,7 +173,7 @@ class Folder:
                     shape, dtype = tuple(found.get_shape()), DTYPE_OF[found.get_dtype()]
                 except (SafetensorError, KeyError) as error:
                     raise ConfigError("", f"{path}: {there}: {error}") from None
-            index[name] = Stored(dtype, shape, (Part(path.name, (0,) * len(shape), shape),))
+            index[name] = TensorMetadata(dtype, shape, (Chunk(path.name, (0,) * len(shape), shape),))
         return index
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -191,24 +193,24 @@ def _opened(path: Path):
 def _our_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
     """A range of a parameter in our order of rows; of a parameter that is turned, whole heads are read for it."""
     found = tensors.get_slice(spec.huggingface.name(name))
-    if not spec.huggingface.turned(name):
+    if not spec.huggingface.is_rope_permuted(name):
         return found[ranges]
     start, stop = ranges[0].start, ranges[0].stop
     first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
-    rows = spec.huggingface.rows_from(found[(slice(first, last), *ranges[1:])], head_dim)
+    rows = spec.huggingface.permute_from_hf(found[(slice(first, last), *ranges[1:])], head_dim)
     return rows[start - first : stop - first]
 
 
-class FolderReader(ShardReader):
+class HfReader(ShardReader):
     """For torch.distributed.checkpoint: each rank reads its shards of our parameters."""
 
-    def __init__(self, folder: Folder, index: Mapping[str, Stored], prefix: str):
+    def __init__(self, folder: HfModelFolder, index: Mapping[str, TensorMetadata], prefix: str):
         """prefix: of the names of the index."""
         super().__init__(folder.folder, index)
         self.source = folder
         self.prefix = prefix
 
-    def read_part(self, tensors: Any, name: str, part: Part, ranges: tuple[slice, ...]) -> Tensor:
+    def read_part(self, tensors: Any, name: str, part: Chunk, ranges: tuple[slice, ...]) -> Tensor:
         name = name.removeprefix(self.prefix)
         return _our_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
 
@@ -233,9 +235,9 @@ def _pieces(
         progress(piece.numel() * dtype.itemsize)
 
 
-def _grouped(entries: list[Entry], limit: int) -> list[list[Entry]]:
+def _grouped(entries: list[TensorWrite], limit: int) -> list[list[TensorWrite]]:
     """In order, into files of at most limit bytes, or of one tensor."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[TensorWrite]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > limit:
             groups.append([])
@@ -319,15 +321,19 @@ class Export:
             text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": places}
             (folder / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
 
-    def _entry(self, name: str, stored: Stored, progress: Progress) -> Entry:
+    def _entry(self, name: str, stored: TensorMetadata, progress: Progress) -> TensorWrite:
         head_dim = self.sizes.head_dim
 
         def read(start: int, stop: int) -> Tensor:
             rows = read_rows(self.checkpoint, f"model/{name}", stored, start, stop)
-            return self.spec.huggingface.rows_to(rows, head_dim) if self.spec.huggingface.turned(name) else rows
+            return (
+                self.spec.huggingface.permute_to_hf(rows, head_dim)
+                if self.spec.huggingface.is_rope_permuted(name)
+                else rows
+            )
 
         pieces = partial(_pieces, read, stored.shape, self.dtype, head_dim, progress)
-        return Entry(self.spec.huggingface.name(name), self.dtype, stored.shape, pieces)
+        return TensorWrite(self.spec.huggingface.name(name), self.dtype, stored.shape, pieces)
 
 
 def is_export_of(folder: Path, checkpoint: Path) -> bool:
@@ -341,13 +347,13 @@ def is_export_of(folder: Path, checkpoint: Path) -> bool:
 
 
 def import_folder(
-    folder: Folder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
+    folder: HfModelFolder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
 ) -> None:
     """Write a checkpoint that holds a model alone, in the precision it has there. names: of our parameters. Raises
     ConfigError where out exists or something is missing."""
     index = folder.index(sorted(names, key=_in_order))
     entries = [
-        Entry(
+        TensorWrite(
             f"model/{name}",
             stored.dtype,
             stored.shape,
@@ -360,7 +366,9 @@ def import_folder(
         for number, group in enumerate(_grouped(entries, shard_bytes)):
             file = f"part-{number:05d}.safetensors"
             files[file] = write_safetensors(aside / file, group, {})
-            stored |= {e.name: Stored(e.dtype, e.shape, (Part(file, (0,) * len(e.shape), e.shape),)) for e in group}
+            stored |= {
+                e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
+            }
         there = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
         longest = int(folder.config.get("max_position_embeddings", 2048))
         special = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.system.files import digest, digest_of, forget_pages, sync
+from trainer.system.files import digest, digest_of, drop_page_cache, sync
 
 NAME = "manifest.json"
 _LARGEST = 64 * 2**20
@@ -16,7 +16,7 @@ _LARGEST = 64 * 2**20
 _BLOCK = 2**22
 
 
-class Damaged(Exception):
+class CorruptError(Exception):
     """One line: the file at fault, and what is wrong with it."""
 
 
@@ -34,10 +34,10 @@ class Manifest:
     """For people: step, tokens, versions."""
 
 
-def confirmed(path: Path, written: File) -> File:
+def verify_written(path: Path, written: File) -> File:
     """Sync a file that was written, and read it back. Raises OSError where it is something else."""
     sync(path)
-    forget_pages(path)  # so that it comes from the disk
+    drop_page_cache(path)  # so that it comes from the disk
     if path.stat().st_size != written.size or digest_of(path) != written.digest:
         raise OSError(errno.EIO, "what was written reads back as something else", str(path))
     return written
@@ -46,7 +46,7 @@ def confirmed(path: Path, written: File) -> File:
 def write_file(path: Path, content: bytes) -> File:
     """Raises OSError."""
     path.write_bytes(content)
-    return confirmed(path, File(len(content), digest(content)))
+    return verify_written(path, File(len(content), digest(content)))
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -61,7 +61,7 @@ def _text(content: Any) -> str:
 
 def read(folder: Path) -> Manifest:
     """The manifest of a folder that holds exactly its files, in their sizes; their content is not looked at. Names that
-    begin with a dot are the file system's. Raises Damaged."""
+    begin with a dot are the file system's. Raises CorruptError."""
     text = read_text(folder / NAME, _LARGEST)
     try:
         content = json.loads(text)["content"]
@@ -70,63 +70,63 @@ def read(folder: Path) -> Manifest:
         files = {str(name): File(int(f["size"]), str(f["digest"])) for name, f in content["files"].items()}
         manifest = Manifest(files, dict(content["about"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged(f"{NAME} is not what was written") from None
+        raise CorruptError(f"{NAME} is not what was written") from None
     for name, file in files.items():
         _require_file(folder, require_name(name, NAME), file.size)
     others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, NAME}
     if others:
-        raise Damaged(f"{min(others)} does not belong to it")
+        raise CorruptError(f"{min(others)} does not belong to it")
     return manifest
 
 
 def require_name(name: Any, by: str) -> str:
-    """The name, which a file in the folder can have, and which leads nowhere else. Raises Damaged. by: what names it."""
+    """The name, which a file in the folder can have, and which leads nowhere else. Raises CorruptError. by: what names it."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
     if not plain or not name or Path(name).name != name:
-        raise Damaged(f"{by} names {name!r}, which is no name of a file in it")
+        raise CorruptError(f"{by} names {name!r}, which is no name of a file in it")
     return name
 
 
 def _require_file(folder: Path, name: str, size: int) -> None:
     path = folder / name
     if path.is_symlink():
-        raise Damaged(f"{name} is a link, which may lead anywhere")
+        raise CorruptError(f"{name} is a link, which may lead anywhere")
     if not path.is_file():
-        raise Damaged(f"{name} is missing")
+        raise CorruptError(f"{name} is missing")
     if path.stat().st_size != size:
-        raise Damaged(f"{name} has {path.stat().st_size} bytes of {size}")
+        raise CorruptError(f"{name} has {path.stat().st_size} bytes of {size}")
 
 
 def read_text(path: Path, largest: int) -> str:
-    """largest: bytes. Raises Damaged for what cannot be read as text, or is larger."""
+    """largest: bytes. Raises CorruptError for what cannot be read as text, or is larger."""
     try:
         return read_bytes(path, largest).decode()
     except UnicodeDecodeError:
-        raise Damaged(f"{path.name} is no text") from None
+        raise CorruptError(f"{path.name} is no text") from None
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Raises Damaged for what cannot be read, or is larger than that."""
+    """Raises CorruptError for what cannot be read, or is larger than that."""
     try:
         with path.open("rb") as file:
             # Looked at first: memory for all of it would be taken before it is read.
             content = file.read(largest + 1) if path.stat().st_size <= largest else None
     except OSError as error:
-        raise Damaged(f"{path.name} cannot be read ({error.strerror})") from None
+        raise CorruptError(f"{path.name} cannot be read ({error.strerror})") from None
     if content is None or len(content) > largest:
-        raise Damaged(f"{path.name} has more than {largest} bytes, more than any of its kind")
+        raise CorruptError(f"{path.name} has more than {largest} bytes, more than any of its kind")
     return content
 
 
-def problem(folder: Path, share: tuple[int, int] = (0, 1)) -> str:
+def find_damage(folder: Path, share: tuple[int, int] = (0, 1)) -> str:
     """What is wrong with the folder, in one line, or "". share: (i, n): of the contents, look at every n-th file from the
     i-th on only."""
     try:
         manifest = read(folder)
         for name in sorted(manifest.files)[share[0] :: share[1]]:
             if digest_of(folder / name) != manifest.files[name].digest:
-                raise Damaged(f"{name} has another content than was written")
-    except Damaged as damage:
+                raise CorruptError(f"{name} has another content than was written")
+    except CorruptError as damage:
         return str(damage)
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"

@@ -10,12 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import committed, step_of, steps_in
-from trainer.checkpoint.manifest import Damaged
+from trainer.checkpoint.commit import committed, latest_per_step, step_of
+from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
-from trainer.runtime.distributed import from_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
-from trainer.system.files import replace_durably, sync
+from trainer.system.files import atomic_write, sync
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20
@@ -25,7 +25,7 @@ _STATE = {
     "tokens_seen": int,
     "world_size": int,
     "identity": dict,
-    "passed_over": list,
+    "skipped_samples": list,
     "rollbacks": int,
     "random": list,
     "mixture": list,
@@ -38,7 +38,7 @@ _STATE = {
 
 
 @dataclass(frozen=True)
-class Saved:
+class ResumePoint:
     """A verified checkpoint that a run can go on from."""
 
     path: Path
@@ -48,25 +48,25 @@ class Saved:
     """Whether newer ones are to be left."""
 
 
-def candidates(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Of each step the checkpoint that counts, newest first. Raises ConfigError where the folder cannot be read: that is not one
     without checkpoints."""
     try:
-        return steps_in(folder)
+        return latest_per_step(folder)
     except OSError as error:
         raise ConfigError("", f"{folder} cannot be read ({error.strerror})") from None
 
 
-def find(folder: Path, load_step: int = 0) -> Saved | None:
+def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
     """The checkpoint to go on from, or None, on all ranks together: the newest whose content is what was written, or that of
     load_step. Rank 0 looks, since ranks that see different states of a file system must not go on from different steps.
 
     Other folders are ignored; a damaged checkpoint is passed over with a warning. Raises ConfigError where all are damaged:
     starting afresh would write over what may still be of use; and where load_step is missing or damaged.
     """
-    steps = from_rank_0(lambda: candidates(folder))
+    steps = run_on_rank_0(lambda: list_checkpoints(folder))
     if load_step > 0:
-        before = from_rank_0(lambda: _rollbacks(folder))
+        before = run_on_rank_0(lambda: _rollbacks(folder))
         if load_step not in before[-1:]:
             return _find_step(folder, steps, load_step)
         if steps:
@@ -76,7 +76,7 @@ def find(folder: Path, load_step: int = 0) -> Saved | None:
     for path in steps:
         problem = verify(path, of_run=True)
         if not problem:
-            return Saved(path, _read_state(path))
+            return ResumePoint(path, _read_state(path))
         logging.warning(f"passed over {path}: {problem}")
     if steps:
         rule = f"{folder}: all {len(steps)} checkpoints are damaged; another --run.name starts a new run"
@@ -86,7 +86,7 @@ def find(folder: Path, load_step: int = 0) -> Saved | None:
     return None
 
 
-def _find_step(folder: Path, steps: list[Path], step: int) -> Saved:
+def _find_step(folder: Path, steps: list[Path], step: int) -> ResumePoint:
     path = next((path for path in steps if step_of(path) == step), None)
     if path is None:
         there = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
@@ -94,24 +94,24 @@ def _find_step(folder: Path, steps: list[Path], step: int) -> Saved:
     problem = verify(path, of_run=True)
     if problem:
         raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
-    return Saved(path, _read_state(path), rollback=True)
+    return ResumePoint(path, _read_state(path), rollback=True)
 
 
 def verify(checkpoint: Path, of_run: bool = False) -> str:
     """What is wrong with it, or "", on all ranks together: each reads a share of the files, whole. of_run: whether a run shall
     go on from it."""
-    mine = manifest.problem(checkpoint, (dist.get_rank(), dist.get_world_size()))
+    mine = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
     if of_run and not mine and dist.get_rank() == 0:
-        mine = state_problem(checkpoint)
+        mine = check_train_state(checkpoint)
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, mine)
     return next(filter(None, problems), "")
 
 
-def state_problem(checkpoint: Path) -> str:
+def check_train_state(checkpoint: Path) -> str:
     try:
         state = _read_state(checkpoint)
-    except Damaged as damage:
+    except CorruptError as damage:
         return str(damage)
     return "" if state["step"] == step_of(checkpoint) else f"train_state.json is of step {state['step']}"
 
@@ -120,14 +120,14 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
         fits = all(type(state[key]) is kind for key, kind in _STATE.items())
-        if fits and all(type(n) is int for start, stop in state["passed_over"] for n in (start, stop)):
+        if fits and all(type(n) is int for start, stop in state["skipped_samples"] for n in (start, stop)):
             return state
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise Damaged("train_state.json is not the state of a run")
+    raise CorruptError("train_state.json is not the state of a run")
 
 
-def require_same(saved: Saved, now: Mapping[str, Any]) -> None:
+def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
     """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds.
 
     now: as in the state's "identity", or a part of it.
@@ -161,7 +161,7 @@ def _rollbacks(folder: Path) -> list[int]:
     raise ConfigError("", f"{folder / _LINEAGE} cannot be read; remove it to roll back anew") from None
 
 
-def abandon_newer(saved: Saved) -> None:
+def discard_newer(saved: ResumePoint) -> None:
     """Begin a new lineage: what is newer is moved out of the way, newest first, so that a stop in between leaves nothing
     that a later start could take for this lineage's."""
     folder = saved.path.parent
@@ -174,4 +174,4 @@ def abandon_newer(saved: Saved) -> None:
             path.rename(away / path.name)
             sync(folder)
         logging.info(f"{len(newer)} newer checkpoints are left in {away}")
-    replace_durably(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))
+    atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))

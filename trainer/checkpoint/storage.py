@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.manifest import Damaged, File, confirmed, read_text, require_name, write_file
-from trainer.runtime.dtensor import local
+from trainer.checkpoint.manifest import CorruptError, File, read_text, require_name, verify_written, write_file
+from trainer.runtime.dtensor import to_local
 from trainer.system import logging
 
 INDEX = "index.json"
@@ -70,7 +70,7 @@ _ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorWrite:
     """A tensor of a safetensors file that is written piece by piece."""
 
     name: str
@@ -84,7 +84,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, entries: Iterable[Entry], about: Mapping[str, str]) -> File:
+def write_safetensors(path: Path, entries: Iterable[TensorWrite], about: Mapping[str, str]) -> File:
     """Write and sync a file that never exists in memory as a whole, and read it back. Raises OSError."""
     entries = list(entries)
     end, header = 0, {"__metadata__": dict(about)} if about else {}
@@ -103,10 +103,10 @@ def write_safetensors(path: Path, entries: Iterable[Entry], about: Mapping[str, 
             file.write(block)
             digest.update(block)
             size += len(block)
-    return confirmed(path, File(size, digest.hexdigest()))
+    return verify_written(path, File(size, digest.hexdigest()))
 
 
-def _blocks(head: bytes, entries: Iterable[Entry]) -> Iterator[memoryview]:
+def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]:
     yield memoryview(head)
     for entry in entries:
         for piece in entry.pieces():
@@ -116,7 +116,7 @@ def _blocks(head: bytes, entries: Iterable[Entry]) -> Iterator[memoryview]:
                 yield memoryview(flat.view(torch.uint8).numpy())
 
 
-def with_patience(write: Callable[[], Any]) -> Any:
+def retry_transient(write: Callable[[], Any]) -> Any:
     """The result of write, tried again after errors that may pass. Raises OSError."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -133,7 +133,7 @@ def with_patience(write: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Part:
+class Chunk:
     """Of a tensor, as it stands in a file."""
 
     file: str
@@ -147,15 +147,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorMetadata:
     """A tensor of the index."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Chunk, ...]
 
 
-def index_text(index: Mapping[str, Stored]) -> str:
+def index_text(index: Mapping[str, TensorMetadata]) -> str:
     return json.dumps(
         {
             name: {
@@ -168,14 +168,14 @@ def index_text(index: Mapping[str, Stored]) -> str:
     )
 
 
-def plan_of(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
+def local_save_plan(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
     """What this rank has to write, without the content: the layout of tensors, which may be DTensors."""
     return create_default_local_save_plan(dict(tensors), is_coordinator)
 
 
 def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of them this rank holds."""
-    return {name: local(t) for name, t in tensors.items()}
+    return {name: to_local(t) for name, t in tensors.items()}
 
 
 class Planner(DefaultSavePlanner):
@@ -220,11 +220,11 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self.rank:05d}.safetensors"
         parts = [
-            Part(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+            Chunk(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
             for item in plan.items
         ]
         entries = [
-            Entry(
+            TensorWrite(
                 name=part.key(item.index.fqn, tuple(item.tensor_data.size)),
                 dtype=item.tensor_data.properties.dtype,
                 shape=part.shape,
@@ -234,8 +234,8 @@ class ShardWriter(StorageWriter):
         ]
         results = []
         if entries:
-            written = with_patience(lambda: write_safetensors(self.folder / name, entries, {}))
-            parts[0] = Part(parts[0].file, parts[0].offsets, parts[0].shape, written)
+            written = retry_transient(lambda: write_safetensors(self.folder / name, entries, {}))
+            parts[0] = Chunk(parts[0].file, parts[0].offsets, parts[0].shape, written)
             results = [
                 WriteResult(item.index, entry.num_bytes, part)
                 for item, entry, part in zip(plan.items, entries, parts, strict=True)
@@ -252,10 +252,10 @@ class ShardWriter(StorageWriter):
                 files[part.file] = part.written
             parts.setdefault(result.index.fqn, []).append(part)
         index = {
-            name: Stored(tensor.properties.dtype, tuple(tensor.size), tuple(parts[name]))
+            name: TensorMetadata(tensor.properties.dtype, tuple(tensor.size), tuple(parts[name]))
             for name, tensor in metadata.state_dict_metadata.items()
         }
-        files[INDEX] = with_patience(lambda: write_file(self.folder / INDEX, index_text(index).encode()))
+        files[INDEX] = retry_transient(lambda: write_file(self.folder / INDEX, index_text(index).encode()))
         self.commit(files)
 
     @classmethod
@@ -266,25 +266,25 @@ class ShardWriter(StorageWriter):
 # ---------------------------------------------------------------- loading
 
 
-def read_index(folder: Path) -> dict[str, Stored]:
-    """name -> what is stored of it. Raises Damaged for what cannot be an index, or names files outside the folder."""
+def read_index(folder: Path) -> dict[str, TensorMetadata]:
+    """name -> what is stored of it. Raises CorruptError for what cannot be an index, or names files outside the folder."""
     text = read_text(folder / INDEX, _LARGEST_INDEX)
     try:
         return {name: _stored(raw) for name, raw in json.loads(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Damaged(f"{INDEX} is not an index of tensors") from None
+        raise CorruptError(f"{INDEX} is not an index of tensors") from None
 
 
-def _stored(raw: Mapping[str, Any]) -> Stored:
+def _stored(raw: Mapping[str, Any]) -> TensorMetadata:
     shape = _numbers(raw["shape"])
-    parts = tuple(Part(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
+    parts = tuple(Chunk(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
     for part in parts:
         require_name(part.file, INDEX)
         if not len(part.offsets) == len(part.shape) == len(shape):
             raise ValueError
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
         raise ValueError
-    return Stored(_DTYPES[raw["dtype"]], shape, parts)
+    return TensorMetadata(_DTYPES[raw["dtype"]], shape, parts)
 
 
 def _numbers(raw: Any) -> tuple[int, ...]:
@@ -294,9 +294,9 @@ def _numbers(raw: Any) -> tuple[int, ...]:
 
 
 class ShardReader(StorageReader):
-    """Reads of each file just the parts of tensors that a rank asks for. Raises Damaged."""
+    """Reads of each file just the parts of tensors that a rank asks for. Raises CorruptError."""
 
-    def __init__(self, folder: Path, index: Mapping[str, Stored]):
+    def __init__(self, folder: Path, index: Mapping[str, TensorMetadata]):
         self.folder = folder
         self.index = index
 
@@ -338,12 +338,12 @@ class ShardReader(StorageReader):
                         target.copy_(self._read(tensors, item))
                         planner.commit_tensor(item, target)
             except (SafetensorError, OSError, ValueError) as error:
-                raise Damaged(f"{file}: {error}") from None
+                raise CorruptError(f"{file}: {error}") from None
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _part(self, index: MetadataIndex) -> Part:
+    def _part(self, index: MetadataIndex) -> Chunk:
         parts = self.index[index.fqn].parts
         offsets = tuple(index.offset or ())
         if index.index is not None and parts[index.index].offsets == offsets:
@@ -355,7 +355,7 @@ class ShardReader(StorageReader):
         slices = tuple(slice(start, start + length) for start, length in ranges)
         return self.read_part(tensors, item.storage_index.fqn, self._part(item.storage_index), slices)
 
-    def read_part(self, tensors: Any, name: str, part: Part, ranges: tuple[slice, ...]) -> Tensor:
+    def read_part(self, tensors: Any, name: str, part: Chunk, ranges: tuple[slice, ...]) -> Tensor:
         """Some of a part of a tensor, from the file it is in."""
         key = part.key(name, self.index[name].shape)
         return tensors.get_slice(key)[ranges] if ranges else tensors.get_tensor(key)
@@ -365,7 +365,7 @@ class ShardReader(StorageReader):
         return True
 
 
-def read_tensor(folder: Path, name: str, stored: Stored) -> Tensor:
+def read_tensor(folder: Path, name: str, stored: TensorMetadata) -> Tensor:
     """A stored tensor, whole."""
     if stored.shape:
         return read_rows(folder, name, stored, 0, stored.shape[0])
@@ -373,10 +373,10 @@ def read_tensor(folder: Path, name: str, stored: Stored) -> Tensor:
         with safe_open(folder / stored.parts[0].file, framework="pt") as tensors:
             return tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise Damaged(f"{stored.parts[0].file}: {error}") from None
+        raise CorruptError(f"{stored.parts[0].file}: {error}") from None
 
 
-def read_rows(folder: Path, name: str, stored: Stored, start: int, stop: int) -> Tensor:
+def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
     """Rows [start, stop) of a stored tensor, put together from its parts."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
     for part in stored.parts:
@@ -391,5 +391,5 @@ def read_rows(folder: Path, name: str, stored: Stored, start: int, stop: int) ->
             with safe_open(folder / part.file, framework="pt") as tensors:
                 rows[tuple(here)] = tensors.get_slice(part.key(name, stored.shape))[tuple(there)]
         except (SafetensorError, OSError) as error:
-            raise Damaged(f"{part.file}: {error}") from None
+            raise CorruptError(f"{part.file}: {error}") from None
     return rows

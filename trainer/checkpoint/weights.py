@@ -14,39 +14,39 @@ from models import MODELS
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors
-from trainer.checkpoint.huggingface import Folder, FolderReader, Model
-from trainer.checkpoint.manifest import Damaged
-from trainer.checkpoint.storage import ShardReader, Stored, read_index, read_rows
+from trainer.checkpoint.huggingface import HfModelFolder, HfReader, Model
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.storage import ShardReader, TensorMetadata, read_index, read_rows
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.config.fields import nearest_name
-from trainer.runtime.distributed import from_rank_0
+from trainer.config.fields import did_you_mean
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
-from trainer.system.files import no_folder
+from trainer.system.files import folder_error
 
-_KEY = "checkpoint.initial"
+_KEY = "checkpoint.init_from"
 _ROWS = 4096
 """Read together."""
 
 
-class Weights:
+class WeightSource:
     """The parameters that a folder holds, whoever wrote it."""
 
     def __init__(self, folder: Path, spec: ModelSpec | None = None):
         """On all ranks together. spec: of the network that they are wanted for; None: whatever it is. Raises ConfigError for what
         is damaged, or no model."""
         self.folder = folder
-        self.theirs: Folder | None = None
+        self.theirs: HfModelFolder | None = None
         if (folder / manifest.NAME).exists():
             try:
                 if problem := resume.verify(folder):
-                    raise Damaged(problem)
+                    raise CorruptError(problem)
                 self.spec, self.sizes = Model.read(folder).network()
                 self.index = read_index(folder)
-            except Damaged as damage:
+            except CorruptError as damage:
                 raise ConfigError("", f"{folder}: {damage}") from None
         elif (folder / "config.json").exists():
-            self.theirs = Folder(folder, spec or next(iter(MODELS.values())))
+            self.theirs = HfModelFolder(folder, spec or next(iter(MODELS.values())))
             self.spec, self.sizes = self.theirs.spec, self.theirs.sizes
         else:
             rule = "is neither a checkpoint (manifest.json) nor a model of Hugging Face's (config.json)"
@@ -60,21 +60,21 @@ class Weights:
             reader = ShardReader(self.folder, index)
         else:
             index = {f"model/{name}": stored for name, stored in self.theirs.index(parameters).items()}
-            reader = FolderReader(self.theirs, index, prefix="model/")
+            reader = HfReader(self.theirs, index, prefix="model/")
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         for name in [name for name in wanted if grow and self._is_smaller(index.get(name), wanted[name])]:
             try:
                 self._fill_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
-            except Damaged as damage:
+            except CorruptError as damage:
                 raise ConfigError("", f"{self.folder}: {damage}") from None
         commit.fill(self.folder, reader, index, wanted, cast=True)
 
-    def _is_smaller(self, stored: Stored | None, parameter: Tensor) -> bool:
+    def _is_smaller(self, stored: TensorMetadata | None, parameter: Tensor) -> bool:
         there, here = stored.shape if stored else (), tuple(parameter.shape)
         return there[:1] == (self.sizes.vocab_size,) and there[1:] == here[1:] and there[0] < here[0]
 
     @torch.no_grad()
-    def _fill_rows(self, name: str, stored: Stored, parameter: Tensor) -> None:
+    def _fill_rows(self, name: str, stored: TensorMetadata, parameter: Tensor) -> None:
         """Of a parameter that has more rows than there are, those of this rank."""
         local, _, offset = local_region(parameter)
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
@@ -88,40 +88,40 @@ class Weights:
                 local[first - offset[0] : last - offset[0]].copy_(rows[(slice(first - start, last - start), *columns)])
         local[max(0, there - offset[0]) :].copy_((sums / there)[columns].to(local.dtype))
 
-    def _rows(self, name: str, stored: Stored, start: int, stop: int) -> Tensor:
+    def _rows(self, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
         if self.theirs is not None:
             return self.theirs.rows(name, start, stop)
         return read_rows(self.folder, f"model/{name}", stored, start, stop)
 
 
-def newest(folder: Path) -> Path:
+def resolve_checkpoint(folder: Path) -> Path:
     """The newest checkpoint, where the folder is that of a run; else the folder. Raises ConfigError where it is none."""
-    if problem := no_folder(folder):
+    if problem := folder_error(folder):
         raise ConfigError("", f"{folder}: {problem}")
-    steps = resume.candidates(folder / "checkpoints")
+    steps = resume.list_checkpoints(folder / "checkpoints")
     return steps[0] if steps else folder
 
 
-def initial_names(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
+def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
     """Those of the network's parameters that a new run does not draw. Raises ConfigError."""
-    return set(names) - _excluded(config.exclude, names) if config.initial else set()
+    return set(names) - _excluded(config.init_exclude, names) if config.init_from else set()
 
 
-def load_initial(
+def init_weights_from(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:
     """Fill the parameters of this rank, on all ranks together. names: of the whole network. Raises ConfigError for what is
     damaged or does not fit."""
-    excluded = _excluded(config.exclude, names)
+    excluded = _excluded(config.init_exclude, names)
     try:
         # Looked for once: a run that still trains may have a newer one a moment later.
-        weights = Weights(from_rank_0(lambda: newest(Path(config.initial))), spec)
+        weights = WeightSource(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
         there = asdict(weights.sizes)
-        if config.grow_vocabulary and there.get("vocab_size", 0) < sizes.vocab_size:
+        if config.resize_embeddings and there.get("vocab_size", 0) < sizes.vocab_size:
             there["vocab_size"] = sizes.vocab_size
         _require_same(there, asdict(sizes))
         chosen = {name: p for name, p in parameters.items() if name not in excluded}
-        weights.fill(chosen, grow=config.grow_vocabulary)
+        weights.fill(chosen, grow=config.resize_embeddings)
     except ConfigError as error:
         raise ConfigError(_KEY, error.rule) from None
     kept = f", without {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
@@ -134,7 +134,7 @@ def _excluded(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
     for pattern in patterns:
         found = {name for name in names if fnmatchcase(name, pattern)}
         if not found:
-            raise ConfigError("checkpoint.exclude", f"{pattern} is no parameter{nearest_name(pattern, names)}")
+            raise ConfigError("checkpoint.init_exclude", f"{pattern} is no parameter{did_you_mean(pattern, names)}")
         excluded |= found
     return excluded
 

@@ -23,7 +23,7 @@ class Arguments(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        exit_with(message)
+        die(message)
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
@@ -81,7 +81,7 @@ def check_chosen_ranks() -> None:
         raise ConfigError("", f"LOG_RANK={chosen}: expected all, or numbers of ranks such as 0,3")
 
 
-def exit_with(line: str) -> NoReturn:
+def die(line: str) -> NoReturn:
     """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
     the first one prints it."""
     if local_rank():
@@ -96,7 +96,7 @@ def one_line_errors(config: Config) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        exit_with(config.explain(error))
+        die(config.explain(error))
 
 
 def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
@@ -107,7 +107,7 @@ def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
         check_chosen_ranks()
         config = load_config([word for word in argv if word != "--print-config"], files)
     except ConfigError as error:
-        exit_with(str(error))
+        die(str(error))
     if "--print-config" in argv:
         _print_and_exit(to_toml(config))
     return config

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from trainer.config import schema as declarations
-from trainer.config.schema import Config, Rule
+from trainer.config.schema import Config, Constraint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Setting:
     section: str
     name: str
     kind: Any
-    rule: Rule
+    rule: Constraint
     default: Any
     doc: str
 
@@ -57,7 +57,7 @@ def settings() -> Mapping[str, Mapping[str, Setting]]:
 
 
 def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> Setting:
-    rule = Rule()
+    rule = Constraint()
     if typing.get_origin(hint) is typing.Annotated:
         hint, rule = typing.get_args(hint)
     default = getattr(getattr(defaults, section), name)
@@ -97,10 +97,10 @@ def is_list(kind: Any) -> bool:
     return typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,)
 
 
-def describe(kind: Any) -> str:
+def type_name(kind: Any) -> str:
     """The type in a user's words, as it stands behind 'expected'."""
     if len(_options(kind)) > 1:
-        return " or ".join(describe(k) for k in _options(kind) if not (k is int and float in _options(kind)))
+        return " or ".join(type_name(k) for k in _options(kind) if not (k is int and float in _options(kind)))
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(typing.get_args(kind))
     if is_list(kind):
@@ -114,12 +114,12 @@ def describe(kind: Any) -> str:
     return names[kind]
 
 
-def convert(raw: Any, kind: Any) -> Any:
+def coerce(raw: Any, kind: Any) -> Any:
     """The value of `kind` that a TOML value means. Raises ValueError where there is none."""
     if len(_options(kind)) > 1:
         for option in _options(kind):
             try:
-                return convert(raw, option)
+                return coerce(raw, option)
             except ValueError:
                 continue
         raise ValueError
@@ -133,7 +133,7 @@ def convert(raw: Any, kind: Any) -> Any:
             members = members[:1] * len(raw)
         if not isinstance(raw, list | tuple) or len(raw) != len(members):
             raise ValueError
-        return tuple(convert(r, m) for r, m in zip(raw, members, strict=True))
+        return tuple(coerce(r, m) for r, m in zip(raw, members, strict=True))
     if kind is type(None):
         if raw == "none":
             return None
@@ -145,14 +145,14 @@ def convert(raw: Any, kind: Any) -> Any:
     return raw
 
 
-def from_text(text: str, kind: Any) -> Any:
+def parse_text(text: str, kind: Any) -> Any:
     """The value of `kind` that a command-line word means. Raises ValueError where there is none."""
     if is_list(kind):
-        return convert(_words(text), kind)
+        return coerce(_words(text), kind)
     try:
-        return convert(text, kind)  # text, a choice, none
+        return coerce(text, kind)  # text, a choice, none
     except ValueError:
-        return convert(_literal(text), kind)
+        return coerce(_literal(text), kind)
 
 
 def _words(text: str) -> list[str]:
@@ -172,10 +172,10 @@ def _literal(text: str) -> Any:
     return float(text)
 
 
-def broken_rule(value: Any, rule: Rule) -> str:
+def range_error(value: Any, rule: Constraint) -> str:
     """What is wrong with a value of the right type, or ""."""
     if isinstance(value, tuple):
-        return next(filter(None, (broken_rule(v, rule) for v in value)), "")
+        return next(filter(None, (range_error(v, rule) for v in value)), "")
     if isinstance(value, str) and not value.isprintable():
         return "must be printable text"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -191,15 +191,15 @@ def broken_rule(value: Any, rule: Rule) -> str:
     return ""
 
 
-def nearest_name(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
+def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
     """The end of an error line: "; did you mean 'x'?", or "" where nothing is near. Case is no difference."""
     names = {name.lower(): name for name in candidates}
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f"; did you mean {show.format(names[near[0]])}?" if near else ""
 
 
-def expected(kind: Any, raw: Any) -> str:
-    """What stands behind the value that `convert` or `from_text` refused."""
+def type_error(kind: Any, raw: Any) -> str:
+    """What stands behind the value that `coerce` or `from_text` refused."""
     given = [raw] if isinstance(raw, str) else []
     if is_list(kind):
         kinds = typing.get_args(kind)[:1]
@@ -214,4 +214,4 @@ def expected(kind: Any, raw: Any) -> str:
         kinds = _options(kind)
     choices = [w for k in kinds if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
     unknown = next((word for word in given if word not in choices), "")
-    return f"expected {describe(kind)}" + nearest_name(unknown, choices)
+    return f"expected {type_name(kind)}" + did_you_mean(unknown, choices)

@@ -10,9 +10,9 @@ from typing import Any
 
 import tomli
 
-from trainer.config.fields import Setting, broken_rule, convert, expected, from_text, is_table, nearest_name, settings
+from trainer.config.fields import Setting, coerce, did_you_mean, is_table, parse_text, range_error, settings, type_error
 from trainer.config.schema import Config, ConfigError, toml_value
-from trainer.system.files import no_folder
+from trainer.system.files import folder_error
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -46,7 +46,7 @@ def _read_toml(path: Path, shown: str) -> dict[str, Any]:
         return tomli.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         siblings = [str(Path(shown).parent / p.name) for p in path.parent.glob("*.toml") if p.exists()]
-        raise ConfigError("", f"--config {shown}: no such file{nearest_name(shown, siblings)}") from None
+        raise ConfigError("", f"--config {shown}: no such file{did_you_mean(shown, siblings)}") from None
     except IsADirectoryError:
         raise ConfigError("", f"--config {shown}: is a folder, expected a TOML file") from None
     except OSError as error:
@@ -67,12 +67,12 @@ def _put_file(into: _Values, document: Mapping[str, Any], shown: str) -> None:
             raise ConfigError("", f"{shown} {section} = {toml_value(body)}: stands in no section{where}")
         if known is None:
             raise ConfigError(
-                "", f"{shown} [{section}]: unknown section{nearest_name(section, list(settings()), '[{}]')}"
+                "", f"{shown} [{section}]: unknown section{did_you_mean(section, list(settings()), '[{}]')}"
             )
         for name, raw in body.items():
             setting = known.get(name)
             if setting is None:
-                hint = _elsewhere(name, section) or nearest_name(name, list(known))
+                hint = _elsewhere(name, section) or did_you_mean(name, list(known))
                 raise ConfigError("", f"{shown} [{section}] {name}: unknown key{hint}")
             _put_toml_value(into, setting, raw, shown)
 
@@ -84,17 +84,17 @@ def _put_toml_value(into: _Values, setting: Setting, raw: Any, shown: str) -> No
             raise ConfigError("", f"{origin}: expected a table")
         for member, value in raw.items():
             member_origin = f"{shown} [{setting.section}.{setting.name}] {member} = {toml_value(value)}"
-            into.put_member(setting, member, _checked(convert, value, setting, member_origin), member_origin)
+            into.put_member(setting, member, _checked(coerce, value, setting, member_origin), member_origin)
         return
-    into.put(setting, _checked(convert, raw, setting, origin), origin)
+    into.put(setting, _checked(coerce, raw, setting, origin), origin)
 
 
 def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
     try:
         value = parse(raw, setting.value_kind)
     except ValueError:
-        raise ConfigError("", f"{origin}: {expected(setting.value_kind, raw)}") from None
-    problem = broken_rule(value, setting.rule)
+        raise ConfigError("", f"{origin}: {type_error(setting.value_kind, raw)}") from None
+    problem = range_error(value, setting.rule)
     if problem:
         raise ConfigError("", f"{origin}: {problem}")
     return value
@@ -106,7 +106,7 @@ def _elsewhere(name: str, section: str) -> str:
     return f"; did you mean [{homes[0]}] {name}?" if homes else ""
 
 
-def command_words(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(flag, value) pairs of a command line without --help and --print-config."""
     words = iter(range(len(argv)))
     for i in words:
@@ -141,7 +141,7 @@ def _find(flag: str) -> tuple[Setting, str]:
     hint = (
         f"; did you mean {same_name[0]!r}?"
         if same_name
-        else nearest_name(flag, [*flags, "--config", "--print-config", "--help"])
+        else did_you_mean(flag, [*flags, "--config", "--print-config", "--help"])
     )
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
@@ -154,7 +154,7 @@ def _put_words(into: _Values, words: Sequence[tuple[str, str]]) -> None:
         if flag in seen:
             raise ConfigError("", f"{origin}: given twice")
         seen.add(flag)
-        value = _checked(from_text, text, setting, origin)
+        value = _checked(parse_text, text, setting, origin)
         if member:
             into.put_member(setting, member, value, origin)
         else:
@@ -167,7 +167,7 @@ def load_config(argv: Sequence[str], files: bool = True) -> Config:
 
     Raises ConfigError with the whole line for anything that is not exactly right.
     """
-    words = list(command_words(argv))
+    words = list(parse_argv(argv))
     named = [value for flag, value in words if flag == "--config"]
     if len(named) > 1:
         raise ConfigError("", f"--config {named[1]}: given twice")
@@ -204,8 +204,8 @@ def check_combinations(config: Config) -> None:
         section, _, name = key.partition(".")
         if not wanted and config.value(key) != settings()[section][name].default:
             raise ConfigError(key, f"has no effect here: only with {condition}")
-    if config.tokenizer.kind != "default" and not config.tokenizer.path:
-        raise ConfigError("tokenizer.path", f"needed with [tokenizer] kind = {config.tokenizer.kind}")
+    if config.tokenizer.backend != "default" and not config.tokenizer.path:
+        raise ConfigError("tokenizer.path", f"needed with [tokenizer] backend = {config.tokenizer.backend}")
     if config.data.dataset not in ("python_stdlib", "chat") and not config.data.path and not config.data.datasets:
         raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
     if config.parallel.dp_shard == 0:
@@ -213,17 +213,17 @@ def check_combinations(config: Config) -> None:
     reshard = config.parallel.reshard_after_forward
     if isinstance(reshard, int) and reshard < 2:
         raise ConfigError("parallel.reshard_after_forward", "as a number of ranks it must be at least 2")
-    if config.evaluation.interval_steps and not config.data.held_out_fraction and not config.evaluation.sets:
+    if config.evaluation.interval_steps and not config.data.held_out_fraction and not config.evaluation.datasets:
         raise ConfigError("evaluation.interval_steps", "needs held-out documents, but [data] held_out_fraction is 0")
-    if config.optimizer.offload != "none" and config.parallel.offload_parameters:
-        raise ConfigError(
-            "optimizer.offload", "not with [parallel] offload_parameters, which keeps all of it on the host"
-        )
+    if config.optimizer.offload != "none" and config.parallel.cpu_offload:
+        raise ConfigError("optimizer.offload", "not with [parallel] cpu_offload, which keeps all of it on the host")
     if config.optimizer.offload == "state_and_gradients" and config.training.reduce_every_microbatch:
         rule = "state_and_gradients takes gradients when they are complete: not with [training] reduce_every_microbatch"
         raise ConfigError("optimizer.offload", rule)
-    if config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full":
-        raise ConfigError("activation_checkpoint.offload", "needs mode = full: only inputs of blocks go to the host")
+    if config.activation_checkpoint.offload_inputs and config.activation_checkpoint.mode != "full":
+        raise ConfigError(
+            "activation_checkpoint.offload_inputs", "needs mode = full: only inputs of blocks go to the host"
+        )
     if config.optimizer.in_backward:
         _check_in_backward(config)
     if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
@@ -236,9 +236,10 @@ def _check_in_backward(config: Config) -> None:
         "[training] max_norm, which needs all gradients at once; it must be none": config.training.max_norm is not None,
         "[training] reduce_every_microbatch: gradients are complete after the last one": config.training.reduce_every_microbatch,
         "[optimizer] offload; state_and_gradients frees gradients in backward too": config.optimizer.offload != "none",
-        "[parallel] offload_parameters, where gradients come to the host late": config.parallel.offload_parameters,
-        "[resilience] loss_spike, which leaves out whole updates": config.resilience.loss_spike != "off",
-        "[resilience] max_left_out above 1: no update can be left out as a whole": config.resilience.max_left_out > 1,
+        "[parallel] cpu_offload, where gradients come to the host late": config.parallel.cpu_offload,
+        "[resilience] on_loss_spike, which leaves out whole updates": config.resilience.on_loss_spike != "off",
+        "[resilience] max_consecutive_skips above 1: no update can be left out as a whole": config.resilience.max_consecutive_skips
+        > 1,
     }
     for what, is_so in wrong.items():
         if is_so:
@@ -246,9 +247,9 @@ def _check_in_backward(config: Config) -> None:
 
 
 def _check_files(config: Config) -> None:
-    if config.checkpoint.initial and (problem := no_folder(config.checkpoint.initial)):
-        raise ConfigError("checkpoint.initial", problem)
-    folder_too = config.tokenizer.kind == "huggingface" and os.path.isdir(config.tokenizer.path)
+    if config.checkpoint.init_from and (problem := folder_error(config.checkpoint.init_from)):
+        raise ConfigError("checkpoint.init_from", problem)
+    folder_too = config.tokenizer.backend == "huggingface" and os.path.isdir(config.tokenizer.path)
     if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
         raise ConfigError("tokenizer.path", "no such file")
     for key, kind, path in _datasets(config):
@@ -256,14 +257,14 @@ def _check_files(config: Config) -> None:
             raise ConfigError(key, "no such file or folder, and no match as a pattern")
 
 
-_WITH_FILES = ("text", "jsonl", "parquet", "tokens", "chat", "stores")
+_WITH_FILES = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")
 """Kinds of datasets whose path must be there; the package datasets finds some by their name."""
 
 
 def _datasets(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings that name datasets, each with the kind and the path that it gives."""
     yield "data.path", config.data.dataset, config.data.path
-    for table, named in (("data.datasets", config.data.datasets), ("evaluation.sets", config.evaluation.sets)):
+    for table, named in (("data.datasets", config.data.datasets), ("evaluation.datasets", config.evaluation.datasets)):
         for name, text in named.items():
             kind, _, path = text.partition(":")
             yield f"{table}.{name}", kind, path
@@ -282,20 +283,20 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
     return (
         (
             "tokenizer.path",
-            config.tokenizer.kind != "default",
-            "a [tokenizer] kind other than default",
+            config.tokenizer.backend != "default",
+            "a [tokenizer] backend other than default",
         ),
         ("data.path", not config.data.datasets, "no [data] datasets"),
         ("data.path", dataset != "python_stdlib", "a [data] dataset other than python_stdlib"),
         ("data.dataset", not config.data.datasets, "no [data] datasets"),
         ("data.mixture", bool(config.data.datasets), "[data] datasets"),
         (
-            "tokenizer.take_over",
-            config.tokenizer.kind in ("default", "tiktoken"),
-            "[tokenizer] kind = default or tiktoken",
+            "tokenizer.reuse_reserved_tokens",
+            config.tokenizer.backend in ("default", "tiktoken"),
+            "[tokenizer] backend = default or tiktoken",
         ),
         ("data.chat_template", chats, "conversations"),
-        ("data.special_in_content", chats, "conversations"),
+        ("data.allowed_special", chats, "conversations"),
         ("data.long_documents", config.data.packing != "wrapped", "[data] packing = best-fit or none"),
         (
             "data.text_field",
@@ -310,8 +311,8 @@ def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
             config.lr_schedule.name == "warmup_stable_decay",
             "[lr_schedule] name = warmup_stable_decay",
         ),
-        ("checkpoint.exclude", config.checkpoint.initial != "", "[checkpoint] initial"),
-        ("checkpoint.grow_vocabulary", config.checkpoint.initial != "", "[checkpoint] initial"),
+        ("checkpoint.init_exclude", config.checkpoint.init_from != "", "[checkpoint] init_from"),
+        ("checkpoint.resize_embeddings", config.checkpoint.init_from != "", "[checkpoint] init_from"),
     )
 
 

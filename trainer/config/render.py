@@ -1,6 +1,6 @@
 """A configuration as text: TOML, --help, and the tables of docs/configuration.md."""
 
-from trainer.config.fields import Setting, describe, is_table, settings
+from trainer.config.fields import Setting, is_table, settings, type_name
 from trainer.config.schema import Config, toml_value
 
 USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]"
@@ -45,7 +45,7 @@ def help_text() -> str:
             flag = s.flag + (".NAME" if is_table(s.kind) else "")
             limits = _limits(s)
             lines.append(
-                f"  {flag}: {describe(s.kind)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits))
+                f"  {flag}: {type_name(s.kind)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits))
             )
             lines.append(f"      {s.doc}")
     return "\n".join(lines)
@@ -57,7 +57,7 @@ def settings_as_markdown() -> str:
     for section, members in settings().items():
         lines += [f"## [{section}]", "", "| key | type | default | unit, range | meaning |", "|---|---|---|---|---|"]
         for s in members.values():
-            cells = (f"`{s.name}`", describe(s.kind), f"`{toml_value(s.default)}`", _limits(s), s.doc)
+            cells = (f"`{s.name}`", type_name(s.kind), f"`{toml_value(s.default)}`", _limits(s), s.doc)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         lines.append("")
     return "\n".join(lines)

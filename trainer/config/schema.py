@@ -28,7 +28,7 @@ class ConfigError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Constraint:
     """What a single value must satisfy. Bounds are inclusive, except `above`."""
 
     low: float | None = None
@@ -43,19 +43,19 @@ class Rule:
     """Of a table: its entries may have any name."""
 
 
-FIXED = Rule(fixed=True)
-LOCAL = Rule(local=True)
+FIXED = Constraint(fixed=True)
+LOCAL = Constraint(local=True)
 
-Count = Annotated[int, Rule(low=1, high=4096)]
-CountOrZero = Annotated[int, Rule(low=0, high=4096, local=True)]
-CountOrDefault = Annotated[int, Rule(low=0, high=4096)]
-Steps = Annotated[int, Rule(low=1, high=10**12, unit="steps")]
-StepsOrZero = Annotated[int, Rule(low=0, high=10**12, unit="steps")]
-Documents = Annotated[int, Rule(low=0, high=10**15, unit="documents")]
-Samples = Annotated[int, Rule(low=1, high=10**7, unit="samples")]
-Seconds = Annotated[float, Rule(low=1, high=10**7, unit="seconds")]
-Degree = Annotated[int, Rule(low=1, high=10**6, unit="ranks")]
-Fraction = Annotated[float, Rule(low=0, high=1)]
+Count = Annotated[int, Constraint(low=1, high=4096)]
+CountOrZero = Annotated[int, Constraint(low=0, high=4096, local=True)]
+CountOrDefault = Annotated[int, Constraint(low=0, high=4096)]
+Steps = Annotated[int, Constraint(low=1, high=10**12, unit="steps")]
+StepsOrZero = Annotated[int, Constraint(low=0, high=10**12, unit="steps")]
+Documents = Annotated[int, Constraint(low=0, high=10**15, unit="documents")]
+Samples = Annotated[int, Constraint(low=1, high=10**7, unit="samples")]
+Seconds = Annotated[float, Constraint(low=1, high=10**7, unit="seconds")]
+Degree = Annotated[int, Constraint(low=1, high=10**6, unit="ranks")]
+Fraction = Annotated[float, Constraint(low=0, high=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class RunConfig:
     """Folder of this run inside output_folder; empty: the name of the configuration file."""
     output_folder: str = "outputs"
     """Where the folders of runs are made."""
-    seed: Annotated[int, Rule(low=0, high=2**63 - 1, fixed=True)] = 0
+    seed: Annotated[int, Constraint(low=0, high=2**63 - 1, fixed=True)] = 0
     """Seed of the initial weights and of the order of samples."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Bit-identical repetition of a run, at some cost in speed on GPUs; auto: on for CPU, off for GPUs."""
@@ -84,16 +84,18 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    kind: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
+    backend: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
     """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file; huggingface: a
     tokenizer.json, by the package tokenizers."""
-    take_over: Annotated[Mapping[str, str], Rule(fixed=True, any_key=True)] = field(default_factory=dict)
-    """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with kind =
+    reuse_reserved_tokens: Annotated[Mapping[str, str], Constraint(fixed=True, any_key=True)] = field(
+        default_factory=dict
+    )
+    """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with backend =
     default or tiktoken."""
-    add: Annotated[tuple[str, ...], FIXED] = ()
+    extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()
     """New special tokens behind the vocabulary; vocab_size must have room for them."""
     path: Annotated[str, LOCAL] = ""
-    """The tokenizer's file, with kind = huggingface also its folder; not with kind = default."""
+    """The tokenizer's file, with backend = huggingface also its folder; not with backend = default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    dataset: Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "stores"] = (
+    dataset: Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "prepared"] = (
         "python_stdlib"
     )
     """Reader of documents: the Python standard library's own source, text files, JSON lines, parquet tables, datasets of
@@ -128,24 +130,24 @@ class DataConfig:
     """Split of a Hugging Face dataset that has several; only with dataset = huggingface."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """What a .bin without .idx holds; only with dataset = tokens."""
-    on_problem: Literal["skip", "stop"] = "skip"
+    on_bad_document: Literal["skip", "stop"] = "skip"
     """What a document that cannot be read does. skip: it is left out, counted and listed in the store; stop: none may be."""
-    max_problems: Documents = 1000
-    """Documents left out beyond which preparing stops; only with on_problem = skip."""
-    max_document_bytes: Annotated[int, Rule(low=1, high=2**31, unit="bytes")] = 2**25
+    max_bad_documents: Documents = 1000
+    """Documents left out beyond which preparing stops; only with on_bad_document = skip."""
+    max_document_bytes: Annotated[int, Constraint(low=1, high=2**31, unit="bytes")] = 2**25
     """A longer document is a problem: each process that prepares holds a few times as much."""
-    held_out_fraction: Annotated[float, Rule(low=0, high=0.5)] = 0.01
+    held_out_fraction: Annotated[float, Constraint(low=0, high=0.5)] = 0.01
     """Share of the documents kept out of training for evaluation; chosen by their content. Stores that were
     prepared before keep theirs."""
     chat_template: str = "llama3"
     """How conversations are written: llama2, llama3, chatml, a .jinja file, or a tokenizer_config.json of Hugging Face's (or its
     folder); only with conversations."""
-    special_in_content: tuple[str, ...] = ()
+    allowed_special: tuple[str, ...] = ()
     """Special tokens whose names mean them in messages too; only with conversations."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
     """Documents to samples. wrapped: in a row, cut at every seq_len; best-fit: as many whole ones as fit; none: one each. What is
     left is padding."""
-    long_documents: Annotated[Literal["split", "cut", "drop"], FIXED] = "split"
+    long_documents: Annotated[Literal["split", "truncate", "drop"], FIXED] = "split"
     """What becomes of documents longer than a sample: several samples, their beginning, or nothing; not with packing =
     wrapped."""
     document_mask: Annotated[bool, FIXED] = False
@@ -158,7 +160,7 @@ class DataConfig:
     """Microbatches each worker keeps ready; only with num_workers > 0."""
     store_folder: Annotated[str, LOCAL] = "outputs/token_stores"
     """Where tokenized datasets are kept; found again by content and tokenizer."""
-    prepare_processes: CountOrZero = 0
+    prepare_workers: CountOrZero = 0
     """Processes that tokenize; 0: one for each core."""
 
 
@@ -166,7 +168,7 @@ class DataConfig:
 class TrainingConfig:
     steps: Steps = 1000
     """Optimizer steps of the whole run."""
-    seq_len: Annotated[int, Rule(low=1, high=10**8, unit="tokens", fixed=True)] = 2048
+    seq_len: Annotated[int, Constraint(low=1, high=10**8, unit="tokens", fixed=True)] = 2048
     """Length of a sample."""
     global_batch_size: Samples = 16
     """Samples of one optimizer step, over all ranks and microbatches."""
@@ -177,11 +179,11 @@ class TrainingConfig:
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
     """Precision in which parameters are kept between steps. bf16: half the memory, but small updates are lost to rounding, unless
     [optimizer] offload keeps an fp32 copy."""
-    max_norm: Annotated[float | None, Rule(above=0)] = 1.0
+    max_norm: Annotated[float | None, Constraint(above=0)] = 1.0
     """Global gradient norm above which gradients are scaled down to it; none: no clipping."""
     reduce_every_microbatch: bool = False
     """Reduce gradients after each microbatch instead of once a step: less memory, more traffic."""
-    loss_chunk_tokens: Annotated[int, Rule(low=1, high=10**8, unit="tokens")] = 1024
+    loss_chunk_tokens: Annotated[int, Constraint(low=1, high=10**8, unit="tokens")] = 1024
     """Tokens whose logits exist at the same time."""
     cpu_threads: CountOrZero = 0
     """Threads of each rank for operators on the CPU; 0: the cores divided by the ranks of the machine."""
@@ -191,13 +193,13 @@ class TrainingConfig:
 class OptimizerConfig:
     name: Annotated[Literal["adamw"], FIXED] = "adamw"
     """Optimizer."""
-    lr: Annotated[float, Rule(above=0)] = 3e-4
+    lr: Annotated[float, Constraint(above=0)] = 3e-4
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Rule(low=0, high=0.999999)] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Constraint(low=0, high=0.999999)] = (0.9, 0.95)
     """Decay of the averages of gradient and squared gradient."""
-    eps: Annotated[float, Rule(above=0)] = 1e-8
+    eps: Annotated[float, Constraint(above=0)] = 1e-8
     """Added to the denominator."""
-    weight_decay: Annotated[float, Rule(low=0)] = 0.1
+    weight_decay: Annotated[float, Constraint(low=0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the averages that the optimizer keeps; updates are computed in fp32. bf16: half the memory, rounded to the
@@ -208,7 +210,7 @@ class OptimizerConfig:
     state_and_gradients: gradients go there in backward; else when the update begins."""
     in_backward: bool = False
     """Update each parameter in backward, as soon as its gradient is complete, and free that; needs [training] max_norm = "none"
-    and [resilience] max_left_out = 1: nothing is known of the whole update then, to scale it or to leave it out."""
+    and [resilience] max_consecutive_skips = 1: nothing is known of the whole update then, to scale it or to leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ class LrScheduleConfig:
 class ParallelConfig:
     dp_replicate: Degree = 1
     """Groups of ranks that each hold all parameters (hybrid sharding)."""
-    dp_shard: Annotated[int, Rule(low=-1, high=10**6, unit="ranks")] = -1
+    dp_shard: Annotated[int, Constraint(low=-1, high=10**6, unit="ranks")] = -1
     """Ranks the parameters are sharded over; -1 takes every rank that the other degrees leave."""
     cp: Degree = 1
     """Ranks that cut each sequence between them (context parallelism)."""
@@ -245,14 +247,14 @@ class ParallelConfig:
     """Order in which a pipeline works through the microbatches; only with pp > 1."""
     pipeline_stages_per_rank: CountOrDefault = 0
     """Stages that each rank holds; 0: what the schedule needs (1 for GPipe and 1F1B, else 2); only with pp > 1."""
-    pipeline_split: tuple[str, ...] = ()
+    pipeline_split_points: tuple[str, ...] = ()
     """Blocks that begin the second stage, the third, ..., as layers.3; empty: by number of parameters; only with pp > 1."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
     """Free gathered parameters after forward; default: all but the output unit, none with pp > 1; a number: reshard to groups
     of that size."""
-    prefetch_units: CountOrDefault = 0
+    fsdp_prefetch: CountOrDefault = 0
     """Units whose parameters are gathered ahead, forward and backward; 0: as FSDP does by itself (one, in backward)."""
-    offload_parameters: bool = False
+    cpu_offload: bool = False
     """Parameters, gradients and optimizer live in host memory, and the update runs there; shards go to the device when used."""
     fsdp_units: Literal["separate", "root"] = "separate"
     """separate: embedding and output are units of their own; root: they stay gathered for the whole step (to compare)."""
@@ -265,11 +267,11 @@ class ActivationCheckpointConfig:
     says, chosen by the compiler."""
     save: tuple[Literal["matmuls", "attention", "reduce_scatters"], ...] = ("matmuls", "attention", "reduce_scatters")
     """Results that are kept for backward; only with mode = selective."""
-    save_every_matmul: Count = 1
+    save_every_nth_matmul: Count = 1
     """Of the matmuls of a block, keep every n-th only; only with mode = selective."""
-    every: Count = 1
+    every_n_blocks: Count = 1
     """Apply the mode to every n-th block, counted from the first; only with mode = full or selective."""
-    offload: bool = False
+    offload_inputs: bool = False
     """Keep what mode = full keeps, the inputs of blocks, in host memory between forward and backward."""
     recompute_all_gather: bool = True
     """Gather again in backward what tp and cp gather in forward (inputs of the column-wise matmuls; keys and values), and
@@ -291,21 +293,21 @@ class CheckpointConfig:
     async_mode: Literal["off", "thread", "process"] = "off"
     """Who writes a checkpoint. off: training waits; thread, process: training goes on when a copy in host memory is made, and
     a thread or a process of its own writes it (process: Linux only)."""
-    keep: Annotated[int, Rule(low=0, high=10**9, unit="checkpoints")] = 0
+    keep: Annotated[int, Constraint(low=0, high=10**9, unit="checkpoints")] = 0
     """Newest whole checkpoints that are kept when a new one is written; 0: all."""
-    keep_every: StepsOrZero = 0
+    keep_interval_steps: StepsOrZero = 0
     """Of the older ones, keep those whose step is a multiple of this; 0: none; only with keep > 0."""
     on_failure: Literal["continue", "stop"] = "continue"
     """What a save that fails (disk full) does to the run. continue: warn, and try again when the next is due; the last save of
     a run must succeed."""
     load_step: StepsOrZero = 0
     """Go back to this step, once: newer checkpoints of the run are moved aside; 0: the newest."""
-    initial: str = ""
+    init_from: str = ""
     """Where a new run takes its weights from: a run, a checkpoint, or a folder in Hugging Face's format; empty: random ones."""
-    grow_vocabulary: bool = False
-    """Take weights of a smaller vocabulary too: rows that are not there get the mean of those that are; only with initial."""
-    exclude: tuple[str, ...] = ()
-    """Parameters that stay random nevertheless, as output.weight or layers.7.*; only with initial."""
+    resize_embeddings: bool = False
+    """Take weights of a smaller vocabulary too: rows that are not there get the mean of those that are; only with init_from."""
+    init_exclude: tuple[str, ...] = ()
+    """Parameters that stay random nevertheless, as output.weight or layers.7.*; only with init_from."""
     export_huggingface: bool = False
     """When the last step is saved, write the model in Hugging Face's format too, in the run folder."""
 
@@ -314,17 +316,17 @@ class CheckpointConfig:
 class EvaluationConfig:
     interval_steps: StepsOrZero = 0
     """Steps between evaluations on the held-out documents; the last step is then evaluated too; 0: never."""
-    max_samples: Annotated[int, Rule(low=0, high=10**9, unit="samples")] = 0
+    max_samples: Annotated[int, Constraint(low=0, high=10**9, unit="samples")] = 0
     """Samples of each set that one evaluation looks at; 0: all."""
-    sets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
-    """Datasets for evaluation alone, beside the held-out documents: sets = { wiki = "jsonl:/data/wiki.jsonl" }."""
-    best: str = ""
+    datasets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
+    """Datasets for evaluation alone, beside the held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
+    keep_best_on: str = ""
     """A set; the checkpoint with the lowest loss on it is written and kept, whatever [checkpoint] keep says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    log_every: Steps = 10
+    interval_steps: Steps = 10
     """Steps between records; the first and the last step are always recorded."""
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
@@ -332,21 +334,21 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    max_left_out: Count = 8
+    max_consecutive_skips: Count = 8
     """Updates in a row that may be left out because loss or gradient norm is no number, or spikes."""
-    after_left_out: Literal["stop", "rollback"] = "stop"
+    on_max_skips: Literal["stop", "rollback"] = "stop"
     """What follows then. rollback: go back to the newest checkpoint and pass over the samples of these updates."""
     max_rollbacks: Count = 3
     """Rollbacks after which the run stops."""
-    loss_spike: Literal["off", "skip", "rollback"] = "off"
+    on_loss_spike: Literal["off", "skip", "rollback"] = "off"
     """A loss or gradient norm far above those of the last 128 updates. skip: leave the update out; rollback: go back to the
     newest checkpoint and pass over its samples."""
-    spike_deviations: Annotated[float, Rule(above=0, high=10**6)] = 6.0
-    """How far, in standard deviations; only with loss_spike = skip or rollback."""
-    slow_rank_ratio: Annotated[float | None, Rule(above=1)] = 1.5
+    spike_threshold_sigma: Annotated[float, Constraint(above=0, high=10**6)] = 6.0
+    """How far, in standard deviations; only with on_loss_spike = skip or rollback."""
+    straggler_ratio: Annotated[float | None, Constraint(above=1)] = 1.5
     """Warn of a rank whose blocks take so many times as long as the median rank's, or for whose data the others wait until a
     step takes so many times as long; none: never."""
-    hang_timeout_s: Annotated[float, Rule(low=0, high=10**7, unit="seconds")] = 300.0
+    hang_timeout_s: Annotated[float, Constraint(low=0, high=10**7, unit="seconds")] = 300.0
     """End the job, with every rank's stack, when no step has ended for so long, nor for five times the longest step so far; the
     first step, evaluations and checkpoints are not timed, but a rank that gives no sign of life in them ends the job too;
     0: never."""

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from trainer.checkpoint.export import their_tokenizer, tokenizer_of
+from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, Model
-from trainer.checkpoint.weights import Weights, newest
+from trainer.checkpoint.weights import WeightSource, newest
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.tensor import apply_tensor, tie, tied_names
-from trainer.runtime.distributed import from_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 
 
 class CachedAttention(nn.Module):
@@ -65,21 +65,21 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     return int(tokens[torch.multinomial(shares, 1, generator=generator)])
 
 
-class Speaker:
+class TextGenerator:
     """A model that goes on with tokens."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, longest: int, template: str):
         """On all ranks together, which cut the matrices between them. longest: tokens of prompt and answer; 0: as many as the
         model was trained with. template: of chats, "" for its own. Raises ConfigError."""
-        folder = from_rank_0(partial(newest, folder))
-        weights = Weights(folder)
+        folder = run_on_rank_0(partial(newest, folder))
+        weights = WeightSource(folder)
         self.device = device
         self.tokenizer, self.template, trained_with = _text_side(folder, weights)
         self.template = template or self.template
         self.longest = longest or trained_with
         spec, sizes = weights.spec, weights.sizes
         plan, ranks = spec.plan(sizes), dist.get_world_size()
-        for name in plan.tensor_sizes:
+        for name in plan.tp_divisible:
             if getattr(sizes, name) % ranks:
                 raise ConfigError("", f"{ranks} ranks must divide {name} {getattr(sizes, name)} of {folder}")
         with torch.device("meta"):
@@ -165,13 +165,13 @@ class TextStream:
         return self.tokenizer.decode(self.tokens)[self.told :]
 
 
-def _text_side(folder: Path, weights: Weights) -> tuple[Tokenizer, str, int]:
+def _text_side(folder: Path, weights: WeightSource) -> tuple[Tokenizer, str, int]:
     """Tokenizer, chat template ("": none), and the tokens of a sample it was trained with."""
     own_template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
     if weights.theirs is None:
         model = Model.read(folder)
-        return tokenizer_of(folder, model), own_template, model.seq_len
+        return load_checkpoint_tokenizer(folder, model), own_template, model.seq_len
     about = folder / "tokenizer_config.json"
     if not own_template and about.exists() and '"chat_template"' in about.read_text():
         own_template = str(about)
-    return their_tokenizer(folder), own_template, int(weights.theirs.config.get("max_position_embeddings", 2048))
+    return load_hf_tokenizer(folder), own_template, int(weights.theirs.config.get("max_position_embeddings", 2048))

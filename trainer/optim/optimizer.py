@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.config import ConfigError, OptimizerConfig
 from trainer.optim import quantization
-from trainer.optim.placement import BackwardUpdate, DeviceUpdate, HostUpdate, Update
-from trainer.optim.quantization import EightBits
+from trainer.optim.placement import CpuOffload, InBackward, OnDevice, UpdateStrategy
+from trainer.optim.quantization import BlockQuantizer
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import sum_over
-from trainer.runtime.dtensor import local, sharded_like
+from trainer.runtime.dtensor import sharded_like, to_local
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
@@ -34,7 +34,7 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
     codes = {}
     if config.state_dtype == "8bit":
         device = groups[0]["params"][0].device
-        codes = {name: EightBits(signed, device) for name, signed in _AVERAGES.items()}
+        codes = {name: BlockQuantizer(signed, device) for name, signed in _AVERAGES.items()}
     if alike:
         optimizer = torch.optim.AdamW(groups, **hyperparameters)
     else:
@@ -55,11 +55,11 @@ _AVERAGES = {"exp_avg": True, "exp_avg_sq": False}
 """Name -> whether it has a sign."""
 
 
-def _new_average(name: str, p: Tensor, codes: EightBits | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _new_average(name: str, p: Tensor, codes: BlockQuantizer | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """codes: where it is kept in 8 bits, if it can be; else dtype."""
     if codes is None or not quantization.fits(p):
         return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
-    values, scales = codes.zeros_like(local(p.detach()))
+    values, scales = codes.zeros_like(to_local(p.detach()))
     return {name: sharded_like(p, values), f"{name}_scale": sharded_like(p, scales)}
 
 
@@ -67,7 +67,7 @@ class _AdamWInFp32(torch.optim.AdamW):
     """For parameters and averages of different precisions: each parameter's update is computed in fp32, by the same kernel, and
     rounded to the nearest."""
 
-    def __init__(self, groups: list[dict], codes: dict[str, EightBits], **hyperparameters: Any):
+    def __init__(self, groups: list[dict], codes: dict[str, BlockQuantizer], **hyperparameters: Any):
         """codes: of averages that are kept in 8 bits, by name."""
         super().__init__(groups, **hyperparameters)
         self.codes = codes
@@ -82,8 +82,8 @@ class _AdamWInFp32(torch.optim.AdamW):
     def _update(self, p: Tensor, group: dict) -> None:
         step = self.state[p]["step"]
         step += 1
-        tensors = {"p": local(p), "grad": local(p.grad)}
-        tensors |= {name: local(t) for name, t in self.state[p].items() if name != "step"}
+        tensors = {"p": to_local(p), "grad": to_local(p.grad)}
+        tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
         rows = max(1, _CHUNK // max(1, tensors["p"][:1].numel()))
         names, parts = list(tensors), zip(*(t.split(rows) for t in tensors.values()), strict=True)
         for chunk in parts:
@@ -114,11 +114,11 @@ class _AdamWInFp32(torch.optim.AdamW):
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
 
 
-def require_whole_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
     """Raises ConfigError where what is kept in 8 bits would depend on the layout. parameters: they need no memory yet."""
     for name, p in parameters.items():
-        if config.state_dtype == "8bit" and quantization.fits(p) and not quantization.fits(local(p)):
-            columns = local(p).shape[1]
+        if config.state_dtype == "8bit" and quantization.fits(p) and not quantization.fits(to_local(p)):
+            columns = to_local(p).shape[1]
             rule = (
                 f"8bit keeps blocks of {quantization.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
             )
@@ -129,27 +129,27 @@ class Optimizer:
     """The update of the parameters, its state under their names, and the global norm of their gradients."""
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_of_stage: int
+        self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_per_stage: int
     ):
         """parameters: by their names, what this rank holds of them; frozen ones are left alone. model_group: all ranks that
-        hold a part of the model. ranks_of_stage: how many of them hold a part of what this rank holds; all, unless the model is
+        hold a part of the model. ranks_per_stage: how many of them hold a part of what this rank holds; all, unless the model is
         cut into stages."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
         self.copies = torch.tensor(
-            [_copies(p, ranks_of_stage) for p in self.names], dtype=torch.float32, device=self.device
+            [_copies(p, ranks_per_stage) for p in self.names], dtype=torch.float32, device=self.device
         )
 
         def make(some: Iterable[Tensor]) -> torch.optim.Optimizer:
             return OPTIMIZERS[config.name](some, config)
 
-        self.update: Update
+        self.update: UpdateStrategy
         if config.in_backward:
-            self.update = BackwardUpdate(list(self.names), make)
+            self.update = InBackward(list(self.names), make)
         elif config.offload == "none":
-            self.update = DeviceUpdate(list(self.names), make)
+            self.update = OnDevice(list(self.names), make)
         else:
-            self.update = HostUpdate(list(self.names), make, config.offload == "state_and_gradients")
+            self.update = CpuOffload(list(self.names), make, config.offload == "state_and_gradients")
         self.model_group = model_group
 
     def begin(self, learning_rate: float) -> None:
@@ -193,14 +193,14 @@ class Optimizer:
         return self.update.host_tensors()
 
 
-def _copies(parameter: Tensor, ranks_of_stage: int) -> int:
+def _copies(parameter: Tensor, ranks_per_stage: int) -> int:
     """How many ranks hold the values that this rank holds: all of its stage, less those that hold other shards."""
     if not isinstance(parameter, DTensor):
-        return ranks_of_stage
+        return ranks_per_stage
     assert not any(placement.is_partial() for placement in parameter.placements)
     shards = math.prod(
         parameter.device_mesh.size(axis)
         for axis, placement in enumerate(parameter.placements)
         if not isinstance(placement, Replicate)
     )
-    return ranks_of_stage // shards
+    return ranks_per_stage // shards

@@ -6,13 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer.runtime import device as devices
-from trainer.runtime.dtensor import local, sharded_like
+from trainer.runtime.dtensor import sharded_like, to_local
+from trainer.runtime.host_memory import HostTransfer
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-class Update(Protocol):
+class UpdateStrategy(Protocol):
     """Of all parameters of a rank."""
 
     def norms(self) -> Tensor:
@@ -39,7 +39,7 @@ class Update(Protocol):
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [local(p.grad) for p in parameters]
+    return [to_local(p.grad) for p in parameters]
 
 
 def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -61,7 +61,7 @@ def _step(inner: torch.optim.Optimizer, skip: Tensor) -> None:
     inner.step()
 
 
-class DeviceUpdate(Update):
+class OnDevice(UpdateStrategy):
     """On the device of the parameters, after backward."""
 
     def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
@@ -84,7 +84,7 @@ class DeviceUpdate(Update):
         return self.inner.state[parameter]
 
 
-class BackwardUpdate(Update):
+class InBackward(UpdateStrategy):
     """In backward: each parameter as soon as its gradient is complete, which is let go of then (Lv et al. 2023, "LOMO",
     arXiv:2306.09782). What depends on all gradients cannot be: a norm to scale by, or an update that is left out as a whole.
     A shard whose gradient is no number stays as it is, but the run must not go on from there."""
@@ -119,7 +119,7 @@ class BackwardUpdate(Update):
         return self.inners[parameter].state[parameter]
 
 
-class HostUpdate(Update):
+class CpuOffload(UpdateStrategy):
     """In host memory, parameter by parameter: a gradient comes there, an optimizer of its own updates an fp32 copy of the
     parameter, and the result goes back, while the next one is on its way (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
 
@@ -130,11 +130,11 @@ class HostUpdate(Update):
         """gradients_too: gradients leave the device in backward, as they come; else when the update begins."""
         self.parameters = parameters
         self.numbers = {p: number for number, p in enumerate(parameters)}
-        self.link = devices.HostLink(parameters[0].device)
-        self.masters = [self.link.host_like(local(p.detach()), torch.float32) for p in parameters]
-        self.gradients = [self.link.host_like(local(p.detach()), p.dtype) for p in parameters]
+        self.link = HostTransfer(parameters[0].device)
+        self.masters = [self.link.host_like(to_local(p.detach()), torch.float32) for p in parameters]
+        self.gradients = [self.link.host_like(to_local(p.detach()), p.dtype) for p in parameters]
         self.results = [
-            master if p.dtype == master.dtype else self.link.host_like(local(p.detach()), p.dtype)
+            master if p.dtype == master.dtype else self.link.host_like(to_local(p.detach()), p.dtype)
             for p, master in zip(parameters, self.masters, strict=True)
         ]
         """What goes back: of the parameter's precision."""
@@ -156,7 +156,7 @@ class HostUpdate(Update):
         p.grad = None
 
     def _send(self, number: int) -> None:
-        self.arrived[number] = self.link.to_host(self.gradients[number], local(self.parameters[number].grad))
+        self.arrived[number] = self.link.to_host(self.gradients[number], to_local(self.parameters[number].grad))
 
     def norms(self) -> Tensor:
         if self.gradients_too:
@@ -189,7 +189,7 @@ class HostUpdate(Update):
             master.grad = None
             if self.results[number] is not master:
                 self.results[number].copy_(master)
-            returned = self.link.to_device(local(p.detach()), self.results[number])
+            returned = self.link.to_device(to_local(p.detach()), self.results[number])
         returned()  # and so all before it
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class HostUpdate(Update):
     def after_load(self, state_too: bool) -> None:
         for p, master, result in zip(self.parameters, self.masters, self.results, strict=True):
             if result is master or not state_too:
-                master.copy_(local(p.detach()))
+                master.copy_(to_local(p.detach()))
 
     def host_tensors(self) -> list[Tensor]:
         states = [t for inner in self.inners for state in inner.state.values() for t in state.values()]

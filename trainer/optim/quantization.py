@@ -28,7 +28,7 @@ def _values(signed: bool) -> list[float]:
     return [*negative, 0.0, *positive, 1.0]
 
 
-class EightBits:
+class BlockQuantizer:
     """Quantizes matrices of any shape that fits."""
 
     def __init__(self, signed: bool, device: torch.device):

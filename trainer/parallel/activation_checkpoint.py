@@ -43,12 +43,12 @@ _GATHERED = {
 Compute = Callable[..., Tensor]
 
 
-Again = Literal["nothing", "gathers", "gathers_compiled", "selected", "all"]
+RecomputePolicy = Literal["nothing", "gathers", "gathers_compiled", "selected", "all"]
 
 
-def computed_again(number: int, config: ActivationCheckpointConfig, gathers: bool, compiled: bool) -> Again:
+def recompute_policy(number: int, config: ActivationCheckpointConfig, gathers: bool, compiled: bool) -> RecomputePolicy:
     """What the block of that number computes again in backward. gathers: whether it gathers anything in forward."""
-    if config.mode in ("full", "selective") and number % config.every == 0:
+    if config.mode in ("full", "selective") and number % config.every_n_blocks == 0:
         return "all" if config.mode == "full" else "selected"
     if not gathers or not config.recompute_all_gather or config.mode == "budget":
         return "nothing"
@@ -60,7 +60,7 @@ def recompute_all(compute: Compute) -> Compute:
     return lambda *args: checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def recompute_all_but(saved: tuple[str, ...], every_matmul: int, compute: Compute) -> Compute:
+def recompute_except(saved: tuple[str, ...], every_matmul: int, compute: Compute) -> Compute:
     """Keep the results of the chosen operators. every_matmul: keep every n-th matmul only."""
     kept = {operator for word in saved for operator in SAVED[word]}
     matmuls = set(SAVED["matmuls"])

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from trainer.parallel.activation_checkpoint import Compute
 from trainer.parallel.recompute import storage_id
-from trainer.runtime.host_memory import HostLink
+from trainer.runtime.host_memory import HostTransfer
 
 
-class HostInputs:
+class InputOffloader:
     """Of the blocks of a rank. Buffers are made in the first step and used again."""
 
     def __init__(self, device: torch.device):
-        self.link = HostLink(device)
+        self.link = HostTransfer(device)
         self.unused: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.newest: Callable[[], _Kept | None] = lambda: None
 
@@ -45,7 +45,7 @@ class HostInputs:
 class _Kept:
     """An input, from the forward of its block until autograd lets go of it."""
 
-    def __init__(self, inputs: HostInputs, tensor: Tensor, before: Callable[[], "_Kept | None"]):
+    def __init__(self, inputs: InputOffloader, tensor: Tensor, before: Callable[[], "_Kept | None"]):
         """before: what is wanted next in backward, the input of the block before."""
         unused = inputs.unused[tensor.shape, tensor.dtype]
         self.buffer = unused.pop() if unused else inputs.link.host_like(tensor, tensor.dtype)

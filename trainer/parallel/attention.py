@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models.spec import ParallelPlan
-from trainer.parallel.context import GatheredAttention, cut_tensor, whole_sequence
+from trainer.parallel.context import AllGatherAttention, all_gather_sequence, shard_tensor
 
 
 class Mask(nn.Module):
@@ -29,10 +29,10 @@ class Mask(nn.Module):
         the whole sequence."""
         ranks = self.cp.size()
         columns = torch.arange(documents.shape[1] * ranks, device=documents.device)
-        rows = cut_tensor(columns[None], self.cp.get_local_rank(), ranks)[0]
+        rows = shard_tensor(columns[None], self.cp.get_local_rank(), ranks)[0]
         if not self.by_document:
             return self._make(rows, columns, None, None)
-        return self._make(rows, columns, documents, whole_sequence(documents, self.cp, dim=1))
+        return self._make(rows, columns, documents, all_gather_sequence(documents, self.cp, dim=1))
 
     def _make(self, rows: Tensor, columns: Tensor, mine: Tensor | None, all_documents: Tensor | None):
         """rows: (seq / cp,), columns: (seq,), places in the sequence; mine: (batch, seq / cp) and all_documents: (batch, seq),
@@ -40,7 +40,7 @@ class Mask(nn.Module):
         raise NotImplementedError
 
 
-class TableMask(Mask):
+class DenseMask(Mask):
     """Added to the scores: (batch or 1, 1, seq / cp, seq)."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, dtype: torch.dtype):
@@ -56,7 +56,7 @@ class TableMask(Mask):
         return table.masked_fill_(~seen, float("-inf"))[:, None]
 
 
-class BlocksMask(Mask):
+class FlexBlockMask(Mask):
     """For FlexAttention. Made by a compiled function, which does not lay out the whole table."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, compiled: bool = True):
@@ -84,7 +84,7 @@ class FlexAttention(nn.Module):
 
 
 @dataclass(frozen=True)
-class Kernels:
+class AttentionBackend:
     """What stands in the place of the plain kernel where that does not do."""
 
     mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
@@ -93,8 +93,10 @@ class Kernels:
     """The plain kernel -> one that takes the mask."""
 
 
-ON_CPU = Kernels(TableMask, lambda plain: plain)
-ON_GPU = Kernels(lambda cp, by_document, dtype: BlocksMask(cp, by_document), lambda plain: FlexAttention())
+CPU_BACKEND = AttentionBackend(DenseMask, lambda plain: plain)
+GPU_BACKEND = AttentionBackend(
+    lambda cp, by_document, dtype: FlexBlockMask(cp, by_document), lambda plain: FlexAttention()
+)
 
 
 def apply_attention(
@@ -103,7 +105,7 @@ def apply_attention(
     cp: DeviceMesh,
     by_document: bool,
     dtype: torch.dtype,
-    kernels: Kernels,
+    kernels: AttentionBackend,
     gather_again: Callable[[str], bool],
 ) -> None:
     """Where the plain kernel does not do, put others, and their mask, in its place. by_document: whether attention ends at the
@@ -114,5 +116,5 @@ def apply_attention(
     for name, block in model.get_submodule(plan.blocks).named_children():
         kernel = kernels.attention(block.get_submodule(plan.attention))
         if cp.size() > 1:
-            kernel = GatheredAttention(kernel, cp, gather_again(name))
+            kernel = AllGatherAttention(kernel, cp, gather_again(name))
         block.set_submodule(plan.attention, kernel)

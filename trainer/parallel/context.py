@@ -16,12 +16,12 @@ from trainer.batch import Batch
 from trainer.parallel.recompute import recompute_in_backward
 
 
-def cut_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
+def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
     """This rank's two chunks of every sequence: (batch, seq) -> (batch, seq / ranks)."""
-    return batch if ranks == 1 else batch.apply(lambda tensor: cut_tensor(tensor, rank, ranks))
+    return batch if ranks == 1 else batch.apply(lambda tensor: shard_tensor(tensor, rank, ranks))
 
 
-def cut_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
+def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
     """(batch, seq) -> (batch, seq / ranks)."""
     if ranks == 1:
         return tensor
@@ -29,7 +29,7 @@ def cut_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim=1)
 
 
-def whole_sequence(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def all_gather_sequence(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """The other way round, over all ranks of the mesh; dim: of the sequence. In backward each rank's share of the gradients is
     added up where it belongs."""
     if mesh.size() == 1:
@@ -42,7 +42,7 @@ def whole_sequence(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return torch.cat((head, tail.flip(dim)), dim=dim).flatten(dim, dim + 1)
 
 
-class GatheredAttention(nn.Module):
+class AllGatherAttention(nn.Module):
     """Attention of this rank's queries to the keys and values of the whole sequence."""
 
     def __init__(self, kernel: nn.Module, mesh: DeviceMesh, recompute: bool):
@@ -63,4 +63,4 @@ class GatheredAttention(nn.Module):
 
     def _gather(self, mine: Tensor) -> Tensor:
         """(2, batch, kv heads, seq / cp, head_dim) -> (2, batch, kv heads, seq, head_dim), in order."""
-        return whole_sequence(mine, self.mesh, dim=3)
+        return all_gather_sequence(mine, self.mesh, dim=3)

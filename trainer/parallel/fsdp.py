@@ -22,7 +22,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     # Inputs keep their precision: what flows is already in dtype, and the rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = OffloadPolicy()
-    if config.offload_parameters:
+    if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(modules: list[nn.Module], reshard: bool | int) -> None:
@@ -49,7 +49,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     held_units = [unit[0][0] for unit in units if unit[0]]
     first = held_units[0] if held_units else model  # tied, it is the last one too
     last = held_units[-1:] if len(held_units) > 1 else []
-    _prefetch([first, *(modules[0] for modules, _ in blocks), *last], config.prefetch_units)
+    _prefetch([first, *(modules[0] for modules, _ in blocks), *last], config.fsdp_prefetch)
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:

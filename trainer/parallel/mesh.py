@@ -53,7 +53,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def ranks_of_stage(self) -> int:
+    def ranks_per_stage(self) -> int:
         """Ranks that hold the parameters of one pipeline stage between them."""
         return self.world_size // self.pp
 

@@ -9,18 +9,18 @@ from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 from trainer.parallel import compile
 from trainer.parallel.activation_checkpoint import (
-    Again,
     Compute,
-    computed_again,
+    RecomputePolicy,
     recompute_all,
-    recompute_all_but,
+    recompute_except,
     recompute_gathers,
+    recompute_policy,
 )
-from trainer.parallel.activation_offload import HostInputs
-from trainer.parallel.attention import Kernels, apply_attention
+from trainer.parallel.activation_offload import InputOffloader
+from trainer.parallel.attention import AttentionBackend, apply_attention
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes
-from trainer.parallel.pipeline import Stage, cut_to_stage
+from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.device import DTYPES
 
@@ -35,7 +35,7 @@ def parallelize(
     compiling: CompileConfig,
     dtype: str,
     document_mask: bool,
-    kernels: Kernels,
+    kernels: AttentionBackend,
 ) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
     is one stage. dtype: of the computation ("bf16", "fp32"); document_mask: attention ends at the borders of documents.
@@ -48,18 +48,18 @@ def parallelize(
     compile.configure(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
 
-    def again(block: str) -> Again:
-        return computed_again(int(block), checkpointing, gathers, compiled=compiling.enabled)
+    def again(block: str) -> RecomputePolicy:
+        return recompute_policy(int(block), checkpointing, gathers, compiled=compiling.enabled)
 
     def gather_again(block: str) -> bool:
         return again(block) == "gathers"
 
-    inputs = HostInputs(torch.device(meshes.model.device_type)) if checkpointing.offload else None
+    inputs = InputOffloader(torch.device(meshes.model.device_type)) if checkpointing.offload_inputs else None
     parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_network()
-        cut_to_stage(model, plan, stage)
+        prune_to_stage(model, plan, stage)
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
         apply_attention(model, plan, cp, document_mask, DTYPES[dtype], kernels, gather_again)
@@ -75,11 +75,11 @@ def parallelize(
 
 
 def block_forward(
-    forward: Compute, again: Again, checkpointing: ActivationCheckpointConfig, compiling: CompileConfig
+    forward: Compute, again: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compiling: CompileConfig
 ) -> Compute:
     """How a block computes, once its modules are cut."""
     if again == "selected":
-        forward = recompute_all_but(checkpointing.save, checkpointing.save_every_matmul, forward)
+        forward = recompute_except(checkpointing.save, checkpointing.save_every_nth_matmul, forward)
     if again == "gathers_compiled":
         forward = recompute_gathers(forward)
     if compiling.enabled:

@@ -96,8 +96,8 @@ def stages(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list
         key = "parallel.pipeline_stages_per_rank" if config.pipeline_stages_per_rank else "parallel.pp"
         rule = f"makes {count} stages ({config.pp} ranks x {stages_per_rank(config)}), but the model has {len(names)} blocks"
         raise ConfigError(key, rule)
-    if config.pp > 1 and config.pipeline_split:
-        starts = [0, *_split_points(config.pipeline_split, [f"{plan.blocks}.{name}" for name in names], count)]
+    if config.pp > 1 and config.pipeline_split_points:
+        starts = [0, *_split_points(config.pipeline_split_points, [f"{plan.blocks}.{name}" for name in names], count)]
     else:
         starts = _balanced(*_weights(model, plan), count)
     return [
@@ -107,7 +107,7 @@ def stages(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list
 
 
 def _split_points(given: Sequence[str], names: list[str], count: int) -> list[int]:
-    key = "parallel.pipeline_split"
+    key = "parallel.pipeline_split_points"
     unknown = next((name for name in given if name not in names), None)
     if unknown is not None:
         raise ConfigError(key, f"{unknown} is no block; expected {names[1]} to {names[-1]}")
@@ -177,7 +177,7 @@ class _Absent(nn.Module):
         return hidden
 
 
-def cut_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
+def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
     """Leave a stage of the model, in place. What stays keeps its name."""
     absent = plan.before * (not stage.is_first) + plan.after * (not stage.is_last)
     for name in absent:
@@ -191,14 +191,14 @@ def cut_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
 # ---------------------------------------------------------------- the step
 
 
-def least_microbatches(config: ParallelConfig) -> int:
+def min_microbatches(config: ParallelConfig) -> int:
     """Microbatches that a step must have on each rank."""
     return config.pp * (2 if config.pp > 1 and config.pipeline_schedule == "DualPipeV" else 1)
 
 
-def refuse_microbatches(config: ParallelConfig, microbatches: int) -> None:
+def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
     """Raises ConfigError where a schedule cannot work with so many microbatches a step."""
-    least = least_microbatches(config)
+    least = min_microbatches(config)
     have = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
     if microbatches < least:
         raise ConfigError("parallel.pp", f"{have}, but {config.pipeline_schedule} needs at least {least}")
@@ -218,7 +218,7 @@ class PipelineStep:
         microbatches: int,
         hidden: Tensor,
         make_head: MakeHead,
-        cut_sequence: CutSequence,
+        shard_sequence: CutSequence,
         pipeline_group: ProcessGroup,
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
@@ -229,7 +229,7 @@ class PipelineStep:
         self.parts = parts
         self.hidden = hidden
         self.make_head = make_head
-        self.cut_sequence = cut_sequence
+        self.shard_sequence = shard_sequence
         self.pipeline_group = pipeline_group
         self.batch_group = batch_group
         self.loss_group = loss_group
@@ -268,7 +268,7 @@ class PipelineStep:
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         self.num_targets = num_targets.clamp(min=1)  # a batch may be all padding
-        cut = [self.cut_sequence(batch) for batch in microbatches]
+        cut = [self.shard_sequence(batch) for batch in microbatches]
         tokens, labels, positions, documents = (
             torch.cat([getattr(batch, name) for batch in cut])
             for name in ("tokens", "labels", "positions", "documents")
@@ -289,7 +289,7 @@ class PipelineStep:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """One microbatch after the other through all stages; torch's schedules do not all run without backward."""
-        losses = [self._forward(self.cut_sequence(batch)) for batch in microbatches]
+        losses = [self._forward(self.shard_sequence(batch)) for batch in microbatches]
         for module in (m for part in self.parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
             module.reshard()  # no backward comes that would do it
         return self._sum([loss for loss in losses if loss is not None]), count_targets(microbatches, self.batch_group)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.batch import IGNORED, Batch
+from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
 
 MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
@@ -32,7 +32,7 @@ class Step(Protocol):
 def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
     """Targets of the microbatches of all ranks, over whole sequences, so that every target weighs the same wherever padding
     and masks fall: a scalar."""
-    mine = torch.stack([(batch.labels != IGNORED).sum() for batch in microbatches]).sum()
+    mine = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
     return sum_over(mine, batch_group)
 
 
@@ -43,7 +43,7 @@ class SpmdStep:
         self,
         model: FSDPModule,
         make_head: MakeHead,
-        cut_sequence: CutSequence,
+        shard_sequence: CutSequence,
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
         reduce_every_microbatch: bool,
@@ -51,7 +51,7 @@ class SpmdStep:
         """batch_group: the ranks that read different samples; loss_group: those that compute different targets."""
         self.model = model
         self.make_head = make_head
-        self.cut_sequence = cut_sequence
+        self.shard_sequence = shard_sequence
         self.batch_group = batch_group
         self.loss_group = loss_group
         self.reduce_every_microbatch = reduce_every_microbatch
@@ -73,5 +73,5 @@ class SpmdStep:
         return sum_over(loss_sum, self.loss_group), count_targets(microbatches, self.batch_group)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        batch = self.cut_sequence(batch)
+        batch = self.shard_sequence(batch)
         return self.model(batch.tokens, batch.positions, batch.documents, head=self.make_head(batch.labels))

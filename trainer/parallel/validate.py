@@ -10,13 +10,13 @@ from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import SCHEDULES
 
 
-def require_fit(
+def check_divisibility(
     dims: ParallelDims, plan: ParallelPlan, sizes: Any, model: str, config: ParallelConfig, seq_len: int
 ) -> None:
     """Raises ConfigError for degrees that the model cannot be cut by. model: its name."""
     if dims.pp > 1 and plan.tied:
         raise ConfigError("parallel.pp", "tied embeddings cannot be cut: first and last stage would share a parameter")
-    for name in plan.tensor_sizes:
+    for name in plan.tp_divisible:
         if getattr(sizes, name) % dims.tp:
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)
@@ -29,7 +29,7 @@ def require_fit(
         raise ConfigError("parallel.tp", f"must divide {part}; or set sequence_parallel = false")
 
 
-def require_supported(
+def check_supported(
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
     compilation: CompileConfig,

@@ -14,18 +14,18 @@ from trainer.config import (
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 from trainer.planning.roofline import StepTime, bubble, step_time
 from trainer.planning.simulate import Simulation, simulate
-from trainer.run.resolve import Setup, set_up
-from trainer.runtime.accelerators import Board
+from trainer.run.resolve import ResolvedRun, resolve
+from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.system.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunEstimate:
     simulations: list[Simulation]
     times: list[StepTime]
-    setup: Setup
+    resolved: ResolvedRun
     config: Config
-    board: Board
+    board: AcceleratorSpec
     reserve: float
     """Bytes."""
 
@@ -61,16 +61,16 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        flops = self.setup.flops_per_token * self.tokens_per_second
-        return flops / (self.setup.dims.world_size * self.board.flops[self.config.training.compute_dtype])
+        flops = self.resolved.flops_per_token * self.tokens_per_second
+        return flops / (self.resolved.dims.world_size * self.board.flops[self.config.training.compute_dtype])
 
     @property
     def checkpoint(self) -> int:
         """Bytes: of the parameters and of the optimizer's state."""
-        return int(self.setup.num_parameters * self.simulations[0].state_per_parameter)
+        return int(self.resolved.num_parameters * self.simulations[0].state_per_parameter)
 
 
-def without_files(config: Config) -> Config:
+def strip_file_settings(config: Config) -> Config:
     """The same network, step and optimizer, without the settings that name files or leave work to the compiler."""
     data = DataConfig(document_mask=config.data.document_mask)
     return replace(
@@ -83,23 +83,23 @@ def without_files(config: Config) -> Config:
     )
 
 
-def chosen_ranks(setup: Setup) -> list[int]:
+def representative_ranks(resolved: ResolvedRun) -> list[int]:
     """The first of the first, of a middle and of the last pipeline stage's ranks."""
-    of_stage = setup.dims.ranks_of_stage
-    return sorted({stage * of_stage for stage in (0, setup.dims.pp // 2, setup.dims.pp - 1)})
+    of_stage = resolved.dims.ranks_per_stage
+    return sorted({stage * of_stage for stage in (0, resolved.dims.pp // 2, resolved.dims.pp - 1)})
 
 
-def plan(config: Config, world_size: int, board: Board, reserve: float, on_gpu: bool) -> Plan:
+def plan(config: Config, world_size: int, board: AcceleratorSpec, reserve: float, on_gpu: bool) -> RunEstimate:
     """Raises ConfigError for what cannot run, or cannot be planned."""
     if config.activation_checkpoint.mode == "budget":
         raise ConfigError("activation_checkpoint.mode", "cannot be planned: the compiler chooses what is kept")
-    config = without_files(config)
-    setup = set_up(config, world_size)
-    simulations = simulate([(config, rank) for rank in chosen_ranks(setup)], world_size, on_gpu)
-    return assembled(config, setup, simulations, board, reserve)
+    config = strip_file_settings(config)
+    resolved = resolve(config, world_size)
+    simulations = simulate([(config, rank) for rank in representative_ranks(resolved)], world_size, on_gpu)
+    return combine(config, resolved, simulations, board, reserve)
 
 
-def bubble_of(parallel: ParallelConfig, microbatches: int) -> float:
+def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:
     """Of the schedule; as of StepTime."""
     if parallel.pp == 1:
         return 0.0
@@ -107,8 +107,12 @@ def bubble_of(parallel: ParallelConfig, microbatches: int) -> float:
     return bubble(parallel.pp, stages_per_rank(parallel), microbatches, splits)
 
 
-def assembled(config: Config, setup: Setup, simulations: list[Simulation], board: Board, reserve: float) -> Plan:
-    """simulations: of chosen_ranks."""
-    idle = bubble_of(config.parallel, setup.grad_accum)
+def combine(
+    config: Config, resolved: ResolvedRun, simulations: list[Simulation], board: AcceleratorSpec, reserve: float
+) -> RunEstimate:
+    """simulations: of representative_ranks."""
+    idle = pipeline_bubble(config.parallel, resolved.grad_accum)
     times = [step_time(s.work, s.traffic, s.group_ranks, s.host_moved, s.host_work, board, idle) for s in simulations]
-    return Plan(simulations=simulations, times=times, setup=setup, config=config, board=board, reserve=reserve)
+    return RunEstimate(
+        simulations=simulations, times=times, resolved=resolved, config=config, board=board, reserve=reserve
+    )

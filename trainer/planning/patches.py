@@ -13,11 +13,11 @@ from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from trainer.parallel.attention import Kernels
+from trainer.parallel.attention import AttentionBackend
 from trainer.planning.recorder import Recorder
-from trainer.runtime.host_memory import HostLink
+from trainer.runtime.host_memory import HostTransfer
 
-ON_IMAGINARY_GPU = Kernels(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
+FAKE_GPU_KERNELS = AttentionBackend(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
 """flex_attention keeps for backward what the plain kernel keeps, and its mask is small."""
 
 
@@ -27,20 +27,20 @@ class _NoMask(nn.Module):
 
 
 @contextmanager
-def host_buffers() -> Iterator[list[Tensor]]:
+def record_host_buffers() -> Iterator[list[Tensor]]:
     """Those that are made to be copied to, which are as other tensors here."""
     made: list[Tensor] = []
-    make = HostLink.host_like
+    make = HostTransfer.host_like
 
-    def told(link: HostLink, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def told(link: HostTransfer, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         made.append(make(link, tensor, dtype))
         return made[-1]
 
-    with patch.object(HostLink, "host_like", told):
+    with patch.object(HostTransfer, "host_like", told):
         yield made
 
 
-def agree_on_shapes(schedule: Any) -> None:
+def skip_shape_negotiation(schedule: Any) -> None:
     """In torch's pipelines neighbours vote on whether both know the shapes of what passes; here are none, and all do."""
 
     def agree(stages: Sequence, *rest) -> None:
@@ -51,7 +51,7 @@ def agree_on_shapes(schedule: Any) -> None:
 
 
 @contextmanager
-def fsdp_told(recorder: Recorder, gathers_once: bool) -> Iterator[None]:
+def annotate_fsdp(recorder: Recorder, gathers_once: bool) -> Iterator[None]:
     """Gradients of gathered parameters, which FSDP takes away when it has reduced them or added them up; and in a pipeline, where
     a microbatch stands for several, what it does once a step: reductions, and gathers if gathers_once."""
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
@@ -63,14 +63,14 @@ def fsdp_told(recorder: Recorder, gathers_once: bool) -> Iterator[None]:
                 if isinstance(gradient, Tensor):
                     recorder.mark(gradient, "gradients")
         # An update in backward too.
-        with recorder.weighing(1.0 if recorder.stepping and group.reduce_grads else recorder.weight):
+        with recorder.weighted(1.0 if recorder.stepping and group.reduce_grads else recorder.weight):
             reduce(group, *args)
         for parameter in group.fsdp_params:
             if parameter.unsharded_accumulated_grad is not None:
                 recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
 
     def of_gathers() -> AbstractContextManager:
-        return recorder.weighing(1.0) if gathers_once else nullcontext()
+        return recorder.weighted(1.0) if gathers_once else nullcontext()
 
     def gathered(group: FSDPParamGroup, *args, **kwargs) -> None:
         with of_gathers():
@@ -89,13 +89,13 @@ def fsdp_told(recorder: Recorder, gathers_once: bool) -> Iterator[None]:
 
 
 @contextmanager
-def trials_unseen(recorder: Recorder) -> Iterator[None]:
+def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
     """DTensor tries operators on fake tensors of the whole sizes, to know what they give; what torch 2.11 does so each time, 2.13
     remembers."""
     attempt = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen(propagator: ShardingPropagator, *args):
-        with recorder.looking_away():
+        with recorder.paused():
             return attempt(propagator, *args)
 
     with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):

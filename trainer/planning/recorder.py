@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trainer.runtime.dtensor import local
+from trainer.runtime.dtensor import to_local
 
 aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Moment:
+class ExecutionPoint:
     """Which work is under way."""
 
     module: str
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         self.on_cpu = not on_gpu
         self.round_to = _GPU_ALLOCATION if on_gpu else 1
         self.allocations: list[Allocation] = []
-        self.moments: list[tuple[int, Moment]] = []
+        self.moments: list[tuple[int, ExecutionPoint]] = []
         self.events = 0
         self.weight = 1.0
         """Of the work and traffic that follow: how often they happen."""
@@ -123,8 +123,8 @@ class Recorder(TorchDispatchMode):
 
     def know(self, tensor: Tensor, kind: str, host: bool) -> None:
         """Of what is there before the recording. host: in host memory."""
-        if local(tensor).untyped_storage()._cdata not in self._alive:
-            self._see(local(tensor), -1)
+        if to_local(tensor).untyped_storage()._cdata not in self._alive:
+            self._see(to_local(tensor), -1)
             self.mark(tensor, kind, host)
 
     # ------------------------------------------------------------ the recording
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     @contextmanager
-    def weighing(self, weight: float) -> Iterator[None]:
+    def weighted(self, weight: float) -> Iterator[None]:
         before, self.weight = self.weight, weight
         try:
             yield
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
             self.weight = before
 
     @contextmanager
-    def looking_away(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """From what no real step would do."""
         self._looking = False
         try:
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), allocation
         self.allocations.append(allocation)
-        moment = Moment(allocation.module, allocation.in_backward)
+        moment = ExecutionPoint(allocation.module, allocation.in_backward)
         if not self.moments or self.moments[-1][1] != moment:
             self.moments.append((now, moment))
 
@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, kind: str, host: bool = False) -> None:
         """Say what a tensor is, whatever was done with it, and where."""
-        found = self._alive.get(local(tensor).untyped_storage()._cdata)
+        found = self._alive.get(to_local(tensor).untyped_storage()._cdata)
         if found is not None:
             found[1].kind, found[1].host = kind, host
 
@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):
         """What has memory of the device after that event."""
         return [a for a in self.allocations if not a.host and a.born <= event and (a.died is None or a.died > event)]
 
-    def moment(self, event: int) -> Moment:
+    def moment(self, event: int) -> ExecutionPoint:
         return self.moments[bisect.bisect_right(self.moments, event, key=lambda entry: entry[0]) - 1][1]
 
 

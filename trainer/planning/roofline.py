@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.planning.recorder import Traffic
-from trainer.runtime.accelerators import Board
+from trainer.runtime.accelerators import AcceleratorSpec
 
-OF_FLOPS, OF_BANDWIDTH, OF_NETWORK = 0.75, 0.85, 0.8
+FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY = 0.75, 0.85, 0.8
 """What large operators reach of a board's peaks: matrix products, element-wise operators, collectives."""
 
 _BESIDE = ("fsdp", "dp_replicate", "pp")
@@ -32,37 +32,37 @@ class StepTime:
     """Share of the step in which a pipeline waits for its first and last microbatches."""
 
     @property
-    def waiting_s(self) -> float:
+    def exposed_comm_s(self) -> float:
         """Of collectives that nothing runs beside."""
         return sum(seconds for axis, seconds in self.collectives_s.items() if axis not in _BESIDE)
 
     @property
-    def beside_s(self) -> float:
+    def overlapped_comm_s(self) -> float:
         return sum(seconds for axis, seconds in self.collectives_s.items() if axis in _BESIDE)
 
     @property
-    def busy_s(self) -> float:
+    def critical_path_s(self) -> float:
         """What runs beside the computation shows where it takes longer than that."""
-        return max(self.matmuls_s + self.memory_s + self.waiting_s, self.beside_s, self.host_copies_s)
+        return max(self.matmuls_s + self.memory_s + self.exposed_comm_s, self.overlapped_comm_s, self.host_copies_s)
 
     @property
     def total_s(self) -> float:
-        return self.busy_s / (1 - self.bubble) + self.host_update_s
+        return self.critical_path_s / (1 - self.bubble) + self.host_update_s
 
     @property
     def bound(self) -> str:
         """What takes most of it."""
         if self.host_update_s > self.total_s / 2:
             return "the update in host memory"
-        if self.busy_s == self.host_copies_s:
+        if self.critical_path_s == self.host_copies_s:
             return "copies to and from host memory"
-        if self.busy_s == self.beside_s:
+        if self.critical_path_s == self.overlapped_comm_s:
             axis = max((a for a in self.collectives_s if a in _BESIDE), key=lambda a: self.collectives_s[a])
             return f"collectives over {axis}"
         shares = {
             "matrix products": self.matmuls_s,
             "memory bandwidth": self.memory_s,
-            "the pipeline's bubble": self.busy_s / (1 - self.bubble) - self.busy_s,
+            "the pipeline's bubble": self.critical_path_s / (1 - self.bubble) - self.critical_path_s,
             "the update in host memory": self.host_update_s,
         }
         shares |= {f"collectives over {a}": s for a, s in self.collectives_s.items() if a not in _BESIDE}
@@ -75,29 +75,29 @@ def step_time(
     group_ranks: Mapping[str, Sequence[int]],
     host_moved: Mapping[bool, float],
     host_work: float,
-    board: Board,
+    board: AcceleratorSpec,
     bubble: float,
 ) -> StepTime:
     """work, traffic, group_ranks, host_moved and host_work: as in Simulation. bubble: as in StepTime."""
     matmuls_s = memory_s = 0.0
     for (precision, flops, size), count in work.items():
-        computing_s = flops / (board.flops[precision] * OF_FLOPS)
-        moving_s = size / (board.bandwidth * OF_BANDWIDTH)
+        computing_s = flops / (board.flops[precision] * FLOPS_EFFICIENCY)
+        moving_s = size / (board.bandwidth * BANDWIDTH_EFFICIENCY)
         if computing_s > moving_s:
             matmuls_s += count * computing_s
         else:
             memory_s += count * moving_s
     collectives_s: Counter[str] = Counter()
     for (axis, collective), seen in traffic.items():
-        rate = _rate(group_ranks[axis], board) * OF_NETWORK
+        rate = _rate(group_ranks[axis], board) * NETWORK_EFFICIENCY
         collectives_s[axis] += wire_bytes(collective, seen.size, len(group_ranks[axis])) / rate
-    link = board.host_link * OF_NETWORK
+    link = board.host_link * NETWORK_EFFICIENCY
     return StepTime(
         matmuls_s=matmuls_s,
         memory_s=memory_s,
         collectives_s=dict(collectives_s),
         host_copies_s=host_moved.get(False, 0.0) / link,
-        host_update_s=max(host_moved.get(True, 0.0) / link, host_work / (board.host_bandwidth * OF_BANDWIDTH)),
+        host_update_s=max(host_moved.get(True, 0.0) / link, host_work / (board.host_bandwidth * BANDWIDTH_EFFICIENCY)),
         bubble=bubble,
     )
 
@@ -110,10 +110,10 @@ def wire_bytes(collective: str, size: float, ranks: int) -> float:
     return 2 * once if collective == "all-reduce" else once
 
 
-def _rate(ranks: Sequence[int], board: Board) -> float:
+def _rate(ranks: Sequence[int], board: AcceleratorSpec) -> float:
     """Bytes per second that each rank of a group has. Those of one machine share its network among fewer, larger streams:
     what leaves the machine leaves it once."""
-    machines = Counter(rank // board.per_machine for rank in ranks)
+    machines = Counter(rank // board.gpus_per_node for rank in ranks)
     if len(machines) == 1:
         return board.link
     return min(board.link, board.network * min(machines.values()))

@@ -8,17 +8,17 @@ from typing import Any
 from trainer.config import Config, ConfigError
 from trainer.config.load import check_combinations
 from trainer.config.schema import toml_value
-from trainer.planning.estimate import Plan, assembled, bubble_of, chosen_ranks, without_files
-from trainer.planning.roofline import OF_BANDWIDTH, OF_FLOPS, OF_NETWORK
+from trainer.planning.estimate import RunEstimate, combine, pipeline_bubble, representative_ranks, strip_file_settings
+from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY
 from trainer.planning.simulate import simulate
-from trainer.run.preflight import least
-from trainer.run.resolve import Setup, set_up
-from trainer.runtime.accelerators import Board
+from trainer.run.preflight import minimum_memory
+from trainer.run.resolve import ResolvedRun, resolve
+from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.system.process import cores
 from trainer.system.units import GIB
 
 _MOST_PP = 16
-_DERIVED = {"pipeline_stages_per_rank": 0, "pipeline_split": (), "reshard_after_forward": "default"}
+_DERIVED = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_after_forward": "default"}
 """What fits one layout alone, and is left to the trainer."""
 _SURE = 0.9
 """What even this share of its estimate says does not fit is not simulated."""
@@ -34,7 +34,7 @@ class Layout:
     settings: dict[str, dict[str, Any]]
     """Section -> name -> value: what it changes in the configuration; none for what is configured."""
     config: Config
-    setup: Setup
+    resolved: ResolvedRun
 
     def toml(self) -> str:
         lines = []
@@ -52,10 +52,10 @@ class Layout:
 
     def __str__(self) -> str:
         config = self.config
-        words = [str(self.setup.dims), f"checkpointing {config.activation_checkpoint.mode}"]
+        words = [str(self.resolved.dims), f"checkpointing {config.activation_checkpoint.mode}"]
         if config.training.reduce_every_microbatch:
             words.append("reduce every microbatch")
-        if self.setup.dims.pp > 1:
+        if self.resolved.dims.pp > 1:
             words.append(config.parallel.pipeline_schedule)
         return ", ".join(words) + " (as configured)" * (not self.settings)
 
@@ -67,10 +67,10 @@ def _powers(most: int) -> Iterator[int]:
         n *= 2
 
 
-def layouts(config: Config, world_size: int, board: Board) -> Iterator[Layout]:
+def layouts(config: Config, world_size: int, board: AcceleratorSpec) -> Iterator[Layout]:
     """All that are legal: tensor parallelism within a machine, cp as it is configured, every mode of checkpointing."""
-    config = without_files(config)
-    for tp in _powers(min(board.per_machine, world_size)):
+    config = strip_file_settings(config)
+    for tp in _powers(min(board.gpus_per_node, world_size)):
         for pp in _powers(min(_MOST_PP, world_size // tp)):
             schedules = ["1F1B", "Interleaved1F1B"] if pp > 1 else [""]
             for schedule in schedules:
@@ -104,80 +104,84 @@ def _legal(
     )  # fmt: skip
     try:
         check_combinations(changed)
-        setup = set_up(changed, world_size)
+        resolved = resolve(changed, world_size)
     except ConfigError:
         return
-    if not (reduce_every and setup.grad_accum == 1):
-        yield Layout(settings, changed, setup)
+    if not (reduce_every and resolved.grad_accum == 1):
+        yield Layout(settings, changed, resolved)
 
 
 # ---------------------------------------------------------------- the sieve
 
 
-def least_memory(layout: Layout) -> float:
+def estimate_memory(layout: Layout) -> float:
     """Bytes of a rank, roughly."""
-    setup, config = layout.setup, layout.config
-    dims = setup.dims
-    held = setup.num_parameters / (dims.tp * dims.pp)
-    gathered_gradients = setup.grad_accum > 1 and not config.training.reduce_every_microbatch
-    of_shards = least(int(held / dims.fsdp), config.training, config.optimizer, config.parallel).device
+    resolved, config = layout.resolved, layout.config
+    dims = resolved.dims
+    held = resolved.num_parameters / (dims.tp * dims.pp)
+    gathered_gradients = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
+    of_shards = minimum_memory(int(held / dims.fsdp), config.training, config.optimizer, config.parallel).device
     state = of_shards + held * 4 * gathered_gradients
-    batch, seq, dim = setup.hidden_shape
+    batch, seq, dim = resolved.hidden_shape
     tokens = batch * seq * (dims.tp if config.parallel.sequence_parallel else 1)
-    blocks = sum(len(stage.blocks) for stage in setup.stages) / dims.pp
-    in_flight = min(dims.pp, setup.grad_accum)
+    blocks = sum(len(stage.blocks) for stage in resolved.stages) / dims.pp
+    in_flight = min(dims.pp, resolved.grad_accum)
     kept = _KEPT[config.activation_checkpoint.mode] / (dims.tp if config.activation_checkpoint.mode != "full" else 1)
     return state + tokens * dim * kept * blocks * in_flight
 
 
-def likely_time(layout: Layout, board: Board) -> float:
+def estimate_time(layout: Layout, board: AcceleratorSpec) -> float:
     """Seconds of a step, roughly."""
-    setup, config = layout.setup, layout.config
-    dims = setup.dims
+    resolved, config = layout.resolved, layout.config
+    dims = resolved.dims
     tokens = config.training.global_batch_size * config.training.seq_len
-    flops = setup.flops_per_token * tokens / dims.world_size * (1 + _AGAIN[config.activation_checkpoint.mode])
-    computing_s = flops / (board.flops[config.training.compute_dtype] * OF_FLOPS)
+    flops = resolved.flops_per_token * tokens / dims.world_size * (1 + _AGAIN[config.activation_checkpoint.mode])
+    computing_s = flops / (board.flops[config.training.compute_dtype] * FLOPS_EFFICIENCY)
     mine = tokens / dims.batch / dims.cp
-    blocks = sum(len(stage.blocks) for stage in setup.stages) / dims.pp
-    dim = setup.hidden_shape[2]
-    moving_s = mine / dims.tp * blocks * dim * 2 * 100 / (board.bandwidth * OF_BANDWIDTH)
-    waiting_s = (dims.tp > 1) * mine * blocks * dim * 2 * 10 * (1 - 1 / dims.tp) / (board.link * OF_NETWORK)
-    gathers = setup.grad_accum if dims.pp == 1 else 1
+    blocks = sum(len(stage.blocks) for stage in resolved.stages) / dims.pp
+    dim = resolved.hidden_shape[2]
+    moving_s = mine / dims.tp * blocks * dim * 2 * 100 / (board.bandwidth * BANDWIDTH_EFFICIENCY)
+    exposed_comm_s = (
+        (dims.tp > 1) * mine * blocks * dim * 2 * 10 * (1 - 1 / dims.tp) / (board.link * NETWORK_EFFICIENCY)
+    )
+    gathers = resolved.grad_accum if dims.pp == 1 else 1
     reductions = gathers if config.training.reduce_every_microbatch else 1
-    sent = setup.num_parameters / (dims.tp * dims.pp) * (4 * gathers + 4 * reductions)
-    spread = dims.fsdp * dims.tp > board.per_machine
-    rate = board.network * max(1, board.per_machine // dims.tp) if spread else board.link
-    beside_s = (dims.fsdp > 1) * sent / (min(rate, board.link) * OF_NETWORK)
-    return max(computing_s + moving_s + waiting_s, beside_s) / (1 - bubble_of(config.parallel, setup.grad_accum))
+    sent = resolved.num_parameters / (dims.tp * dims.pp) * (4 * gathers + 4 * reductions)
+    spread = dims.fsdp * dims.tp > board.gpus_per_node
+    rate = board.network * max(1, board.gpus_per_node // dims.tp) if spread else board.link
+    overlapped_comm_s = (dims.fsdp > 1) * sent / (min(rate, board.link) * NETWORK_EFFICIENCY)
+    return max(computing_s + moving_s + exposed_comm_s, overlapped_comm_s) / (
+        1 - pipeline_bubble(config.parallel, resolved.grad_accum)
+    )
 
 
 def search(
-    config: Config, world_size: int, board: Board, reserve: float, on_gpu: bool, rows: int
-) -> tuple[int, list[tuple[Layout, Plan]]]:
+    config: Config, world_size: int, board: AcceleratorSpec, reserve: float, on_gpu: bool, rows: int
+) -> tuple[int, list[tuple[Layout, RunEstimate]]]:
     """How many layouts there are; and of those that may fit the likely fastest, simulated, beside the one that is configured.
     Best first: those that fit by their tokens per second, then the others."""
     there = list(layouts(config, world_size, board))
     if not there:
-        set_up(without_files(config), world_size)  # says why
+        resolve(strip_file_settings(config), world_size)  # says why
         raise ConfigError("", f"no layout of {world_size} ranks can run")
-    left = sorted(there, key=lambda layout: likely_time(layout, board))
+    left = sorted(there, key=lambda layout: estimate_time(layout, board))
     room = board.memory_gib * GIB - reserve
     likely = []
     with suppress(ConfigError):
-        as_it_is = without_files(config)
-        likely.append(Layout({}, as_it_is, set_up(as_it_is, world_size)))
-    plans: list[tuple[Layout, Plan]] = []
+        as_it_is = strip_file_settings(config)
+        likely.append(Layout({}, as_it_is, resolve(as_it_is, world_size)))
+    plans: list[tuple[Layout, RunEstimate]] = []
     of_estimate: dict[tuple[str, str], float] = {}
     while True:
         # What was simulated shows how far the estimate is off for its like.
-        left = [one for one in left if of_estimate.get(_like(one), _SURE) * least_memory(one) < room]
+        left = [one for one in left if of_estimate.get(_like(one), _SURE) * estimate_memory(one) < room]
         likely += left[: min(cores(), rows - len(plans))]
         if not likely:
             return len(there), sorted(plans, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))
         left = [one for one in left if one not in likely]
         for layout, plan in _simulated(likely, world_size, board, reserve, on_gpu):
             plans.append((layout, plan))
-            share = plan.largest.peak / least_memory(layout)
+            share = plan.largest.peak / estimate_memory(layout)
             of_estimate[_like(layout)] = min(share, of_estimate.get(_like(layout), share))
         likely = []
 
@@ -188,10 +192,10 @@ def _like(layout: Layout) -> tuple[str, str]:
 
 
 def _simulated(
-    some: Sequence[Layout], world_size: int, board: Board, reserve: float, on_gpu: bool
-) -> Iterator[tuple[Layout, Plan]]:
-    jobs = [(layout.config, rank) for layout in some for rank in chosen_ranks(layout.setup)]
+    some: Sequence[Layout], world_size: int, board: AcceleratorSpec, reserve: float, on_gpu: bool
+) -> Iterator[tuple[Layout, RunEstimate]]:
+    jobs = [(layout.config, rank) for layout in some for rank in representative_ranks(layout.resolved)]
     simulations = iter(simulate(jobs, world_size, on_gpu))
     for layout in some:
-        of_layout = [next(simulations) for _ in chosen_ranks(layout.setup)]
-        yield layout, assembled(layout.config, layout.setup, of_layout, board, reserve)
+        of_layout = [next(simulations) for _ in representative_ranks(layout.resolved)]
+        yield layout, combine(layout.config, layout.resolved, of_layout, board, reserve)

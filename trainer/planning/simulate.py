@@ -18,14 +18,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
 from trainer.config import Config
-from trainer.engine import Engine, parts_of_rank
-from trainer.parallel.attention import ON_CPU
+from trainer.engine import Engine, build_model_parts
+from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
-from trainer.planning.patches import ON_IMAGINARY_GPU, agree_on_shapes, fsdp_told, host_buffers, norms, trials_unseen
-from trainer.planning.recorder import KINDS, Moment, Recorder, Traffic
-from trainer.run.resolve import Setup, set_up
-from trainer.runtime.dtensor import local
+from trainer.planning.patches import (
+    FAKE_GPU_KERNELS,
+    annotate_fsdp,
+    ignore_sharding_trials,
+    norms,
+    record_host_buffers,
+    skip_shape_negotiation,
+)
+from trainer.planning.recorder import KINDS, ExecutionPoint, Recorder, Traffic
+from trainer.run.resolve import ResolvedRun, resolve
+from trainer.runtime.dtensor import to_local
 from trainer.system.process import cores, die_with_parent
 
 CPU = torch.device("cpu")
@@ -43,7 +50,7 @@ class Simulation:
     rank: int
     peak: int
     """Bytes."""
-    at: Moment
+    at: ExecutionPoint
     by_kind: dict[str, int]
     """Bytes at the peak, of each of KINDS."""
     by_module: dict[str, dict[str, int]]
@@ -69,7 +76,7 @@ class Simulation:
 
 
 @contextmanager
-def imaginary_world(rank: int, size: int) -> Iterator[None]:
+def fake_process_group(rank: int, size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
@@ -89,46 +96,51 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
 
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:
     config, rank = job
-    whole = set_up(config, world_size)
+    whole = resolve(config, world_size)
     count, shown = whole.grad_accum, _shown(config, whole)
-    setup = replace(whole, grad_accum=shown)
-    with imaginary_world(rank, setup.dims.world_size):
-        meshes = Meshes(setup.dims, CPU)
-        parts = parts_of_rank(config, setup, meshes, ON_IMAGINARY_GPU if on_gpu else ON_CPU)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, norms(on_gpu), host_buffers() as buffers:
-            engine = Engine(config, setup, CPU, meshes, parts, set(setup.parameter_names))
-            if setup.dims.pp > 1:
-                agree_on_shapes(engine.step.schedule)
+    resolved = replace(whole, grad_accum=shown)
+    with fake_process_group(rank, resolved.dims.world_size):
+        meshes = Meshes(resolved.dims, CPU)
+        parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, norms(on_gpu), record_host_buffers() as buffers:
+            engine = Engine(config, resolved, CPU, meshes, parts, set(resolved.parameter_names))
+            if resolved.dims.pp > 1:
+                skip_shape_negotiation(engine.step.schedule)
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
-            first = shown if setup.dims.pp > 1 else min(shown, 2)
+            first = shown if resolved.dims.pp > 1 else min(shown, 2)
             _update(engine, [_batch(config) for _ in range(first)])
             engine.optimizer.begin(1e-4)
-            on_host = on_gpu and config.parallel.offload_parameters
+            on_host = on_gpu and config.parallel.cpu_offload
             recorder = Recorder(on_gpu)
             for known in _there_already(engine, fake, on_gpu, on_host, buffers):
                 recorder.know(*known)
             _tell_shards(engine, recorder, on_host)
             batches = [_batch(config) for _ in range(shown)]
-            if setup.dims.pp == 1:
+            if resolved.dims.pp == 1:
                 batches = _Microbatches(batches, recorder, count)
             else:
                 schedule = engine.step.schedule
                 schedule.step = _weighted(schedule.step, recorder, count / shown)
             # Unless it frees parameters in between, a pipeline gathers them once a step.
-            once = setup.dims.pp > 1 and config.parallel.reshard_after_forward in ("default", "never")
-            with recorder, recorder.following(parts.values()), fsdp_told(recorder, once), trials_unseen(recorder):
+            once = resolved.dims.pp > 1 and config.parallel.reshard_after_forward in ("default", "never")
+            with (
+                recorder,
+                recorder.following(parts.values()),
+                annotate_fsdp(recorder, once),
+                ignore_sharding_trials(recorder),
+            ):
                 _update(engine, batches)
-            return _result(rank, meshes, engine, recorder, count / shown if setup.dims.pp > 1 else 1.0)
+            return _result(rank, meshes, engine, recorder, count / shown if resolved.dims.pp > 1 else 1.0)
 
 
-def _shown(config: Config, setup: Setup) -> int:
+def _shown(config: Config, resolved: ResolvedRun) -> int:
     """Microbatches that are run."""
-    if setup.dims.pp == 1:
-        return min(setup.grad_accum, _SHOWN)
+    if resolved.dims.pp == 1:
+        return min(resolved.grad_accum, _SHOWN)
     # From so many on a pipeline is filled, and what it holds grows no more.
-    filled = setup.dims.pp * (2 if stages_per_rank(config.parallel) == 1 else 3)
+    filled = resolved.dims.pp * (2 if stages_per_rank(config.parallel) == 1 else 3)
     fills = SCHEDULES[config.parallel.pipeline_schedule].fills
-    return min(setup.grad_accum, filled) if fills else setup.grad_accum
+    return min(resolved.grad_accum, filled) if fills else resolved.grad_accum
 
 
 def _weighted(run: Callable, recorder: Recorder, weight: float) -> Callable:
@@ -137,7 +149,7 @@ def _weighted(run: Callable, recorder: Recorder, weight: float) -> Callable:
     def weighted(*args, **kwargs) -> None:
         recorder.stepping = True
         try:
-            with recorder.weighing(weight):
+            with recorder.weighted(weight):
                 run(*args, **kwargs)
         finally:
             recorder.stepping = False
@@ -197,7 +209,7 @@ def _tell_shards(engine: Engine, recorder: Recorder, on_host: bool) -> None:
         if parameter.grad is not None:
             recorder.mark(parameter.grad, "gradients", on_host)
             if on_host:
-                recorder.move(local(parameter.grad).nbytes)
+                recorder.move(to_local(parameter.grad).nbytes)
 
     for parameter in engine.optimizer.names:
         parameter.register_post_accumulate_grad_hook(told)
@@ -208,8 +220,8 @@ def _tell_shards(engine: Engine, recorder: Recorder, on_host: bool) -> None:
 
 def _state_per_parameter(engine: Engine) -> float:
     state = [p.detach() for p in engine.parameters.values()] + list(engine.optimizer.state().values())
-    count = sum(local(p.detach()).numel() for p in engine.parameters.values())
-    return sum(local(tensor).nbytes for tensor in state if tensor.dim()) / count
+    count = sum(to_local(p.detach()).numel() for p in engine.parameters.values())
+    return sum(to_local(tensor).nbytes for tensor in state if tensor.dim()) / count
 
 
 def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, microbatches: float) -> Simulation:

@@ -24,7 +24,7 @@ _FIRST_JUDGED = 32
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepOutcome:
     """On a step, the same on every rank."""
 
     step: int
@@ -32,11 +32,11 @@ class Verdict:
     """Behind the samples of the step."""
     stop: bool
     """Some rank was asked to."""
-    left_out: bool
+    skipped: bool
     """The update was not made."""
-    spiked: bool
+    spike: bool
     """It was not made for that reason."""
-    in_a_row: int
+    consecutive_skips: int
     """Updates that were not made, up to this one."""
     total: int
     """Updates that were not made since the start of the run."""
@@ -47,54 +47,64 @@ class Verdict:
         return f"step {self.step}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
 
 
-class Stuck(Exception):
+class TrainingDiverged(Exception):
     """Training has come to a point from which it does not come back: one line for the user, exit code 1."""
 
 
-class Verdicts:
+class OutcomeReader:
     """What the device has decided, read when it costs nothing: a step late, unless the host waits for the device anyway."""
 
     def __init__(self, late: bool):
         self.late = late
         self.unread: deque[tuple[int, int, Callable[[], list[float]]]] = deque()
 
-    def put(self, step: int, cursor: int, verdict: Tensor) -> None:
-        self.unread.append((step, cursor, devices.read_later(verdict)))
+    def put(self, step: int, cursor: int, outcome: Tensor) -> None:
+        self.unread.append((step, cursor, devices.async_read(outcome)))
 
-    def read(self, now: bool) -> list[Verdict]:
+    def read(self, now: bool) -> list[StepOutcome]:
         """Of the steps not read before, in order; with now, up to the last one. What was left out is told."""
-        verdicts = []
+        outcomes = []
         while len(self.unread) > (1 if self.late and not now else 0):
             step, cursor, values = self.unread.popleft()
-            stop, left_out, spiked, in_a_row, total, loss, grad_norm = values()
-            verdict = Verdict(
-                step, cursor, bool(stop), bool(left_out), bool(spiked), int(in_a_row), int(total), loss, grad_norm
+            stop, skipped, spike, consecutive_skips, total, loss, grad_norm = values()
+            outcome = StepOutcome(
+                step,
+                cursor,
+                bool(stop),
+                bool(skipped),
+                bool(spike),
+                int(consecutive_skips),
+                int(total),
+                loss,
+                grad_norm,
             )
-            if verdict.left_out:
-                logging.warning(f"{verdict}; update left out, {verdict.in_a_row} in a row, {verdict.total} in all")
-            verdicts.append(verdict)
-        return verdicts
+            if outcome.skipped:
+                logging.warning(
+                    f"{outcome}; update left out, {outcome.consecutive_skips} in a row, {outcome.total} in all"
+                )
+            outcomes.append(outcome)
+        return outcomes
 
 
-def must_go_back(config: ResilienceConfig, verdict: Verdict, rollbacks: int) -> bool:
-    """Whether it is time to go back to a checkpoint; where it is time to stop, raises Stuck. rollbacks: so far."""
-    if verdict.spiked and config.loss_spike == "rollback":
+def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
+    """Whether it is time to go back to a checkpoint; where it is time to stop, raises TrainingDiverged. rollbacks: so far."""
+    if outcome.spike and config.on_loss_spike == "rollback":
         back = True
-    elif verdict.in_a_row < config.max_left_out:
+    elif outcome.consecutive_skips < config.max_consecutive_skips:
         return False
     else:
-        back = config.after_left_out == "rollback"
+        back = config.on_max_skips == "rollback"
     if not back:
-        raise Stuck(
-            f"{verdict}; {verdict.in_a_row} updates in a row were left out: stopped, and this state is not saved. A lower "
+        raise TrainingDiverged(
+            f"{outcome}; {outcome.consecutive_skips} updates in a row were left out: stopped, and this state is not saved. A lower "
             "learning rate or longer warm-up, from an earlier checkpoint (--checkpoint.load_step), may help"
         )
     if rollbacks == config.max_rollbacks:
-        raise Stuck(f"{verdict}, again, after {rollbacks} rollbacks: stopped, and this state is not saved")
+        raise TrainingDiverged(f"{outcome}, again, after {rollbacks} rollbacks: stopped, and this state is not saved")
     return True
 
 
-class Guard:
+class StabilityGuard:
     """Decides on the device which updates are made; the host reads it when it comes to it."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
@@ -102,27 +112,27 @@ class Guard:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # accepted, left out in a row, left out in all
         self.history = torch.zeros(2, WINDOW, device=device)  # loss and gradient norm of accepted steps, a ring
 
-    def judge(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """All scalars. Returns whether to leave the update out, and the verdict for Verdicts."""
+    def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
+        """All scalars. Returns whether to leave the update out, and the outcome for OutcomeReader."""
         # With offloaded parameters the loss is on another device than the gradients.
         now = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
         finite = now.isfinite().all()
-        spiked = torch.zeros_like(finite)
-        accepted, in_a_row, total = self.counts.unbind()
-        if self.config.loss_spike != "off":
+        spike = torch.zeros_like(finite)
+        accepted, consecutive_skips, total = self.counts.unbind()
+        if self.config.on_loss_spike != "off":
             known = (torch.arange(WINDOW, device=now.device) < accepted).float()
             mean = (self.history * known).sum(1) / known.sum().clamp(min=1)
             variance = ((self.history - mean[:, None]).square() * known).sum(1) / known.sum().clamp(min=1)
-            high = now > mean + self.config.spike_deviations * variance.sqrt()
-            spiked = high.any() & finite & (accepted >= _FIRST_JUDGED)
-        accept = finite & ~spiked
+            high = now > mean + self.config.spike_threshold_sigma * variance.sqrt()
+            spike = high.any() & finite & (accepted >= _FIRST_JUDGED)
+        accept = finite & ~spike
         # Always: the policy may be switched on when the run goes on.
         slot = torch.arange(WINDOW, device=now.device) == accepted % WINDOW
         self.history.copy_(torch.where(slot & accept, now[:, None], self.history))
-        left_out = ~accept
-        self.counts.copy_(torch.stack([accepted + accept, (in_a_row + 1) * left_out, total + left_out]))
-        verdict = torch.cat([torch.stack([votes > 0, left_out, spiked]).double(), self.counts[1:], now.double()])
-        return left_out, verdict
+        skipped = ~accept
+        self.counts.copy_(torch.stack([accepted + accept, (consecutive_skips + 1) * skipped, total + skipped]))
+        outcome = torch.cat([torch.stack([votes > 0, skipped, spike]).double(), self.counts[1:], now.double()])
+        return skipped, outcome
 
     def state(self) -> dict[str, Tensor]:
         """The live state, for a checkpoint."""

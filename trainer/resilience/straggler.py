@@ -15,7 +15,7 @@ _FEWEST_STEPS = 5
 """Of fewer, the mean says little."""
 
 
-class Pace:
+class StragglerDetector:
     """Compares the ranks' own times: of a block's forward, which does the same work on every rank, and of fetching data.
 
     A step takes as long on all ranks, for they wait for each other in every collective; only what lies between tells who is
@@ -27,7 +27,7 @@ class Pace:
         """ratio: to the median rank, from which on a rank is slow; None: nothing is compared."""
         self.ratio = ratio if dist.get_world_size() > 1 else None
         self.device = device
-        self.block = devices.Laps(device)
+        self.block = devices.IntervalTimer(device)
         self.named: int | None = None
         """The rank that was told of last."""
         self.start()
@@ -62,7 +62,7 @@ class Pace:
         elapsed_s = time.perf_counter() - self.since
         all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(all_ranks, mine)
-        found = slow_rank(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
+        found = find_straggler(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
         self.start()
         if found is not None and found["rank"] != self.named:
             logging.warning(f"rank {found['rank']} is slow: {found['why']}")
@@ -70,7 +70,7 @@ class Pace:
         return found
 
 
-def slow_rank(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
+def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
     """times: (ranks, 2), seconds of data in all steps, and of a block. elapsed_s: of all steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from trainer.runtime.distributed import last_collectives, side_store
+from trainer.runtime.distributed import clone_store, flight_recorder_dumps
 
 _LONGEST_STEPS = 5
 """A hang is also longer than so many of the longest step so far."""
@@ -34,7 +34,7 @@ class Watchdog:
         self.longest_s = 0.0
         self.since: float | None = None
         """When the step that is timed began; None: nothing is timed."""
-        self.store = side_store() if timeout_s and dist.get_world_size() > 1 else None
+        self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
         self.closed = False
         self._tell_life("0 0")
         if timeout_s:
@@ -79,7 +79,7 @@ class Watchdog:
     def _watch_neighbour(self) -> None:
         """In a thread of its own: where the store stands still, so does who asks it. Each rank looks at one other, so that
         thousands do not ask for everybody."""
-        store, me = side_store(), dist.get_rank()
+        store, me = clone_store(), dist.get_rank()
         other = (me + 1) % dist.get_world_size()
         life, changed = b"", time.monotonic()
         while True:
@@ -105,7 +105,7 @@ class Watchdog:
     def _end(self, waited_s: float) -> None:
         rank = dist.get_rank()
         lines = [f"[rank {rank}] no step has ended for {waited_s:.0f} s, since step {self.step}"]
-        lines += [line for dump in last_collectives() for line in parse_collectives(dump)]
+        lines += [line for dump in flight_recorder_dumps() for line in parse_collectives(dump)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # Last: the store may be on the machine that hangs.

@@ -14,7 +14,7 @@ import torch
 from trainer.config import MetricsConfig
 from trainer.runtime import device as devices
 from trainer.system import logging
-from trainer.system.files import replace_durably
+from trainer.system.files import atomic_write
 from trainer.system.units import GIB
 
 _FILE, _BOARD = "metrics.jsonl", "TensorBoard's files"
@@ -108,7 +108,7 @@ class Metrics:
         self.valley = min(self.valley, devices.memory_now(self.device))
 
     def due(self, step: int) -> bool:
-        return step % self.config.log_every == 0 or step in (self.first_step + 1, self.steps)
+        return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.steps)
 
     def record_training(
         self,
@@ -120,9 +120,9 @@ class Metrics:
         num_targets: int,
         tokens_seen: int,
         tokens: int,
-        left_out: int,
+        skipped: int,
     ) -> None:
-        """num_targets, tokens: of this step, over all ranks; tokens_seen, left_out: of the run. The caller has read the
+        """num_targets, tokens: of this step, over all ranks; tokens_seen, skipped: of the run. The caller has read the
         loss from the device, so its work is done."""
         spent = self.watch.spent
         aside = sum(seconds for activity, seconds in spent.items() if activity != "data")
@@ -138,7 +138,7 @@ class Metrics:
             "learning_rate": learning_rate,
             "num_targets": num_targets,
             "tokens_seen": tokens_seen,
-            "updates_left_out": left_out,
+            "updates_left_out": skipped,
             "tokens_per_second": per_second,
             "tokens_per_second_per_rank": per_second / self.ranks,
             "tflops_per_second_per_rank": flops / 1e12,
@@ -219,7 +219,7 @@ def _continue_records(path: Path, first_step: int):
     if path.exists():
         with path.open(errors="replace") as file:
             kept = [line for line in file if _step_of(line) <= first_step]
-        replace_durably(path, "".join(kept))
+        atomic_write(path, "".join(kept))
     return path.open("a")
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.resume import candidates
+from trainer.checkpoint.resume import list_checkpoints
 from trainer.config import CheckpointConfig, ConfigError, OptimizerConfig, ParallelConfig, TrainingConfig
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
-from trainer.runtime.distributed import from_all_ranks, from_rank_0
-from trainer.runtime.dtensor import local
-from trainer.system.process import machine, memory_available
+from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+from trainer.runtime.dtensor import to_local
+from trainer.system.process import memory_available, node_id
 from trainer.system.units import GIB
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     """Bytes."""
 
     device: int
@@ -39,20 +39,22 @@ def _averages(optimizer: OptimizerConfig) -> int:
     return 2 * (1 if optimizer.state_dtype == "8bit" else DTYPES[optimizer.state_dtype].itemsize)
 
 
-def least(count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig) -> Need:
+def minimum_memory(
+    count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> MemoryNeed:
     """Of a rank that has so many parameters, for them, their gradients and the optimizer, and for nothing else."""
     parameter = DTYPES[training.parameter_dtype].itemsize
     averages = _averages(optimizer)
     gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
-    if parallel.offload_parameters:
-        return Need(device=0, host=count * (2 * parameter + averages))
+    if parallel.cpu_offload:
+        return MemoryNeed(device=0, host=count * (2 * parameter + averages))
     if optimizer.offload == "none":
-        return Need(device=count * (parameter + gradient + averages), host=0)
+        return MemoryNeed(device=count * (parameter + gradient + averages), host=0)
     there = 4 + parameter + averages + (parameter if parameter < 4 else 0)  # copy, gradient, averages, what goes back
-    return Need(device=count * (parameter + gradient), host=count * there)
+    return MemoryNeed(device=count * (parameter + gradient), host=count * there)
 
 
-def require_memory(
+def check_memory(
     parameters: Iterable[Tensor],
     training: TrainingConfig,
     optimizer: OptimizerConfig,
@@ -60,10 +62,10 @@ def require_memory(
     device: torch.device,
 ) -> None:
     """Raises ConfigError on all ranks where one of them has too little. parameters: this rank's; they need no memory yet."""
-    need = least(sum(local(p).numel() for p in parameters), training, optimizer, parallel)
+    need = minimum_memory(sum(to_local(p).numel() for p in parameters), training, optimizer, parallel)
     if device.type == "cpu":
-        need = Need(device=0, host=need.device + need.host)
-    of_ranks = from_all_ranks((machine(), need, devices.memory_free(device), memory_available()))
+        need = MemoryNeed(device=0, host=need.device + need.host)
+    of_ranks = all_gather_objects((node_id(), need, devices.memory_free(device), memory_available()))
     together: dict[str, int] = defaultdict(int)
     advice = "scripts/plan.py shows where memory goes, docs/memory.md what gives some back"
     what = "parameters, gradients and optimizer alone need"
@@ -77,29 +79,29 @@ def require_memory(
             raise ConfigError("", f"{what} {together[name] / GIB:.3g} GiB up to rank {rank}, {told}; {advice}")
 
 
-def checkpoints_to_come(config: CheckpointConfig, step: int, steps: int) -> int:
+def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> int:
     """That a run writes from a step to its end."""
     every = config.interval_steps or steps
     return steps // every - step // every + (steps % every > 0)
 
 
-def require_disk(folder: Path, config: CheckpointConfig, size: int, step: int, steps: int) -> None:
+def check_disk(folder: Path, config: CheckpointConfig, size: int, step: int, steps: int) -> None:
     """Raises ConfigError on all ranks where checkpoints will find no room. folder: of the checkpoints; size: of one, in bytes;
     step: that has been trained."""
-    to_come = checkpoints_to_come(config, step, steps)
+    to_come = remaining_checkpoints(config, step, steps)
 
     def together(keep: int, there: int) -> int:
         """Of them, beside those that are there: an old one goes when a new one is written."""
         more = max(1, keep + 1 - there) if keep else to_come
-        if keep and config.keep_every:
+        if keep and config.keep_interval_steps:
             every = config.interval_steps or steps
-            stay = math.lcm(every, config.keep_every)  # only what is due is saved
+            stay = math.lcm(every, config.keep_interval_steps)  # only what is due is saved
             more += max(0, (steps - keep * every) // stay - step // stay)
         return min(to_come, more)
 
     def check() -> None:
         free = shutil.disk_usage(folder).free
-        there = len(candidates(folder))
+        there = len(list_checkpoints(folder))
         count = together(config.keep, there)
         if count * size <= free:
             return
@@ -113,4 +115,4 @@ def require_disk(folder: Path, config: CheckpointConfig, size: int, step: int, s
             f"{count} checkpoints of {size / GIB:.3g} GiB will be there at a time, and {told}{advice}",
         )
 
-    from_rank_0(check)
+    run_on_rank_0(check)

@@ -9,7 +9,7 @@ import torch
 from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
-from trainer.config.fields import Setting, convert, describe, nearest_name, settings
+from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
 from trainer.data.build import members
 from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare.encode import chat_format
@@ -17,13 +17,13 @@ from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
-from trainer.parallel.pipeline import Stage, refuse_microbatches, stages
-from trainer.parallel.validate import hidden_shape, require_fit, require_supported
+from trainer.parallel.pipeline import Stage, check_microbatches, stages
+from trainer.parallel.validate import check_divisibility, check_supported, hidden_shape
 from trainer.runtime import device as devices
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class ResolvedRun:
     spec: ModelSpec
     sizes: Any
     dims: ParallelDims
@@ -46,16 +46,16 @@ class Setup:
     """The settings that all ranks of a run must have been started with."""
 
 
-def set_up(config: Config, world_size: int) -> Setup:
+def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Raises ConfigError for every combination that cannot run."""
-    spec, sizes = model_of(config.model)
+    spec, sizes = resolve_model(config.model)
     dims = ParallelDims.of(config.parallel, world_size)
     training = config.training
     plan = spec.plan(sizes)
     on_gpu = config.run.device != "cpu" and devices.count() > 0
-    require_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
+    check_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
     name = f"{config.model.name}/{config.model.size}"
-    require_fit(dims, plan, sizes, name, config.parallel, training.seq_len)
+    check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     with torch.device("meta"):
         network = spec.network(sizes)
     together = training.local_batch_size * dims.batch
@@ -66,14 +66,14 @@ def set_up(config: Config, world_size: int) -> Setup:
             f"= {together}",
         )
     if dims.pp > 1:
-        refuse_microbatches(config.parallel, training.global_batch_size // together)
+        check_microbatches(config.parallel, training.global_batch_size // together)
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.fits, network.parameters())):
         rule = f"8bit keeps matrices whose rows are multiples of {quantization.BLOCK}, and {name} has none"
         raise ConfigError("optimizer.state_dtype", rule)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise ConfigError(
-            "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.kind",
+            "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.backend",
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
         )
     chats = any(member.dataset == "chat" for member in members(config.data).values())
@@ -84,7 +84,7 @@ def set_up(config: Config, world_size: int) -> Setup:
     if training.parameter_dtype == "bf16":
         # It would be lost, or missing, when the run goes on otherwise.
         identity["an fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
-    return Setup(
+    return ResolvedRun(
         spec=spec,
         sizes=sizes,
         dims=dims,
@@ -113,25 +113,25 @@ def _values(config: Config, chosen: Callable[[Setting], bool]) -> dict[str, Any]
     return {key: config.value(key) for key in keys}
 
 
-def model_of(config: ModelConfig) -> tuple[ModelSpec, Any]:
+def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
     """The family, and its named size with the overrides in it."""
     if config.name not in MODELS:
-        raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{nearest_name(config.name, MODELS)}")
+        raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(config.name, MODELS)}")
     spec = MODELS[config.name]
     if config.size not in spec.sizes:
         expected = f"expected one of {', '.join(spec.sizes)}"
-        raise ConfigError("model.size", f"{expected} for {config.name}{nearest_name(config.size, spec.sizes)}")
+        raise ConfigError("model.size", f"{expected} for {config.name}{did_you_mean(config.size, spec.sizes)}")
     standard = spec.sizes[config.size]
     values = asdict(standard)
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"
         if name not in values:
-            raise ConfigError(key, f"unknown dimension of {config.name}{nearest_name(name, values)}")
+            raise ConfigError(key, f"unknown dimension of {config.name}{did_you_mean(name, values)}")
         kind = type(values[name])
         try:
-            values[name] = convert(value, kind)
+            values[name] = coerce(value, kind)
         except ValueError:
-            raise ConfigError(key, f"expected {describe(kind)}") from None
+            raise ConfigError(key, f"expected {type_name(kind)}") from None
     try:
         return spec, type(standard)(**values)
     except SizeError as error:

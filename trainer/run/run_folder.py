@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Model
-from trainer.checkpoint.manifest import Damaged
-from trainer.checkpoint.resume import Saved
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
-from trainer.run.resolve import Setup
+from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
-from trainer.runtime.distributed import from_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
-from trainer.system.files import no_folder, replace_durably, try_lock
+from trainer.system.files import atomic_write, folder_error, try_lock
 
 _LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LARGEST_CONFIG = 2**20
@@ -38,7 +38,7 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.output_folder) / config.run.name
 
 
-def claim(config: Config) -> TextIO | None:
+def acquire_lock(config: Config) -> TextIO | None:
     """Make the run folder this run's alone, for as long as the file that rank 0 gets stays open. Raises ConfigError where
     another has it, or it cannot be written."""
     folder = run_folder(config)
@@ -46,7 +46,7 @@ def claim(config: Config) -> TextIO | None:
 
     def work() -> None:
         nonlocal lock
-        if os.path.exists(folder) and (problem := no_folder(folder)):
+        if os.path.exists(folder) and (problem := folder_error(folder)):
             raise ConfigError("run.name", f"{folder} {problem}")
         with _writing(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def claim(config: Config) -> TextIO | None:
             raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
         lock = held
 
-    from_rank_0(work)
+    run_on_rank_0(work)
     return lock
 
 
@@ -69,7 +69,7 @@ def _writing(folder: Path) -> Iterator[None]:
         raise ConfigError("run.output_folder", f"{what} cannot be written ({error.strerror})") from None
 
 
-def give_back(config: Config, lock: TextIO | None) -> None:
+def release_if_empty(config: Config, lock: TextIO | None) -> None:
     """Of a run that was refused: its folder goes where nothing is in it yet. lock: from `claim`; ranks that have none leave it to
     the first."""
     if lock is None:
@@ -87,25 +87,25 @@ def give_back(config: Config, lock: TextIO | None) -> None:
             folder.rmdir()
 
 
-def leave_newer(saved: Saved) -> None:
+def discard_newer_checkpoints(saved: ResumePoint) -> None:
     """Begin a new lineage, by one rank. Raises ConfigError where that cannot be written."""
     with _writing(saved.path.parent):
-        resume.abandon_newer(saved)
+        resume.discard_newer(saved)
 
 
-def resume_point(config: Config, setup: Setup) -> Saved | None:
+def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
     """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
-    saved = resume.find(run_folder(config) / "checkpoints", config.checkpoint.load_step)
+    saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
-        resume.require_same(saved, setup.identity)
+        resume.require_compatible(saved, resolved.identity)
     return saved
 
 
-def changed_settings(saved: Saved, config: Config) -> list[str]:
+def changed_settings(saved: ResumePoint, config: Config) -> list[str]:
     """What the run was set to when the checkpoint was written, and is set to now."""
     try:
         before = _flat(tomli.loads(manifest.read_text(saved.path / "config.toml", _LARGEST_CONFIG)))
-    except (Damaged, tomli.TOMLDecodeError, AttributeError, RecursionError):
+    except (CorruptError, tomli.TOMLDecodeError, AttributeError, RecursionError):
         return [f"{saved.path / 'config.toml'} cannot be read"]
     now = _flat(tomli.loads(to_toml(config)))
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
@@ -115,7 +115,7 @@ def _flat(document: dict[str, Any]) -> dict[str, str]:
     return {f"{s}.{k}": toml_value(v) for s, section in document.items() for k, v in section.items()}
 
 
-def open_folder(folder: Path) -> None:
+def create_run_folder(folder: Path) -> None:
     """Raises ConfigError where something in it cannot be written."""
 
     def work() -> None:
@@ -125,26 +125,26 @@ def open_folder(folder: Path) -> None:
             for file in _FILES:
                 (folder / file).open("a").close()
 
-    from_rank_0(work)
+    run_on_rank_0(work)
 
 
-def model_files(config: Config, setup: Setup) -> dict[str, bytes]:
+def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
     """What makes a checkpoint a model by itself: the network's sizes, and the tokenizer."""
-    kind = config.tokenizer.kind
-    files = setup.tokenizer.files
-    ends = list(dict.fromkeys([setup.tokenizer.eos, *(setup.chat.end_of_turn if setup.chat else ())]))
-    special = {"bos_token_id": setup.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    kind = config.tokenizer.backend
+    files = resolved.tokenizer.files
+    ends = list(dict.fromkeys([resolved.tokenizer.eos, *(resolved.chat.end_of_turn if resolved.chat else ())]))
+    special = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     model = Model(
         family=config.model.name,
-        sizes=asdict(setup.sizes),
+        sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
         tokenizer=kind,
         tokenizer_files=tuple(files),
         special=special,
-        take_over=dict(config.tokenizer.take_over),
-        add=config.tokenizer.add,
+        reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
+        extra_special_tokens=config.tokenizer.extra_special_tokens,
     )
-    template = {CHAT_TEMPLATE: setup.chat.standalone().encode()} if setup.chat else {}
+    template = {CHAT_TEMPLATE: resolved.chat.self_contained().encode()} if resolved.chat else {}
     return {MODEL_FILE: model.text().encode(), **files, **template}
 
 
@@ -152,7 +152,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {library: metadata.version(library) for library in _LIBRARIES}
 
 
-def write_down(config: Config, device: torch.device) -> None:
+def save_run_info(config: Config, device: torch.device) -> None:
     """The configuration and what it runs on, when nothing else can be refused any more. Raises ConfigError."""
 
     def work() -> None:
@@ -163,23 +163,23 @@ def write_down(config: Config, device: torch.device) -> None:
             "world_size": dist.get_world_size(),
         }
         with _writing(folder):
-            replace_durably(folder / "config.toml", to_toml(config))
-            replace_durably(folder / "environment.json", json.dumps(environment, indent=1))
+            atomic_write(folder / "config.toml", to_toml(config))
+            atomic_write(folder / "environment.json", json.dumps(environment, indent=1))
 
-    from_rank_0(work)
+    run_on_rank_0(work)
 
 
-def describe(config: Config, setup: Setup, device: torch.device, repeats: bool, data: str) -> None:
+def log_summary(config: Config, resolved: ResolvedRun, device: torch.device, repeats: bool, data: str) -> None:
     """Say what runs on what. data: its name and number of samples."""
-    dims, training = setup.dims, config.training
+    dims, training = resolved.dims, config.training
     logging.info(
-        f"{config.run.name}: {config.model.name}/{config.model.size}, {setup.num_parameters:,} parameters, computing in "
+        f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
         f"{training.compute_dtype} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), repeats {'bit by bit' if repeats else 'to rounding'}"
     )
     logging.info(
         f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} a step in "
-        f"{setup.grad_accum} microbatches on each rank"
+        f"{resolved.grad_accum} microbatches on each rank"
     )
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Board:
+class AcceleratorSpec:
     """One device, in machines of several. All rates are peaks; what of them is reached is for others to say."""
 
     flops: Mapping[str, float]
@@ -24,7 +24,7 @@ class Board:
     """Bytes per second to and from that memory: its share."""
     host_link: float
     """Bytes per second between that memory and the device's, in each direction."""
-    per_machine: int = 8
+    gpus_per_node: int = 8
 
 
 _A100_HOST = {"host_memory_gib": 250, "host_bandwidth": 51e9, "host_link": 32e9}
@@ -34,12 +34,12 @@ _A100_PCIE = _A100 | {"link": 32e9, "network": 12.5e9}
 
 # Under the whole name: another board, or a slice of one, has another peak. A device that is not here has no MFU: a guess would
 # be a wrong figure.
-BOARDS = {
-    "NVIDIA A100-SXM4-40GB": Board(**_A100 | {"host_memory_gib": 125}, memory_gib=39.4, bandwidth=1.555e12),
-    "NVIDIA A100-SXM4-80GB": Board(**_A100, memory_gib=79.15, bandwidth=2.039e12),
-    "NVIDIA A100-PCIE-40GB": Board(**_A100_PCIE, memory_gib=39.4, bandwidth=1.555e12),
-    "NVIDIA A100 80GB PCIe": Board(**_A100_PCIE, memory_gib=79.15, bandwidth=1.935e12),
-    "NVIDIA H100 80GB HBM3": Board(
+ACCELERATORS = {
+    "NVIDIA A100-SXM4-40GB": AcceleratorSpec(**_A100 | {"host_memory_gib": 125}, memory_gib=39.4, bandwidth=1.555e12),
+    "NVIDIA A100-SXM4-80GB": AcceleratorSpec(**_A100, memory_gib=79.15, bandwidth=2.039e12),
+    "NVIDIA A100-PCIE-40GB": AcceleratorSpec(**_A100_PCIE, memory_gib=39.4, bandwidth=1.555e12),
+    "NVIDIA A100 80GB PCIe": AcceleratorSpec(**_A100_PCIE, memory_gib=79.15, bandwidth=1.935e12),
+    "NVIDIA H100 80GB HBM3": AcceleratorSpec(
         flops={"bf16": 989.4e12, "fp32": 66.9e12},
         memory_gib=79.1,
         bandwidth=3.35e12,
@@ -47,10 +47,10 @@ BOARDS = {
         network=50e9,
         **_H100_HOST,
     ),
-    "NVIDIA H100 PCIe": Board(
+    "NVIDIA H100 PCIe": AcceleratorSpec(
         flops={"bf16": 756e12, "fp32": 51e12}, memory_gib=79.1, bandwidth=2.0e12, link=64e9, network=25e9, **_H100_HOST
     ),
-    "NVIDIA H200": Board(
+    "NVIDIA H200": AcceleratorSpec(
         flops={"bf16": 989.4e12, "fp32": 66.9e12},
         memory_gib=139.8,
         bandwidth=4.8e12,
@@ -58,7 +58,7 @@ BOARDS = {
         network=50e9,
         **_H100_HOST,
     ),
-    "NVIDIA B200": Board(
+    "NVIDIA B200": AcceleratorSpec(
         flops={"bf16": 2250e12, "fp32": 75e12},
         memory_gib=178.3,
         bandwidth=8e12,

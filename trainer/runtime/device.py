@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.runtime.accelerators import BOARDS
+from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system.process import cores, local_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,7 +28,7 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def pick(choice: Literal["auto", "cpu"]) -> torch.device:
+def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
     """The device of this rank, made current. Raises ConfigError where there are more ranks than GPUs."""
     require_enough(choice, local_world_size())
     if choice == "cpu" or not count():
@@ -44,7 +44,7 @@ def require_enough(choice: Literal["auto", "cpu"], ranks: int) -> None:
         raise ConfigError("", f"NGPU={ranks}: this machine has {count()} GPUs; --run.device cpu uses none")
 
 
-def of_parameters(device: torch.device, offloaded: bool) -> torch.device:
+def parameter_device(device: torch.device, offloaded: bool) -> torch.device:
     """Where parameters live: offloaded, in host memory."""
     return torch.device("cpu") if offloaded else device
 
@@ -59,7 +59,7 @@ def name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None where no figure is known."""
-    board = BOARDS.get(name(device))
+    board = ACCELERATORS.get(name(device))
     return board.flops.get(dtype) if board else None
 
 
@@ -85,7 +85,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Laps:
+class IntervalTimer:
     """Times of a stretch of the device's work; taking them waits for nothing."""
 
     def __init__(self, device: torch.device):
@@ -145,7 +145,7 @@ def reset_memory_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def read_later(tensor: Tensor) -> Callable[[], list]:
+def async_read(tensor: Tensor) -> Callable[[], list]:
     """Begin to bring a small tensor to the host; what is returned waits for that alone, not for what the device was told
     since."""
     if tensor.device.type != "cuda":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
-from trainer.system.process import local_rank, machine
+from trainer.system.process import local_rank, node_id
 
 T = TypeVar("T")
 
@@ -98,19 +98,19 @@ def finish() -> None:
         left = store.add("left", 0)
 
 
-def tell_once(line: str) -> None:
+def print_once_per_node(line: str) -> None:
     """Print a line on stderr, on the first rank of each machine that has one to tell: several may find the same error."""
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set("failed", "")  # ranks that lose contact for it need not tell
-        told = store.add(f"told/{machine()}", 1)
+        told = store.add(f"told/{node_id()}", 1)
     except (dist.DistNetworkError, dist.DistStoreError):
         return  # whoever held the store has told it, and ended
     if told == 1:
         print(line, file=sys.stderr, flush=True)
 
 
-def tell_failure(error: BaseException) -> None:
+def report_failure(error: BaseException) -> None:
     """A traceback, from the rank where the failure is; the others, which lose contact with it, are silent, unless it had no
     time to say so."""
     rank = os.environ.get("RANK", "0")
@@ -120,17 +120,17 @@ def tell_failure(error: BaseException) -> None:
         return
     try:
         store = dist.distributed_c10d._get_default_store()
-        if not is_lost_contact(error):
+        if not is_peer_loss(error):
             store.set("failed", "")
             print(text, file=sys.stderr, flush=True)
         elif not store.check(["failed"]):
-            tell_once(f"rank {rank} lost contact with another rank: {str(error).splitlines()[0]}")
+            print_once_per_node(f"rank {rank} lost contact with another rank: {str(error).splitlines()[0]}")
     except (dist.DistNetworkError, dist.DistStoreError):
-        if not is_lost_contact(error):
+        if not is_peer_loss(error):
             print(text, file=sys.stderr, flush=True)
 
 
-def is_lost_contact(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """What a collective raises on the others when a rank ends."""
     told = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
@@ -143,14 +143,14 @@ def broadcast(value: Any, source: int) -> Any:
     return values[0]
 
 
-def from_all_ranks(value: T) -> list[T]:
+def all_gather_objects(value: T) -> list[T]:
     """Every rank's value, on all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def from_rank_0(work: Callable[[], T]) -> T:
+def run_on_rank_0(work: Callable[[], T]) -> T:
     """The result of work that rank 0 does, on all ranks. A ConfigError in it is raised on all of them; any other error ends
     rank 0, and so the job."""
     result, refusal = None, None
@@ -168,7 +168,7 @@ def from_rank_0(work: Callable[[], T]) -> T:
 def require_agreement(values: Mapping[str, Any]) -> None:
     """Raises ConfigError on all ranks, with the differences, where the ranks do not have the same values."""
     mine = json.dumps(values, sort_keys=True)
-    digests = from_all_ranks(hashlib.sha256(mine.encode()).hexdigest())
+    digests = all_gather_objects(hashlib.sha256(mine.encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
@@ -181,14 +181,14 @@ def require_agreement(values: Mapping[str, Any]) -> None:
     raise ConfigError("", f"the ranks were not started alike: {'; '.join(differences)}")
 
 
-def once_per_machine(work: Callable[[], str]) -> str:
+def once_per_node(work: Callable[[], str]) -> str:
     """The result of work, done by rank 0 first and then by the first rank of every other machine.
 
     For work that leaves files which the next ones find: done once on a shared file system, once per machine otherwise.
     """
     store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"once_per_machine/rank_{dist.get_rank()}", 1)
-    by_rank_0, here = f"once_per_machine/{number}", f"once_per_machine/{number}/{machine()}"
+    number = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)
+    by_rank_0, here = f"once_per_node/{number}", f"once_per_node/{number}/{node_id()}"
     if local_rank() > 0:
         store.wait([here], _WAIT_FOR_WORK)
         return store.get(here).decode()
@@ -201,12 +201,12 @@ def once_per_machine(work: Callable[[], str]) -> str:
     return result
 
 
-def side_store() -> dist.Store:
+def clone_store() -> dist.Store:
     """A connection of its own to the ranks' store, for a thread: on the common one, one waits for the other."""
     return dist.PrefixStore("side", dist.distributed_c10d._get_default_store().clone())
 
 
-def last_collectives() -> list[str]:
+def flight_recorder_dumps() -> list[str]:
     """What torch's flight recorders, one for each backend, know of the collectives of this rank, as JSON."""
     recorders = (getattr(torch._C._distributed_c10d, name, None) for name in _RECORDERS)
     return [recorder() for recorder in recorders if recorder is not None]

@@ -30,7 +30,7 @@ def pinned(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return whole[start : start + size].view(dtype).view(shape)
 
 
-class HostLink:
+class HostTransfer:
     """Copies between a device and buffers in host memory, in a stream of their own."""
 
     def __init__(self, device: torch.device):
@@ -71,7 +71,7 @@ class HostLink:
         return lambda: torch.cuda.current_stream().wait_event(done)
 
 
-class HostCopy:
+class StagingCopy:
     """Copies from the device to host memory, beside what the device works on."""
 
     def __init__(self, device: torch.device):

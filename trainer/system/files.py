@@ -12,7 +12,7 @@ import xxhash
 _BLOCK = 2**22
 
 
-def no_folder(path: str | Path) -> str:
+def folder_error(path: str | Path) -> str:
     """Why there is no folder there, or "" where there is one."""
     if os.path.isdir(path):
         return ""
@@ -28,7 +28,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def forget_pages(path: Path) -> None:
+def drop_page_cache(path: Path) -> None:
     """What is read of the file next comes from the disk, where the system can do that."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
@@ -40,7 +40,7 @@ def write_durably(path: Path, text: str) -> None:
     sync(path)
 
 
-def replace_durably(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """The old content stays until the new one is there."""
     aside = path.with_name(f"{path.name}.aside")
     write_durably(aside, text)

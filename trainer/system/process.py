@@ -18,7 +18,7 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def machine() -> str:
+def node_id() -> str:
     """This one among those of a run: torchrun numbers them; started by hand, they have their names."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
@@ -56,7 +56,7 @@ def in_child_of(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def work_for_parent(*_: object) -> None:
+def detach_signals(*_: object) -> None:
     """For a process that works for another one: who stops, and when, is not its business, and it ends with that one."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):

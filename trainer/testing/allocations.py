@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.batch import Batch
 from trainer.config import Config, TrainingConfig
 from trainer.config.load import load_config
-from trainer.engine import Engine, parts_of_rank
-from trainer.parallel.attention import ON_CPU
+from trainer.engine import Engine, build_model_parts
+from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
-from trainer.run.resolve import set_up
-from trainer.runtime.dtensor import local
+from trainer.run.resolve import resolve
+from trainer.runtime.dtensor import to_local
 
 STEP, BACKWARD = "the step that is measured", "a backward"
 
@@ -55,7 +55,7 @@ class _Watch:
 
     def note(self, tensor: Tensor | None, kind: str) -> None:
         if tensor is not None:
-            address = local(tensor).untyped_storage().data_ptr()
+            address = to_local(tensor).untyped_storage().data_ptr()
             with record_function(f"{kind}@{address}"):
                 pass
 
@@ -108,12 +108,14 @@ class _Patient(TorchDispatchMode):
 def a_step(config: Config) -> tuple[Engine, Callable[[], None]]:
     """On each rank of a CPU: the engine, and one update of it, on random tokens."""
     cpu, training = torch.device("cpu"), config.training
-    setup = set_up(config, dist.get_world_size())
-    meshes = Meshes(setup.dims, cpu)
-    engine = Engine(config, setup, cpu, meshes, parts_of_rank(config, setup, meshes, ON_CPU), loaded=set())
+    resolved = resolve(config, dist.get_world_size())
+    meshes = Meshes(resolved.dims, cpu)
+    engine = Engine(
+        config, resolved, cpu, meshes, build_model_parts(config, resolved, meshes, CPU_BACKEND), loaded=set()
+    )
 
     def step() -> None:
-        batches = [_batch(setup.sizes.vocab_size, training) for _ in range(setup.grad_accum)]
+        batches = [_batch(resolved.sizes.vocab_size, training) for _ in range(resolved.grad_accum)]
         engine.update(batches, rate=1e-4, stop=False, before_update=lambda: None)
 
     return engine, step
@@ -156,7 +158,7 @@ def _there_already() -> list[Block]:
     sizes: dict[int, int] = {}
     for tensor in gc.get_objects():
         if issubclass(type(tensor), Tensor) and tensor.device.type == "cpu":
-            storage = local(tensor.detach()).untyped_storage()
+            storage = to_local(tensor.detach()).untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return [Block(address, size, born=0) for address, size in sizes.items() if size]
 

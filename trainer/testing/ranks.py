@@ -38,7 +38,7 @@ class RankError(Exception):
     """A function raised on a rank; the text is its traceback."""
 
 
-class GlooRanks:
+class LocalRanks:
     """New ones for each function: they start in a twentieth of a second, and every process group that a function leaves behind
     has a thread that wakes a hundred times a second."""
 

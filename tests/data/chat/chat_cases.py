@@ -10,7 +10,7 @@ CHATML_NAMES = {
     "<|im_start|>": "<|reserved_special_token_0|>",
     "<|im_end|>": "<|reserved_special_token_1|>",
 }
-CHATML = load_tokenizer(TokenizerConfig(take_over=CHATML_NAMES))
+CHATML = load_tokenizer(TokenizerConfig(reuse_reserved_tokens=CHATML_NAMES))
 SYSTEM = {"role": "system", "content": " Be kind. "}
 TALK = [
     SYSTEM,
@@ -36,7 +36,7 @@ def train_sentencepiece(folder, model_type) -> SentencePieceTokenizer:
         remove_extra_whitespaces=False,
         minloglevel=2,
     )
-    return load_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(folder / f"{model_type}.model")))
+    return load_tokenizer(TokenizerConfig(backend="sentencepiece", path=str(folder / f"{model_type}.model")))
 
 
 def shown(encoded, tokenizer=DEFAULT) -> list[str]:

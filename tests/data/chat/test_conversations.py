@@ -1,6 +1,6 @@
 import pytest
 
-from trainer.data.chat.conversations import Conversation, Pair, conversation_of
+from trainer.data.chat.conversations import Conversation, PromptCompletion, parse_conversation
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -9,7 +9,7 @@ ANSWER = {"role": "assistant", "content": "a"}
 def test_messages_are_read_with_all_that_a_template_may_ask_for():
     system = {"role": "system", "content": "s", "name": None}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    found = conversation_of({"messages": [system, USER, ANSWER | {"reasoning_content": "r"}], "tools": tools})
+    found = parse_conversation({"messages": [system, USER, ANSWER | {"reasoning_content": "r"}], "tools": tools})
     assert found == Conversation(
         ({"role": "system", "content": "s"}, USER, ANSWER | {"reasoning_content": "r"}),
         (False, False, True),
@@ -19,41 +19,43 @@ def test_messages_are_read_with_all_that_a_template_may_ask_for():
 
 def test_sharegpt_data_is_read():
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert conversation_of({"conversations": turns}) == Conversation(
+    assert parse_conversation({"conversations": turns}) == Conversation(
         ({"role": "system", "content": "s"}, USER, ANSWER), (False, False, True)
     )
 
 
 def test_a_prompt_and_its_completion_are_text_or_messages():
-    assert conversation_of({"prompt": "p", "completion": "c"}) == Pair("p", "c")
-    assert conversation_of({"prompt": "", "completion": "c"}) == Pair("", "c")
-    found = conversation_of({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
+    assert parse_conversation({"prompt": "p", "completion": "c"}) == PromptCompletion("p", "c")
+    assert parse_conversation({"prompt": "", "completion": "c"}) == PromptCompletion("", "c")
+    found = parse_conversation({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]})
     assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
 
 
 def test_messages_count_before_a_prompt_beside_them():
-    assert conversation_of({"prompt": "p", "messages": [USER, ANSWER]}) == Conversation((USER, ANSWER), (False, True))
+    assert parse_conversation({"prompt": "p", "messages": [USER, ANSWER]}) == Conversation(
+        (USER, ANSWER), (False, True)
+    )
 
 
 def test_parts_of_text_are_one_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert conversation_of({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages[0]["content"] == "ab"
+    assert parse_conversation({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages[0]["content"] == "ab"
 
 
 def test_a_tool_call_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
-    found = conversation_of({"messages": [USER, call, {"role": "tool", "content": "1"}, ANSWER]})
+    found = parse_conversation({"messages": [USER, call, {"role": "tool", "content": "1"}, ANSWER]})
     assert found.trained == (False, True, False, True)
     assert "content" not in found.messages[1]
 
 
 def test_answers_without_weight_are_not_learned():
-    found = conversation_of({"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]})
+    found = parse_conversation({"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]})
     assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
 
 
 def test_a_conversation_may_end_with_a_question():
-    assert conversation_of({"messages": [USER, ANSWER, USER]}).trained == (False, True, False)
+    assert parse_conversation({"messages": [USER, ANSWER, USER]}).trained == (False, True, False)
 
 
 def turns(*messages):
@@ -131,7 +133,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("document", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
 def test_malformed_conversations_are_told_in_a_few_words(document, reason):
-    assert conversation_of(document) == reason
+    assert parse_conversation(document) == reason
 
 
 def test_what_is_nested_too_deep_is_told():
@@ -139,4 +141,4 @@ def test_what_is_nested_too_deep_is_told():
     for _ in range(100_000):
         value.append([])
         value = value[0]
-    assert conversation_of({"messages": [USER | {"extra": deep}, ANSWER]}) == "nested too deep"
+    assert parse_conversation({"messages": [USER | {"extra": deep}, ANSWER]}) == "nested too deep"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.chat.chat_cases import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
 from trainer.config import ConfigError
-from trainer.data.chat.conversations import Pair
+from trainer.data.chat.conversations import PromptCompletion
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.chat.template_files import BUILT_IN
@@ -87,7 +87,7 @@ def test_a_template_of_a_hugging_face_folder_token_by_token(tmp_path):
         *["a", ":", " ", "+I", "+ a", "+m", "+.", "+<|eot_id|>", "\n", "u", ":", " S", "o", "?", "|"],
         *["a", ":", " ", "+ ", "+Y", "+es", "+<|eot_id|>", "\n"],
     ]
-    chat.check_targets()
+    chat.validate_template()
     assert chat.end_of_turn == (DEFAULT.special_tokens["<|eot_id|>"],)
 
 
@@ -124,7 +124,7 @@ def test_every_end_of_turn_is_a_target_and_nothing_of_a_user(each_format):
     assert ends.count(True) == 4
     borders = [i for i in range(1, len(targets)) if targets[i - 1] and not targets[i]]
     assert all(tokens[i - 1] in each_format.end_of_turn for i in borders)
-    each_format.check_targets()
+    each_format.validate_template()
 
 
 def test_llama_2_is_what_metas_code_makes_of_it(words):
@@ -213,8 +213,14 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(letters, lla
     assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"}), letters) == [
         *["<s>", "▁", "a", "▁", "+d", "+o", "+g", "+</s>"],
     ]
-    assert shown(chat.encode_pair(Pair("", "dog")), letters) == ["<s>", "+▁", "+d", "+o", "+g", "+</s>"]
-    assert shown(llama3.encode_pair(Pair("I is", "."))) == ["<|begin_of_text|>", "I", " is", "+.", "+<|end_of_text|>"]
+    assert shown(chat.encode_pair(PromptCompletion("", "dog")), letters) == ["<s>", "+▁", "+d", "+o", "+g", "+</s>"]
+    assert shown(llama3.encode_pair(PromptCompletion("I is", "."))) == [
+        "<|begin_of_text|>",
+        "I",
+        " is",
+        "+.",
+        "+<|end_of_text|>",
+    ]
 
 
 def test_answers_in_a_prompt_of_messages_are_not_learned(llama3):
@@ -253,7 +259,7 @@ def test_a_default_system_message_and_the_date_are_as_the_template_says():
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     chat = ChatFormat(template, DEFAULT)
-    chat.check_targets()
+    chat.validate_template()
     assert DEFAULT.decode(chat.prompt(TALK[1:2])) == (
         "<|begin_of_text|>Today 26 Jul 2024<|eot_id|>user: Who?<|eot_id|>assistant: "
     )
@@ -280,7 +286,7 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused_unless_it_marks_an
         "{% endgeneration %} around what the assistant says in a copy of it"
     )
     with pytest.raises(ConfigError) as error:
-        chat.check_targets()
+        chat.validate_template()
     assert str(error.value) == f"data.chat_template: {rule}"
     assert chat.encode_document({"messages": TALK[1:]}) == rule
     alone, learned = chat.encode(TALK[1:3])
@@ -292,7 +298,7 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused_unless_it_marks_an
 
     marked = FORGETFUL.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
     chat = ChatFormat(marked, DEFAULT)
-    chat.check_targets()
+    chat.validate_template()
     tokens, targets = chat.encode(TALK[1:])
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == (
         "I am.<|eot_id|>(thinks) Yes<|eot_id|>"
@@ -320,7 +326,7 @@ REFUSED = [
     ),
     (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; tokenizer.take_over = "
+        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; tokenizer.reuse_reserved_tokens = "
         '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } would give ids',
     ),
 ]
@@ -369,7 +375,7 @@ NOT_FOR_TRAINING = [
 def test_templates_that_would_teach_something_else_are_refused(template, rule):
     chat = ChatFormat(template, DEFAULT)
     with pytest.raises(ConfigError) as error:
-        chat.check_targets()
+        chat.validate_template()
     assert str(error.value) == f"data.chat_template: {rule}"
 
 

@@ -57,7 +57,7 @@ def test_the_fingerprint_follows_template_tokenizer_and_special_tokens(letters, 
     others = [
         ChatFormat(BUILT_IN["llama3"].read_text() + " ", DEFAULT),
         load_chat_format("llama3", CHATML),
-        load_chat_format("llama3", DEFAULT, special_in_content=["<|python_tag|>"]),
+        load_chat_format("llama3", DEFAULT, allowed_special=["<|python_tag|>"]),
         load_chat_format("llama2", DEFAULT),
         load_chat_format("llama2", letters),
     ]

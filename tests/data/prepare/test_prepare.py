@@ -33,7 +33,7 @@ def of_texts(folder, documents) -> DataConfig:
         path=str(write_corpus(folder / "corpus", documents)),
         store_folder=str(folder / "stores"),
         held_out_fraction=0.2,
-        prepare_processes=1,
+        prepare_workers=1,
     )
 
 
@@ -72,7 +72,7 @@ def test_every_document_is_in_exactly_one_split(data):
 def test_any_number_of_processes_gives_the_same_store(data, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
     one = prepare(data, DEFAULT)
-    three = prepare(replace(data, prepare_processes=3, store_folder=str(tmp_path / "other")), DEFAULT)
+    three = prepare(replace(data, prepare_workers=3, store_folder=str(tmp_path / "other")), DEFAULT)
     assert len(contents(one)) == 6
     assert contents(one) == contents(three)
 
@@ -111,10 +111,10 @@ def test_another_tokenizer_or_split_is_another_store(data, tmp_path):
     folder = prepare(data, DEFAULT)
     shorter = tmp_path / "shorter.tiktoken"
     shorter.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
-    assert prepare(data, TokenizerConfig(kind="tiktoken", path=str(shorter))) != folder
+    assert prepare(data, TokenizerConfig(backend="tiktoken", path=str(shorter))) != folder
     assert prepare(replace(data, held_out_fraction=0.1), DEFAULT) != folder
     copy = shutil.copy(DEFAULT_FILE, tmp_path / "copy.tiktoken")
-    assert prepare(data, TokenizerConfig(kind="tiktoken", path=str(copy))) == folder
+    assert prepare(data, TokenizerConfig(backend="tiktoken", path=str(copy))) == folder
 
 
 class Killed(BaseException):
@@ -173,19 +173,19 @@ def test_more_problems_than_allowed_stop_it_with_the_first_of_them(data, tmp_pat
     monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
     for i in range(5):
         (tmp_path / "corpus" / f"0{i}_empty.txt").touch()
-    data = replace(data, prepare_processes=processes)
+    data = replace(data, prepare_workers=processes)
     first = "; ".join(f"{tmp_path}/corpus/0{i}_empty.txt: empty" for i in range(3))
-    assert refused(replace(data, max_problems=4)) == (
-        "data.max_problems",
+    assert refused(replace(data, max_bad_documents=4)) == (
+        "data.max_bad_documents",
         f"documents that cannot be read: 5 or more, the first: {first}",
     )
-    key, rule = refused(replace(data, on_problem="stop"))
+    key, rule = refused(replace(data, on_bad_document="stop"))
     assert (key, rule) == (
-        "data.on_problem",
+        "data.on_bad_document",
         f"documents that cannot be read: 1 or more, the first: {tmp_path}/corpus/00_empty.txt: empty",
     )
-    assert read_description(prepare(replace(data, max_problems=5), DEFAULT))["skipped"] == 5
-    assert refused(replace(data, max_problems=4))[1].startswith("documents that cannot be read: 5 or more"), (
+    assert read_description(prepare(replace(data, max_bad_documents=5), DEFAULT))["skipped"] == 5
+    assert refused(replace(data, max_bad_documents=4))[1].startswith("documents that cannot be read: 5 or more"), (
         "a store that is there is held to it too"
     )
 
@@ -249,7 +249,7 @@ def test_tokens_that_others_made_are_taken_as_they_are(data, tmp_path):
 def test_a_token_that_the_tokenizer_has_not_ends_it_whoever_finds_it(data, tmp_path, monkeypatch, processes):
     monkeypatch.setattr(tokenize, "PART_BYTES", 40)
     np.array([5] * 99 + [2048], "<u2").tofile(tmp_path / "x.bin")
-    data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_processes=processes)
+    data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_workers=processes)
     rule = f"{tmp_path}/x.bin: token 2048 at byte 198 is none of the tokenizer's 2048 (read as uint16)"
     assert refused(data) == ("data.path", rule)
 
@@ -269,7 +269,7 @@ def test_a_process_that_is_killed_is_told(data, monkeypatch):
     monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
     monkeypatch.setattr(tokenize, "_tokenize_in_worker", _killed)
     rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
-    assert refused(replace(data, prepare_processes=2)) == ("data.prepare_processes", rule)
+    assert refused(replace(data, prepare_workers=2)) == ("data.prepare_workers", rule)
 
 
 def _killed(*_):
@@ -290,7 +290,7 @@ def test_a_store_that_another_tokenizer_made_is_not_used(data, tmp_path):
     """Row 35 of the fault matrix: by what the tokenizer holds, not by its name."""
     path = tmp_path / "t.tiktoken"
     path.write_bytes(DEFAULT_FILE.read_bytes())
-    config = TokenizerConfig(kind="tiktoken", path=str(path))
+    config = TokenizerConfig(backend="tiktoken", path=str(path))
     before = prepare(data, config)
     path.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
     after = prepare(data, config)

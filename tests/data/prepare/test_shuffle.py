@@ -51,8 +51,8 @@ def test_the_order_depends_neither_on_the_size_of_runs_nor_on_that_of_windows(tm
 def test_targets_go_with_their_tokens_and_are_everywhere_where_a_document_has_none(tmp_path, monkeypatch, window):
     monkeypatch.setattr(module, "_WINDOW_DOCUMENTS", window)
     monkeypatch.setattr(parts_module, "_RUN_DOCUMENTS", 4)
-    with_targets = [(Encoded(np.arange(i, i + 3), np.array([i % 2, 0, 1], bool)), False) for i in range(9)]
-    parts = write_parts(tmp_path, [documents(11, 100), with_targets])
+    has_target = [(Encoded(np.arange(i, i + 3), np.array([i % 2, 0, 1], bool)), False) for i in range(9)]
+    parts = write_parts(tmp_path, [documents(11, 100), has_target])
     tokens, targets = shuffled(tmp_path, parts)
     assert targets is not None and len(tokens) == 8 + 9
     for document, mask in zip(tokens, targets, strict=True):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.batch import IGNORED
+from trainer.batch import IGNORE_INDEX
 from trainer.config import DataConfig
-from trainer.data.sampling.loader import Cut, SampleOrder, held_out_batches, training_batches
+from trainer.data.sampling.loader import BatchPartition, SampleOrder, held_out_batches, training_batches
 from trainer.data.sampling.mixture import CombinedSamples, stages_of
 from trainer.data.sampling.packing import pack, read_pieces
-from trainer.data.sampling.samples import PackedSamples, WrappedSamples
+from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import TokenStore
 
 SEQ = 4
@@ -22,11 +22,13 @@ ONE = stages_of((), ("data",))
 def samples(num_samples=37):
     """Token i is i; documents of eleven tokens."""
     tokens = np.arange(num_samples * SEQ + 1)
-    return WrappedSamples(TokenStore(tokens, np.append(np.arange(0, len(tokens), 11), len(tokens))), SEQ, restart=False)
+    return ConcatSamples(TokenStore(tokens, np.append(np.arange(0, len(tokens), 11), len(tokens))), SEQ, restart=False)
 
 
 def cut(rank=0, ranks=1, global_batch_size=12, local_batch_size=2):
-    return Cut(global_batch_size=global_batch_size, local_batch_size=local_batch_size, rank=rank, ranks=ranks)
+    return BatchPartition(
+        global_batch_size=global_batch_size, local_batch_size=local_batch_size, rank=rank, ranks=ranks
+    )
 
 
 def numbers(batch):
@@ -56,8 +58,8 @@ def test_labels_are_the_next_tokens():
 
 def test_samples_cover_every_token_once():
     assert len(samples(5)) == 5
-    assert len(WrappedSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ, False)) == 4
-    assert len(WrappedSamples(TokenStore(np.arange(0), np.array([0])), SEQ, False)) == 0
+    assert len(ConcatSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ, False)) == 4
+    assert len(ConcatSamples(TokenStore(np.arange(0), np.array([0])), SEQ, False)) == 0
     labels = samples(5).batch(np.arange(5)).labels.flatten().tolist()
     assert labels == list(range(1, 21))
 
@@ -94,14 +96,14 @@ def test_held_out_batches_come_even_on_all_ranks(ranks):
     per_rank = [list(held_out_batches(samples(), 7, cut(rank, ranks))) for rank in range(ranks)]
     assert len({len(batches) for batches in per_rank}) == 1
     targets = [
-        label for batches in per_rank for b in batches for label in b.labels.flatten().tolist() if label != IGNORED
+        label for batches in per_rank for b in batches for label in b.labels.flatten().tolist() if label != IGNORE_INDEX
     ]
     assert sorted(targets) == list(range(1, 7 * SEQ + 1))
 
 
 def test_samples_that_are_passed_over_are_left_out_of_the_order():
     whole = SampleOrder((10,), ONE, seed=1, shuffle=True)
-    some = SampleOrder((10,), ONE, seed=1, shuffle=True, passed_over=((3, 5), (8, 14)))
+    some = SampleOrder((10,), ONE, seed=1, shuffle=True, skipped_samples=((3, 5), (8, 14)))
     places = [p for p in range(40) if not (3 <= p < 5 or 8 <= p < 14)]
     assert some(np.arange(len(places))).tolist() == whole(np.array(places)).tolist()
     assert some.place(np.arange(len(places))).tolist() == places
@@ -170,7 +172,7 @@ def test_mixed_and_packed_no_document_is_missing_or_comes_twice_in_an_epoch(mixe
         assert len(mine) > 2 * len(part)
         for epoch in range(len(mine) // len(part)):
             batch = part.batch(mine[epoch * len(part) : (epoch + 1) * len(part)])
-            targets = batch.labels[batch.labels != IGNORED]
+            targets = batch.labels[batch.labels != IGNORE_INDEX]
             documents = part.store.documents
             assert len(targets) == len(part.store.tokens) - (len(documents) - 1)
             assert len(targets.unique()) == len(targets)

@@ -6,15 +6,15 @@ import pytest
 from trainer.batch import Batch
 from trainer.config import ConfigError
 from trainer.data.sampling.loader import SampleOrder
-from trainer.data.sampling.mixture import PERIOD, CombinedSamples, stages_of
-from trainer.data.sampling.samples import WrappedSamples
+from trainer.data.sampling.mixture import PERIOD, CombinedSamples, phases_of
+from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.store.store import TokenStore
 
 NAMES = ("web", "code", "math")
 
 
 def order(*mixture, sizes=(1000, 700, 30), names=NAMES, shuffle=True):
-    return SampleOrder(sizes, stages_of(mixture, names), seed=3, shuffle=shuffle)
+    return SampleOrder(sizes, phases_of(mixture, names), seed=3, shuffle=shuffle)
 
 
 def shares(numbers, sizes=(1000, 700, 30)):
@@ -82,14 +82,14 @@ def test_one_dataset_is_in_the_order_that_it_has_alone():
 )
 def test_a_mixture_that_is_none_is_refused(mixture, problem):
     with pytest.raises(ConfigError) as error:
-        stages_of(mixture, NAMES)
+        phases_of(mixture, NAMES)
     assert (error.value.key, error.value.rule) == ("data.mixture", problem)
 
 
 def test_combined_samples_are_those_of_each_dataset():
     def numbered(first, samples):
         tokens = np.arange(first, first + 4 * samples + 1)
-        return WrappedSamples(TokenStore(tokens, np.array([0, len(tokens)])), 4, restart=False)
+        return ConcatSamples(TokenStore(tokens, np.array([0, len(tokens)])), 4, restart=False)
 
     both = CombinedSamples([numbered(0, 3), numbered(1000, 2)])
     assert len(both) == 5

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from trainer.batch import IGNORED
+from trainer.batch import IGNORE_INDEX
 from trainer.config import ConfigError, DataConfig
-from trainer.data.sampling.packing import best_fit, cut_documents, pack, read_pieces
-from trainer.data.sampling.samples import PackedSamples, WrappedSamples
+from trainer.data.sampling.packing import best_fit, pack, read_pieces, split_documents
+from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import TokenStore
 
 
@@ -29,10 +29,10 @@ def test_packed_documents_are_whole_and_each_token_is_a_target_once(tmp_path):
     store = store_of(lengths)
     batch = whole(packed(tmp_path, store, 100))
     assert packed(tmp_path, store, 100).pieces.efficiency(100) > 0.97
-    labels = sorted(batch.labels[batch.labels != IGNORED].tolist())
+    labels = sorted(batch.labels[batch.labels != IGNORE_INDEX].tolist())
     firsts = set(store.documents.tolist())
     assert labels == [token for token in range(sum(lengths)) if token not in firsts]
-    assert ((batch.labels == batch.tokens + 1) | (batch.labels == IGNORED)).all()
+    assert ((batch.labels == batch.tokens + 1) | (batch.labels == IGNORE_INDEX)).all()
 
 
 def test_positions_and_documents_tell_what_is_packed_apart(tmp_path):
@@ -51,11 +51,11 @@ def test_without_packing_a_sample_is_one_document_and_padding(tmp_path):
 
 @pytest.mark.parametrize(
     ("long_documents", "pieces"),
-    [("split", [(0, 2), (3, 4), (7, 4), (11, 1)]), ("cut", [(0, 2), (3, 4)]), ("drop", [(0, 2)])],
+    [("split", [(0, 2), (3, 4), (7, 4), (11, 1)]), ("truncate", [(0, 2), (3, 4)]), ("drop", [(0, 2)])],
 )
 def test_documents_longer_than_a_sample_are_treated_as_set(long_documents, pieces):
     # A document of one token has no target.
-    starts, lengths, not_whole = cut_documents(store_of([3, 10, 1]), 4, long_documents)
+    starts, lengths, not_whole = split_documents(store_of([3, 10, 1]), 4, long_documents)
     assert not_whole == (1 if long_documents == "split" else 2)
     assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == pieces
 
@@ -94,12 +94,12 @@ def test_best_fit_fills_like_the_definition():
 
 
 def test_a_sample_without_targets_is_asked_for_by_minus_one(tmp_path):
-    for samples in (packed(tmp_path, store_of([5, 4]), 4), WrappedSamples(store_of([9]), 4, restart=True)):
-        assert (samples.batch(np.array([-1, 0])).labels == IGNORED).all(dim=1).tolist() == [True, False]
+    for samples in (packed(tmp_path, store_of([5, 4]), 4), ConcatSamples(store_of([9]), 4, restart=True)):
+        assert (samples.batch(np.array([-1, 0])).labels == IGNORE_INDEX).all(dim=1).tolist() == [True, False]
 
 
 def test_documents_in_a_row_restart_and_do_not_foretell_the_next():
-    batch = WrappedSamples(store_of([3, 4, 6]), 4, restart=True).batch(np.arange(3))
+    batch = ConcatSamples(store_of([3, 4, 6]), 4, restart=True).batch(np.arange(3))
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[1, 2, -100, 4], [5, 6, -100, 8], [9, 10, 11, 12]]

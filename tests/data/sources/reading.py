@@ -5,7 +5,7 @@ import os
 import pytest
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.sources import Problem, Source, open_source
+from trainer.data.sources import BadDocument, Source, open_source
 from trainer.data.tokenizer.backends import load_tokenizer
 
 
@@ -24,7 +24,7 @@ def read(dataset: str, path, step: int = 2**40, **settings) -> list:
 
 def told(found: list) -> list[str]:
     """The problems, as users see them."""
-    return [str(problem) for problem in found if isinstance(problem, Problem)]
+    return [str(problem) for problem in found if isinstance(problem, BadDocument)]
 
 
 def refused(dataset: str, path, **settings) -> tuple[str, str]:

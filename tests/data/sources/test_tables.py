@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.sources.reading import opened, read, refused, told
 from trainer.config import ConfigError, packages
-from trainer.data.sources import Problem
+from trainer.data.sources import BadDocument
 
 TEXTS = [f"row {i} ünï" for i in range(1000)]
 
@@ -73,7 +73,7 @@ def test_a_file_that_is_no_parquet_or_damaged_is_told(tmp_path):
     content[len(content) // 2 : len(content) // 2 + 200] = b"\xff" * 200
     file.write_bytes(content)
     *documents, problem = read("parquet", file)
-    assert isinstance(problem, Problem) and documents == TEXTS[: len(documents)]
+    assert isinstance(problem, BadDocument) and documents == TEXTS[: len(documents)]
     assert "not a parquet file, or damaged (" in str(problem)
 
 

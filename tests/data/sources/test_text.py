@@ -10,7 +10,7 @@ import pytest
 from tests.data.sources.reading import opened, read, told
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.sources import open_source
-from trainer.data.sources.source import Span, Unfit
+from trainer.data.sources.source import InvalidDocument, Span
 from trainer.data.tokenizer.backends import load_tokenizer
 
 
@@ -126,7 +126,7 @@ def test_a_document_of_which_nothing_can_be_made_has_its_line_too(tmp_path):
 
     def refuse_b(document):
         if document == "b":
-            raise Unfit("no b here")
+            raise InvalidDocument("no b here")
         return document.upper()
 
     found = list(opened("jsonl", file).read(Span(str(file), 0, 2**40), refuse_b))

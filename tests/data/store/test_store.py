@@ -11,7 +11,7 @@ from tests.data.prepare.test_prepare import DEFAULT, documents, of_texts, prepar
 from tests.faults.bench import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import tokenize
-from trainer.data.store.store import Encoded, Joined, check_content, open_store, read_description
+from trainer.data.store.store import ConcatArray, Encoded, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 
 
@@ -91,7 +91,7 @@ def test_a_store_has_targets_where_its_documents_have_them(data, monkeypatch):
 
 def test_joined_arrays_read_as_one():
     arrays = [np.arange(3, dtype="<u2"), np.empty(0, "<u2"), np.arange(3, 10, dtype="<u2")]
-    joined, whole = Joined(arrays), np.concatenate(arrays)
+    joined, whole = ConcatArray(arrays), np.concatenate(arrays)
     assert len(joined) == 10 and joined.dtype == whole.dtype
     for index in (slice(None), slice(2, 7), slice(-3, None), np.arange(10), np.array([[9, 0], [2, 3]]), np.arange(0)):
         assert np.array_equal(joined[index], whole[index])
@@ -104,7 +104,7 @@ def stores(data, tmp_path):
     for machine in range(3):
         corpus = write_corpus(tmp_path / f"corpus{machine}", 10 + machine, seed=machine)
         folders.append(prepare(replace(data, path=str(corpus)), DEFAULT))
-    return replace(data, dataset="stores", path=data.store_folder, store_folder=str(tmp_path / "joined")), folders
+    return replace(data, dataset="prepared", path=data.store_folder, store_folder=str(tmp_path / "joined")), folders
 
 
 def test_stores_of_many_machines_are_one(stores):
@@ -155,7 +155,7 @@ def test_stores_of_another_tokenizer_are_refused_by_name(stores, tmp_path):
     data, folders = stores
     shorter = tmp_path / "shorter.tiktoken"
     shorter.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
-    key, rule = refused(prepare, data, TokenizerConfig(kind="tiktoken", path=str(shorter)))
+    key, rule = refused(prepare, data, TokenizerConfig(backend="tiktoken", path=str(shorter)))
     first = sorted(folders)[0]
     ours = read_description(first)["tokenizer"]
     assert key == "data.path"
@@ -176,7 +176,7 @@ def test_joined_stores_are_held_to_the_problems_that_are_allowed(stores, tmp_pat
     prepare(replace(data, dataset="text", path=str(tmp_path / "bad"), store_folder=data.path), DEFAULT)
     assert read_description(prepare(data, DEFAULT))["skipped"] == 1
     rule = f"documents that cannot be read: 1 or more, the first: {tmp_path}/bad/a.txt: empty"
-    assert refused(prepare, replace(data, on_problem="stop"), DEFAULT) == ("data.on_problem", rule)
+    assert refused(prepare, replace(data, on_bad_document="stop"), DEFAULT) == ("data.on_bad_document", rule)
 
 
 def test_a_folder_without_stores_is_refused(stores, tmp_path):

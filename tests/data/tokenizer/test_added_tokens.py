@@ -11,7 +11,7 @@ NAMES = ("<|im_start|>", "<|im_end|>")
 
 
 def test_added_tokens_follow_the_vocabulary_and_are_in_no_text():
-    tokenizer = load_tokenizer(TokenizerConfig(add=NAMES))
+    tokenizer = load_tokenizer(TokenizerConfig(extra_special_tokens=NAMES))
     assert tokenizer.vocab_size == DEFAULT.vocab_size + 2
     assert [tokenizer.special_tokens[name] for name in NAMES] == [DEFAULT.vocab_size, DEFAULT.vocab_size + 1]
     text = "a <|im_start|> b"
@@ -34,17 +34,17 @@ def test_added_tokens_follow_the_vocabulary_and_are_in_no_text():
 )
 def test_names_that_cannot_be_added_are_refused(names, problem):
     with pytest.raises(ConfigError) as error:
-        load_tokenizer(TokenizerConfig(add=names))
-    assert (error.value.key, error.value.rule) == ("tokenizer.add", problem)
+        load_tokenizer(TokenizerConfig(extra_special_tokens=names))
+    assert (error.value.key, error.value.rule) == ("tokenizer.extra_special_tokens", problem)
 
 
 @pytest.mark.parametrize("kind", ["default", "sentencepiece"])
 def test_transformers_has_them_too(tmp_path, words, kind):
     transformers = pytest.importorskip("transformers")
-    config = TokenizerConfig(add=NAMES)
+    config = TokenizerConfig(extra_special_tokens=NAMES)
     if kind == "sentencepiece":
         (tmp_path / "m.model").write_bytes(words.files["tokenizer.model"])
-        config = TokenizerConfig(kind=kind, path=str(tmp_path / "m.model"), add=NAMES)
+        config = TokenizerConfig(backend=kind, path=str(tmp_path / "m.model"), extra_special_tokens=NAMES)
     ours = load_tokenizer(config)
     folder = tmp_path / "out"
     folder.mkdir()

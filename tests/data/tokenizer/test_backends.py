@@ -68,7 +68,7 @@ def test_llama_3_rank_files_get_its_special_tokens(tmp_path):
     tokens = [bytes([i]) for i in range(256)] + [b"%07d" % i for i in range(127_744)]
     lines = [b"%s %d" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
-    tokenizer = load_tokenizer(TokenizerConfig(kind="tiktoken", path=str(tmp_path / "tokenizer.model")))
+    tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(tmp_path / "tokenizer.model")))
     assert tokenizer.vocab_size == 128_256
     assert (tokenizer.bos, tokenizer.eos) == (128_000, 128_001)
     for name, number in {"<|start_header_id|>": 128_006, "<|end_header_id|>": 128_007, "<|eot_id|>": 128_009}.items():
@@ -91,7 +91,7 @@ def train_sentencepiece(folder, **more):
         )
         | more
     )
-    return TokenizerConfig(kind="sentencepiece", path=str(folder / "m.model"))
+    return TokenizerConfig(backend="sentencepiece", path=str(folder / "m.model"))
 
 
 def test_sentencepiece_models_are_read(tmp_path):
@@ -126,13 +126,13 @@ def refused(config) -> str:
 def test_files_of_another_kind_are_refused(tmp_path):
     broken = tmp_path / "broken"
     broken.write_text("hello there you\n")
-    assert refused(TokenizerConfig(kind="tiktoken", path=str(broken))) == (
+    assert refused(TokenizerConfig(backend="tiktoken", path=str(broken))) == (
         f"not a tiktoken rank file: line 1 of {broken}"
     )
-    assert refused(TokenizerConfig(kind="sentencepiece", path=str(broken))) == f"not a sentencepiece model: {broken}"
+    assert refused(TokenizerConfig(backend="sentencepiece", path=str(broken))) == f"not a sentencepiece model: {broken}"
     half = tmp_path / "half"
     half.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[5:]))
-    assert refused(TokenizerConfig(kind="tiktoken", path=str(half))) == (
+    assert refused(TokenizerConfig(backend="tiktoken", path=str(half))) == (
         f"not a tiktoken rank file: the ranks in {half} are not 0, 1, 2, ..."
     )
     endless = train_sentencepiece(tmp_path, eos_id=-1)
@@ -142,10 +142,10 @@ def test_files_of_another_kind_are_refused(tmp_path):
 def test_the_fingerprint_follows_the_content(tmp_path):
     copy = tmp_path / "copy"
     copy.write_bytes(DEFAULT_FILE.read_bytes())
-    same = load_tokenizer(TokenizerConfig(kind="tiktoken", path=str(copy)))
+    same = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(copy)))
     assert same.fingerprint == load_tokenizer(TokenizerConfig()).fingerprint
     copy.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
-    assert load_tokenizer(TokenizerConfig(kind="tiktoken", path=str(copy))).fingerprint != same.fingerprint
+    assert load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(copy))).fingerprint != same.fingerprint
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -162,7 +162,7 @@ def exported(tmp_path):
 
 
 def from_json(path):
-    return load_tokenizer(TokenizerConfig(kind="huggingface", path=str(path)))
+    return load_tokenizer(TokenizerConfig(backend="huggingface", path=str(path)))
 
 
 def test_a_tokenizer_json_or_its_folder_is_read(exported):
@@ -210,7 +210,7 @@ def test_the_end_of_text_is_named_by_a_file_beside_it(exported, tmp_path, file, 
 
 def test_a_tokenizer_json_without_what_a_run_needs_is_refused(exported):
     path = exported / "tokenizer.json"
-    config = TokenizerConfig(kind="huggingface", path=str(exported))
+    config = TokenizerConfig(backend="huggingface", path=str(exported))
     naming = "tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json"
     edit(exported / "tokenizer_config.json", eos_token="<|none|>")
     assert refused(config) == f"no end-of-text token: eos_token is in none of {naming} beside it"
@@ -237,7 +237,7 @@ def test_without_the_package_a_tokenizer_json_is_refused_in_one_line(exported, m
     monkeypatch.setattr(packages.importlib, "import_module", missing)
     with pytest.raises(ConfigError) as error:
         from_json(exported)
-    assert str(error.value) == "tokenizer.kind: needs the package tokenizers: pip install tokenizers"
+    assert str(error.value) == "tokenizer.backend: needs the package tokenizers: pip install tokenizers"
 
 
 def test_a_package_that_lacks_something_itself_is_no_missing_package(monkeypatch):
@@ -246,7 +246,7 @@ def test_a_package_that_lacks_something_itself_is_no_missing_package(monkeypatch
 
     monkeypatch.setattr(packages.importlib, "import_module", incomplete)
     with pytest.raises(ModuleNotFoundError):
-        packages.library("tokenizers", "tokenizer.kind")
+        packages.library("tokenizers", "tokenizer.backend")
 
 
 # ---------------------------------------------------------------- the same tokens as others

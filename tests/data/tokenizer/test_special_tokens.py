@@ -6,7 +6,7 @@ from tests.data.chat.chat_cases import CHATML, CHATML_NAMES, DEFAULT, TALK, show
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
-from trainer.data.tokenizer.special_tokens import SpecialNames, lacking_special_tokens, special_tokens_taking_over
+from trainer.data.tokenizer.special_tokens import SpecialNames, lacking_special_tokens, remap_reserved
 
 LOOK_ALIKES = [
     "<|eot_id|>",
@@ -74,31 +74,31 @@ def test_special_tokens_in_tool_calls_and_tools_are_text(chatml):
 
 
 def test_a_special_token_may_be_let_into_messages():
-    chat = load_chat_format("llama3", DEFAULT, special_in_content=["<|python_tag|>"])
+    chat = load_chat_format("llama3", DEFAULT, allowed_special=["<|python_tag|>"])
     found = shown(chat.encode([TALK[1], {"role": "assistant", "content": "<|python_tag|>x<|eot_id|>"}]))
     assert found[-12:-8] == ["\n\n", "+<|python_tag|>", "+x", "+<"]
     with pytest.raises(ConfigError) as error:
-        load_chat_format("llama3", DEFAULT, special_in_content=["<think>"])
-    assert str(error.value) == "data.special_in_content: the tokenizer has no special token <think>"
+        load_chat_format("llama3", DEFAULT, allowed_special=["<think>"])
+    assert str(error.value) == "data.allowed_special: the tokenizer has no special token <think>"
 
 
 def test_special_tokens_that_a_tokenizer_lacks_are_named():
     text = BUILT_IN["chatml"].read_text()
     assert lacking_special_tokens(text, DEFAULT.special_tokens) == ["<|im_start|>", "<|im_end|>"]
-    assert lacking_special_tokens(text, special_tokens_taking_over(DEFAULT.special_tokens, CHATML_NAMES)) == []
+    assert lacking_special_tokens(text, remap_reserved(DEFAULT.special_tokens, CHATML_NAMES)) == []
     assert lacking_special_tokens(BUILT_IN["llama3"].read_text(), DEFAULT.special_tokens) == []
 
 
 def test_a_new_special_token_takes_the_id_of_a_reserved_one():
     before = DEFAULT.special_tokens
-    after = special_tokens_taking_over(before, CHATML_NAMES)
+    after = remap_reserved(before, CHATML_NAMES)
     assert after["<|im_start|>"] == before["<|reserved_special_token_0|>"]
     assert "<|reserved_special_token_0|>" not in after and len(after) == len(before)
     assert "<|im_start|>" not in DEFAULT.special_tokens
 
 
 @pytest.mark.parametrize(
-    ("take_over", "rule"),
+    ("reuse_reserved_tokens", "rule"),
     [
         ({"<|eot_id|>": "<|reserved_special_token_0|>"}, "<|eot_id|> is a special token already"),
         ({"<|im_end|>": "<|reserved|>"}, "the tokenizer has no reserved token <|reserved|>"),
@@ -109,10 +109,10 @@ def test_a_new_special_token_takes_the_id_of_a_reserved_one():
         ),
     ],
 )
-def test_ids_that_cannot_be_taken_over_are_refused(take_over, rule):
+def test_ids_that_cannot_be_taken_over_are_refused(reuse_reserved_tokens, rule):
     with pytest.raises(ConfigError) as error:
-        special_tokens_taking_over(DEFAULT.special_tokens, take_over)
-    assert str(error.value) == f"tokenizer.take_over: {rule}"
+        remap_reserved(DEFAULT.special_tokens, reuse_reserved_tokens)
+    assert str(error.value) == f"tokenizer.reuse_reserved_tokens: {rule}"
 
 
 def test_exported_special_tokens_stand_in_the_order_of_their_ids():

@@ -31,7 +31,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PromptCompletion:
     """Plain text and how it goes on, without a template."""
 
     prompt: str
@@ -42,7 +42,7 @@ class _Malformed(Exception):
     """The reason, in a few words."""
 
 
-def conversation_of(document: Any) -> Conversation | Pair | str:
+def parse_conversation(document: Any) -> Conversation | PromptCompletion | str:
     """The conversation in one JSON value, or why there is none.
 
     Read are, the first that is there: {"messages": [{"role", "content"}]}; {"conversations": [{"from", "value"}]} of ShareGPT
@@ -57,7 +57,7 @@ def conversation_of(document: Any) -> Conversation | Pair | str:
         return "nested too deep"
 
 
-def _conversation_of(document: Any) -> Conversation | Pair:
+def _conversation_of(document: Any) -> Conversation | PromptCompletion:
     if not isinstance(document, Mapping):
         raise _Malformed("not a JSON object")
     if not _is_unicode(document):
@@ -76,7 +76,7 @@ def _conversation_of(document: Any) -> Conversation | Pair:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise _Malformed("an empty completion")
-        return Pair(prompt, completion)
+        return PromptCompletion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], len(prompt), document.get("tools"))
     raise _Malformed("prompt and completion are neither both text nor both lists of messages")

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.data.chat.conversations import Message, Pair, conversation_of
+from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
 from trainer.data.chat.template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
 from trainer.data.chat.template_files import SETTING, read_template
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -29,7 +29,7 @@ _QUESTION = {"role": "user", "content": "A question?"}
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
 _ANCHOR = "\ue000"  # in no vocabulary, so it is a token, or some, of its own
 
-Labelled = tuple[list[int], list[bool]]
+TokensAndMask = tuple[list[int], list[bool]]
 """Tokens, and for each whether it is to be learned."""
 
 
@@ -55,11 +55,11 @@ class ChatFormat:
         tokenizer: Tokenizer,
         *,
         names: Mapping[str, str] | None = None,
-        special_in_content: Collection[str] = (),
+        allowed_special: Collection[str] = (),
         today: datetime = TODAY,
     ):
         """template: Jinja text. names: what the template knows as bos_token, eos_token, ...; else the tokenizer's own.
-        special_in_content: names that mean their token in a message too.
+        allowed_special: names that mean their token in a message too.
 
         Raises ConfigError where the template is none, needs tokens that are not there, or never ends a turn.
         """
@@ -71,10 +71,10 @@ class ChatFormat:
         self._names = own if names is None else dict(names)
         self._special = {name: token for name, token in special.items() if len(name) > 1}  # a letter is a letter
         self._special_ids = frozenset(self._special.values())
-        for name in special_in_content:
+        for name in allowed_special:
             if name not in self._special:
-                raise ConfigError("data.special_in_content", f"the tokenizer has no special token {name}")
-        self._special_names = SpecialNames({*self._special, *self._names.values()}, special_in_content)
+                raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
+        self._special_names = SpecialNames({*self._special, *self._names.values()}, allowed_special)
         # Sentencepiece puts a space before every text, so that a word is the same token wherever it stands.
         anchor = tokenizer.encode(_ANCHOR)
         self._adds_space = all(tokenizer.encode(_ANCHOR + c) != anchor + tokenizer.encode(c) for c in "aT1(")
@@ -83,19 +83,19 @@ class ChatFormat:
             self.end_of_turn = self._find_end_of_turn()
         except TemplateFailure as failure:
             raise ConfigError(SETTING, str(failure)) from None
-        shape = [_VERSION, template, self._names, self._special, sorted(special_in_content), tokenizer.fingerprint]
+        shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
         if self._template.asks_for_date:
             shape.append(today.isoformat())
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
-    def standalone(self) -> str:
+    def self_contained(self) -> str:
         """The template with the names of its tokens in it, wherever it is read."""
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, trained: Sequence[bool] | None = None
-    ) -> Labelled:
+    ) -> TokensAndMask:
         """A whole conversation. trained: (messages,), which of the assistant's are to be learned; else all.
 
         Raises TemplateFailure where the template cannot write it, or leaves open what the assistant said.
@@ -114,26 +114,26 @@ class ChatFormat:
         rendered = self._render(messages, tools, answer_next=True, strict=False)
         return self._tokens(rendered, [False] * len(rendered.turns))[0]
 
-    def encode_pair(self, pair: Pair) -> Labelled:
+    def encode_pair(self, pair: PromptCompletion) -> TokensAndMask:
         """Without the template: begin of text, prompt; completion and end of text are to be learned."""
         prompt = [self.tokenizer.bos, *self._text(pair.prompt, opens=True)]
         completion = [*self._text(pair.completion, opens=not pair.prompt), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
-    def encode_document(self, document: Any) -> Labelled | str:
-        """One JSON value of any kind that conversation_of reads, or why it cannot be learned from."""
-        found = conversation_of(document)
+    def encode_document(self, document: Any) -> TokensAndMask | str:
+        """One JSON value of any kind that parse_conversation reads, or why it cannot be learned from."""
+        found = parse_conversation(document)
         if isinstance(found, str):
             return found
         try:
-            if isinstance(found, Pair):
+            if isinstance(found, PromptCompletion):
                 return self.encode_pair(found)
             tokens, targets = self.encode(found.messages, found.tools, found.trained)
         except TemplateFailure as failure:
             return str(failure)
         return (tokens, targets) if any(targets) else "the template marks nothing that is to be learned"
 
-    def check_targets(self) -> None:
+    def validate_template(self) -> None:
         """Raises ConfigError where to learn what the template writes would not be to answer: where it writes earlier turns
         anew, or the assistant's header only once the answer is there."""
         try:
@@ -192,7 +192,7 @@ class ChatFormat:
 
     # ---------------------------------------------------------------- tokens
 
-    def _tokens(self, rendered: _Rendered, chosen: Sequence[bool]) -> Labelled:
+    def _tokens(self, rendered: _Rendered, chosen: Sequence[bool]) -> TokensAndMask:
         """chosen: (turns,), which of them are to be learned."""
         tokens: list[int] = []
         targets: list[bool] = []
@@ -268,7 +268,11 @@ class ChatFormat:
         rule = f"the template writes {', '.join(names)}, which the tokenizer does not have"
         free = reserved_names(self._special)[: len(names)]
         pairs = ", ".join(f'"{name}" = "{reserved}"' for name, reserved in zip(names, free, strict=False))
-        return f"{rule}; tokenizer.take_over = {{ {pairs} }} would give ids" if len(free) == len(names) else rule
+        return (
+            f"{rule}; tokenizer.reuse_reserved_tokens = {{ {pairs} }} would give ids"
+            if len(free) == len(names)
+            else rule
+        )
 
 
 def _characters_not_in(*values: Any) -> list[str]:
@@ -299,7 +303,7 @@ def load_chat_format(
     choice: str,
     tokenizer: Tokenizer,
     *,
-    special_in_content: Collection[str] = (),
+    allowed_special: Collection[str] = (),
     today: datetime = TODAY,
 ) -> ChatFormat:
     """choice: see chat_files.read_template.
@@ -307,4 +311,4 @@ def load_chat_format(
     Raises ConfigError where the template cannot be read or does not go with the tokenizer.
     """
     text, names = read_template(choice)
-    return ChatFormat(text, tokenizer, names=names, special_in_content=special_in_content, today=today)
+    return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, today=today)

@@ -6,12 +6,12 @@ import numpy as np
 
 from trainer.config import DataConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.sources.source import Document, Unfit
+from trainer.data.sources.source import Document, InvalidDocument
 from trainer.data.store.store import Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
 
 Encode = Callable[[Document], Encoded]
-"""Raises Unfit for a document of which nothing can be made."""
+"""Raises InvalidDocument for a document of which nothing can be made."""
 
 
 def _text(config: DataConfig, tokenizer: Tokenizer) -> Encode:
@@ -42,7 +42,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     def encode(document: Document) -> Encoded:
         made = chat.encode_document(document)
         if isinstance(made, str):
-            raise Unfit(made)
+            raise InvalidDocument(made)
         tokens, targets = made
         return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8))
 
@@ -51,8 +51,8 @@ def _chat(config: DataConfig, tokenizer: Tokenizer) -> Encode:
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
     """Raises ConfigError for a template that cannot be learned from."""
-    chat = load_chat_format(config.chat_template, tokenizer, special_in_content=config.special_in_content)
-    chat.check_targets()
+    chat = load_chat_format(config.chat_template, tokenizer, allowed_special=config.allowed_special)
+    chat.validate_template()
     return chat
 
 

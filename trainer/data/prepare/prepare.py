@@ -19,9 +19,9 @@ from pathlib import Path
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare.encode import chat_format
-from trainer.data.prepare.runs import Part, part_file, problems_of
+from trainer.data.prepare.runs import ShardInfo, part_file, problems_of
 from trainer.data.prepare.shuffle import write_split
-from trainer.data.sources import Problem, Source, open_source
+from trainer.data.sources import BadDocument, Source, open_source
 from trainer.data.store.concat import join
 from trainer.data.store.store import SPLITS, VERSION, read_description, token_dtype
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -42,7 +42,7 @@ def prepare(
     stores = Path(data.store_folder)
     with writing(stores):
         stores.mkdir(parents=True, exist_ok=True)
-        if data.dataset == "stores":
+        if data.dataset == "prepared":
             with _lock(stores / "stores.lock"):
                 folder = join(data, tokenizer)
         else:
@@ -52,7 +52,7 @@ def prepare(
                 with _lock(folder.with_suffix(".lock")):
                     if not folder.exists():
                         return _build(source, data, tokenizer_config, tokenizer, folder)
-    tokenize.require_few(data, read_description(folder)["skipped"], _listed(folder))
+    tokenize.check_bad_documents(data, read_description(folder)["skipped"], _listed(folder))
     return folder
 
 
@@ -90,12 +90,12 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _listed(folder: Path) -> Iterator[Problem]:
+def _listed(folder: Path) -> Iterator[BadDocument]:
     """Of a store, or of those it is made of."""
     members = [Path(member["folder"]) for member in read_description(folder)["stores"]]
     for store in members or [folder]:
         with (store / "problems.jsonl").open() as file:
-            yield from (Problem(**json.loads(line)) for line in file)
+            yield from (BadDocument(**json.loads(line)) for line in file)
 
 
 # ---------------------------------------------------------------- made once
@@ -108,7 +108,7 @@ def _build(
     partial.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
-    parts = tokenize.tokenize_all(tokenize.Work(source, data, tokenizer_config, partial), tokenizer, total)
+    parts = tokenize.tokenize_all(tokenize.TokenizeJob(source, data, tokenizer_config, partial), tokenizer, total)
     _require_documents(source, partial, parts)
 
     final = partial / "store"
@@ -148,7 +148,7 @@ def _build(
     return folder
 
 
-def _require_documents(source: Source, partial: Path, parts: list[Part]) -> None:
+def _require_documents(source: Source, partial: Path, parts: list[ShardInfo]) -> None:
     if any(part.runs for part in parts):
         return
     problems = itertools.chain.from_iterable(problems_of(partial, number) for number in range(len(parts)))

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from trainer.data.sampling.permutation import scatter
-from trainer.data.sources import Problem
+from trainer.data.sources import BadDocument
 from trainer.data.store.store import SPLITS, Encoded
 from trainer.system.files import digest_of
 
@@ -33,7 +33,7 @@ _SHUFFLE_KEY = 0x6D657368
 
 
 @dataclass(frozen=True)
-class Run:
+class SortedRun:
     """Documents of one split, sorted by key, in a .runs file."""
 
     split: str
@@ -45,10 +45,10 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardInfo:
     """What is in a finished part, and how large its files are."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[SortedRun, ...]
     problems: int
     files: Mapping[str, Mapping[str, Any]]
     """Size and digest of the .runs and the .problems file."""
@@ -58,11 +58,11 @@ def part_file(folder: Path, number: int, suffix: str) -> Path:
     return folder / f"part-{number:06d}.{suffix}"
 
 
-def read_part(folder: Path, number: int, verify: bool) -> Part | None:
+def read_part(folder: Path, number: int, verify: bool) -> ShardInfo | None:
     """A part that is finished; one that is not is made again. verify: only if its files are as they were written."""
     try:
         values = json.loads(part_file(folder, number, "json").read_text())
-        part = Part(tuple(Run(*run) for run in values["runs"]), values["problems"], values["files"])
+        part = ShardInfo(tuple(SortedRun(*run) for run in values["runs"]), values["problems"], values["files"])
         for suffix in _FILES if verify else ():
             path = part_file(folder, number, suffix)
             if part.files[suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
@@ -72,10 +72,10 @@ def read_part(folder: Path, number: int, verify: bool) -> Part | None:
     return part
 
 
-def problems_of(folder: Path, number: int) -> Iterator[Problem]:
+def problems_of(folder: Path, number: int) -> Iterator[BadDocument]:
     with part_file(folder, number, "problems").open() as file:
         for line in file:
-            yield Problem(**json.loads(line))
+            yield BadDocument(**json.loads(line))
 
 
 class DigestedFile:
@@ -98,7 +98,7 @@ class DigestedFile:
         return {"size": self.size, "digest": self._digest.hexdigest()}
 
 
-class PartWriter:
+class ShardWriter:
     """Takes the documents of a part in their order."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype):
@@ -106,7 +106,7 @@ class PartWriter:
         self._folder, self._number, self._dtype = folder, number, dtype
         part_file(folder, number, "json").unlink(missing_ok=True)
         self._runs, self._problems = (DigestedFile(part_file(folder, number, suffix)) for suffix in _FILES)
-        self._written: list[Run] = []
+        self._written: list[SortedRun] = []
         self._taken = 0  # documents before those that wait
         self._documents: list[Encoded] = []
         self._held_out: list[bool] = []
@@ -119,7 +119,7 @@ class PartWriter:
         if self._tokens >= _RUN_TOKENS or len(self._documents) >= _RUN_DOCUMENTS:
             self._write_runs()
 
-    def add_problem(self, problem: Problem) -> None:
+    def add_problem(self, problem: BadDocument) -> None:
         self._problems.write(json.dumps(asdict(problem)).encode() + b"\n")
         self.problems += 1
 
@@ -145,7 +145,7 @@ class PartWriter:
         for document in documents if targets else ():
             mask = np.ones(len(document.tokens), np.uint8) if document.targets is None else document.targets
             self._runs.write(mask.astype(np.uint8).data)
-        self._written.append(Run(split, offset, len(documents), int(lengths.sum()), targets))
+        self._written.append(SortedRun(split, offset, len(documents), int(lengths.sum()), targets))
 
     def close(self) -> None:
         """Without finish, the part was never there."""
@@ -167,7 +167,7 @@ class PartWriter:
 class RunReader:
     """A run, from which documents are taken in the order of their keys."""
 
-    def __init__(self, run: Run, dtype: np.dtype):
+    def __init__(self, run: SortedRun, dtype: np.dtype):
         self._run, self._dtype = run, dtype
         self._lengths = run.offset + 8 * run.documents
         self._tokens = self._lengths + 8 * run.documents

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.prepare.runs import DigestedFile, Part, RunReader, part_file
+from trainer.data.prepare.runs import DigestedFile, RunReader, ShardInfo, part_file
 
 _WINDOW_BYTES = 2**27
 _LARGEST_WINDOW_BYTES = 2**30
@@ -24,7 +24,7 @@ def write_split(
     final: Path,
     split: str,
     partial: Path,
-    parts: Sequence[Part],
+    parts: Sequence[ShardInfo],
     dtype: np.dtype,
     progress: Callable[[int], None],
 ) -> tuple[dict[str, int], dict[str, Any]]:

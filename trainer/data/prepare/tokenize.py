@@ -17,12 +17,12 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare.encode import ENCODERS, Encode
-from trainer.data.prepare.runs import Part, PartWriter, problems_of, read_part
-from trainer.data.sources import Document, Problem, Source, Span
+from trainer.data.prepare.runs import ShardInfo, ShardWriter, problems_of, read_part
+from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.process import cores, work_for_parent
+from trainer.system.process import cores, detach_signals
 from trainer.system.progress import progress
 
 PART_BYTES = 4 * 2**20
@@ -35,14 +35,14 @@ _SHOWN_PROBLEMS = 3
 
 
 def allowed_problems(data: DataConfig) -> int:
-    return data.max_problems if data.on_problem == "skip" else 0
+    return data.max_bad_documents if data.on_bad_document == "skip" else 0
 
 
-def require_few(data: DataConfig, count: int, first: Iterator[Problem]) -> None:
+def check_bad_documents(data: DataConfig, count: int, first: Iterator[BadDocument]) -> None:
     """Raises ConfigError where there are more problems than the run was set to take, with the first of them."""
     if count <= allowed_problems(data):
         return
-    key = "data.max_problems" if data.on_problem == "skip" else "data.on_problem"
+    key = "data.max_bad_documents" if data.on_bad_document == "skip" else "data.on_bad_document"
     shown = "; ".join(map(str, itertools.islice(first, _SHOWN_PROBLEMS)))
     raise ConfigError(key, f"documents that cannot be read: {count} or more, the first: {shown}")
 
@@ -51,7 +51,7 @@ def require_few(data: DataConfig, count: int, first: Iterator[Problem]) -> None:
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenizeJob:
     """What a worker process needs; travels to it once."""
 
     source: Source
@@ -79,13 +79,13 @@ def _parts(source: Source, part_bytes: int) -> Iterator[list[Span]]:
         yield part
 
 
-_worker: tuple[Work, Tokenizer, Encode] | None = None
+_worker: tuple[TokenizeJob, Tokenizer, Encode] | None = None
 
 
-def _start_worker(work: Work) -> None:
+def _start_worker(work: TokenizeJob) -> None:
     # A worker process keeps its tokenizer from part to part; a process pool offers no other place for it.
     global _worker
-    work_for_parent()
+    detach_signals()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # it was too late to ask for that
         raise SystemExit
@@ -98,7 +98,9 @@ def _tokenize_in_worker(number: int, spans: list[Span]) -> tuple[int, int]:
     return _tokenize(*_worker, number, spans)
 
 
-def _tokenize(work: Work, tokenizer: Tokenizer, encode: Encode, number: int, spans: list[Span]) -> tuple[int, int]:
+def _tokenize(
+    work: TokenizeJob, tokenizer: Tokenizer, encode: Encode, number: int, spans: list[Span]
+) -> tuple[int, int]:
     """Write part `number`; returns the bytes that it was made from, and its problems. With more of them than the run is set to
     take it ends there, and is not finished."""
     size = sum(span.stop - span.start for span in spans)
@@ -110,11 +112,11 @@ def _tokenize(work: Work, tokenizer: Tokenizer, encode: Encode, number: int, spa
     def take(document: Document) -> tuple[Encoded, bool]:
         return encode(document), _is_held_out(document, work.data.held_out_fraction)
 
-    writer = PartWriter(work.folder, number, token_dtype(tokenizer.vocab_size))
+    writer = ShardWriter(work.folder, number, token_dtype(tokenizer.vocab_size))
     with contextlib.closing(writer):
         for span in spans:
             for taken in _read(work.source, span, take):
-                if not isinstance(taken, Problem):
+                if not isinstance(taken, BadDocument):
                     writer.add(*taken)
                     continue
                 writer.add_problem(taken)
@@ -153,13 +155,13 @@ def _is_held_out(document: Document, fraction: float) -> bool:
 # ---------------------------------------------------------------- all of them
 
 
-def tokenize_all(work: Work, tokenizer: Tokenizer, total: int) -> list[Part]:
+def tokenize_all(work: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[ShardInfo]:
     """Every part, in order. Raises ConfigError at the first problem that is one too many."""
     jobs = enumerate(_parts(work.source, _part_bytes(total)))
     first = list(itertools.islice(jobs, 2))
-    processes = (work.data.prepare_processes or cores()) if len(first) > 1 else 1
+    processes = (work.data.prepare_workers or cores()) if len(first) > 1 else 1
     jobs = itertools.chain(first, jobs)
-    parts: list[Part] = []
+    parts: list[ShardInfo] = []
     problems = 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(progress(total, "B", "tokenizing"))
@@ -176,7 +178,7 @@ def tokenize_all(work: Work, tokenizer: Tokenizer, total: int) -> list[Part]:
             problems += found
             if problems > allowed_problems(work.data):
                 seen = itertools.chain.from_iterable(problems_of(work.folder, n) for n in range(number + 1))
-                require_few(work.data, problems, seen)
+                check_bad_documents(work.data, problems, seen)
             part = read_part(work.folder, number, verify=False)
             assert part is not None
             parts.append(part)
@@ -198,7 +200,7 @@ def _in_order(
             yield waiting.popleft().result()
     except BrokenProcessPool:
         rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
-        raise ConfigError("data.prepare_processes", rule) from None
+        raise ConfigError("data.prepare_workers", rule) from None
     finally:
         for job in waiting:
             job.cancel()

@@ -17,10 +17,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import Batch
 from trainer.config import DataConfig
-from trainer.data.sampling.mixture import PERIOD, Stage
+from trainer.data.sampling.mixture import PERIOD, MixturePhase
 from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.samples import Samples
-from trainer.system.process import work_for_parent
+from trainer.system.process import detach_signals
 
 _LEAVES_TOGETHER = 64
 
@@ -32,16 +32,16 @@ class SampleOrder:
 
     sizes: tuple[int, ...]
     """Samples of each dataset, which are numbered one dataset after the other."""
-    stages: tuple[Stage, ...]
+    stages: tuple[MixturePhase, ...]
     seed: int
     shuffle: bool
-    passed_over: tuple[tuple[int, int], ...] = ()
+    skipped_samples: tuple[tuple[int, int], ...] = ()
     """Half-open ranges of places that are left out on purpose, in order."""
 
     def place(self, consumed: np.ndarray) -> np.ndarray:
         """Places in the order of all samples, of places in the order without those that are passed over. int64."""
         place = consumed.copy()
-        for start, stop in self.passed_over:
+        for start, stop in self.skipped_samples:
             place += (place >= start) * (stop - start)
         return place
 
@@ -76,7 +76,7 @@ class SampleOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class BatchPartition:
     """How the global batch falls on the ranks."""
 
     global_batch_size: int
@@ -109,7 +109,7 @@ class _Leaves(Dataset):
 
 
 class _LeafSampler(Sampler):
-    def __init__(self, order: SampleOrder, cut: Cut, cursor: int):
+    def __init__(self, order: SampleOrder, cut: BatchPartition, cursor: int):
         self.order = order
         self.cut = cut
         self.cursor = cursor
@@ -123,7 +123,7 @@ class _LeafSampler(Sampler):
 
 
 def training_batches(
-    samples: Samples, order: SampleOrder, cut: Cut, cursor: int, config: DataConfig, pin_memory: bool
+    samples: Samples, order: SampleOrder, cut: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
     """This rank's microbatches from the cursor on, without end; grad_accum of them make a step.
 
@@ -137,14 +137,14 @@ def training_batches(
             batch_size=None,
             sampler=_LeafSampler(order, cut, cursor),
             pin_memory=pin_memory,
-            worker_init_fn=work_for_parent,
+            worker_init_fn=detach_signals,
             generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
             **workers,
         )
     return iter(loader)
 
 
-def held_out_batches(samples: Samples, num_samples: int, cut: Cut) -> Iterator[Batch]:
+def held_out_batches(samples: Samples, num_samples: int, cut: BatchPartition) -> Iterator[Batch]:
     """The first num_samples samples in the order of the store, the same number of microbatches on every rank: where they
     do not come out even, the rest has no targets."""
     step = cut.local_batch_size * cut.ranks

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.batch import Batch
 from trainer.config import ConfigError
-from trainer.config.fields import nearest_name
+from trainer.config.fields import did_you_mean
 from trainer.data.sampling.samples import Samples
 
 PERIOD = 10_000
@@ -18,7 +18,7 @@ _KEY = "data.mixture"
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixturePhase:
     """A stretch of the order with the same shares."""
 
     start: int
@@ -43,12 +43,12 @@ class Stage:
         return periods * np.array(self.quotas) + np.bincount(dataset[:rest], minlength=len(self.quotas))
 
 
-def stages_of(mixture: Sequence[str], names: Sequence[str]) -> tuple[Stage, ...]:
+def phases_of(mixture: Sequence[str], names: Sequence[str]) -> tuple[MixturePhase, ...]:
     """mixture: "START: NAME=WEIGHT NAME=WEIGHT ..." for each stage, START in samples; none: all datasets by equal weights.
     Raises ConfigError."""
     if not mixture:
-        return (Stage(0, _quotas(dict.fromkeys(names, 1.0), names, "")),)
-    stages: list[Stage] = []
+        return (MixturePhase(0, _quotas(dict.fromkeys(names, 1.0), names, "")),)
+    stages: list[MixturePhase] = []
     for text in mixture:
         start, colon, shares = text.partition(":")
         if not colon or not start.strip().isdecimal():
@@ -59,14 +59,14 @@ def stages_of(mixture: Sequence[str], names: Sequence[str]) -> tuple[Stage, ...]
         weights = dict(_weight(part, text, names) for part in shares.split())
         if len(weights) < len(shares.split()):
             raise ConfigError(_KEY, f"{text!r}: a dataset is named twice")
-        stages.append(Stage(int(start), _quotas(weights, names, text)))
+        stages.append(MixturePhase(int(start), _quotas(weights, names, text)))
     return tuple(stages)
 
 
 def _weight(part: str, text: str, names: Sequence[str]) -> tuple[str, float]:
     name, _, number = part.partition("=")
     if name not in names:
-        raise ConfigError(_KEY, f"{text!r}: {name} is no dataset of [data] datasets{nearest_name(name, names)}")
+        raise ConfigError(_KEY, f"{text!r}: {name} is no dataset of [data] datasets{did_you_mean(name, names)}")
     try:
         weight = float(number)
     except ValueError:
@@ -91,7 +91,7 @@ def _quotas(weights: Mapping[str, float], names: Sequence[str], text: str) -> tu
     return tuple(quotas.tolist())
 
 
-def require_same_past(saved: Sequence[Sequence[int]], now: Sequence[Stage], consumed: int) -> None:
+def require_same_past(saved: Sequence[Sequence[int]], now: Sequence[MixturePhase], consumed: int) -> None:
     """Raises ConfigError where stages that had begun when `consumed` samples were consumed are not what they were. saved: start
     and quotas of each."""
     past = [list(stage) for stage in saved if stage[0] < max(consumed, 1)]

@@ -18,7 +18,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PackedIndex:
     """Stretches of documents, and which samples they are in."""
 
     starts: np.ndarray
@@ -36,9 +36,9 @@ class Pieces:
         return float(self.lengths.sum() / max(1, len(self) * seq_len))
 
 
-def cut_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
+def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Starts and lengths of the pieces of all documents, and how many documents are not whole in them. long_documents: what
-    becomes of those that have more than seq_len positions: "split" (several pieces), "cut" (the first), "drop" (none)."""
+    becomes of those that have more than seq_len positions: "split" (several pieces), "truncate" (the first), "drop" (none)."""
     positions = np.diff(store.documents) - 1  # the last token is a label only
     if long_documents == "split":
         counts = -(-positions // seq_len)
@@ -51,7 +51,7 @@ def cut_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple
     return starts, lengths, longer + int((positions <= 0).sum())
 
 
-def with_targets(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def has_target(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """(pieces,) bool: which have a target."""
     if store.targets is None:
         return np.ones(len(starts), bool)
@@ -113,20 +113,22 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def _whole_samples(store: TokenStore, seq_len: int, packing: str, long_documents: str) -> tuple[Pieces, dict[str, int]]:
+def _whole_samples(
+    store: TokenStore, seq_len: int, packing: str, long_documents: str
+) -> tuple[PackedIndex, dict[str, int]]:
     """And what was left out."""
-    starts, lengths, not_whole = cut_documents(store, seq_len, long_documents)
-    kept = with_targets(store, starts, lengths)
+    starts, lengths, not_whole = split_documents(store, seq_len, long_documents)
+    kept = has_target(store, starts, lengths)
     starts, lengths = starts[kept], lengths[kept]
     documents = len(store.documents) - 1
     without = {"pieces": len(starts), "without_target": int((~kept).sum()), "documents": documents}
     without["cut_or_dropped"] = not_whole
     if packing == "none":
-        return Pieces(starts, lengths.astype(np.int32), np.arange(len(starts) + 1)), without
+        return PackedIndex(starts, lengths.astype(np.int32), np.arange(len(starts) + 1)), without
     bins = best_fit(lengths, seq_len)
     order = np.argsort(bins, kind="stable")
     samples = np.concatenate([[0], np.cumsum(np.bincount(bins))])
-    return Pieces(starts[order], lengths[order].astype(np.int32), samples), without
+    return PackedIndex(starts[order], lengths[order].astype(np.int32), samples), without
 
 
 # ---------------------------------------------------------------- made once, found again
@@ -158,7 +160,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
         )
 
 
-def read_pieces(folder: Path) -> Pieces:
+def read_pieces(folder: Path) -> PackedIndex:
     """Raises ConfigError where the folder is not what `pack` writes."""
     try:
         counts = json.loads((folder / "pieces.json").read_text())
@@ -169,4 +171,4 @@ def read_pieces(folder: Path) -> Pieces:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         raise ConfigError("data.store_folder", f"{folder} cannot be read; delete it") from None
-    return Pieces(starts, lengths, samples)
+    return PackedIndex(starts, lengths, samples)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.batch import IGNORED, Batch
-from trainer.data.sampling.packing import Pieces
+from trainer.batch import IGNORE_INDEX, Batch
+from trainer.data.sampling.packing import PackedIndex
 from trainer.data.store.store import TokenStore
 
 PADDING = 0
@@ -27,7 +27,7 @@ class Samples(Protocol):
 # ---------------------------------------------------------------- in a row, cut
 
 
-class WrappedSamples:
+class ConcatSamples:
     """The tokens of all documents in a row, cut at every seq_len. Samples overlap by one token, so that each token but
     the first of the store is the label of one position; the tail that fills no sample is left out."""
 
@@ -50,16 +50,16 @@ class WrappedSamples:
             read = self.store.tokens[stretch]
             tokens[row], labels[row] = read[:-1], read[1:]
             if targets is not None:
-                labels[row][targets[stretch][1:] == 0] = IGNORED
-        labels[samples < 0] = IGNORED
+                labels[row][targets[stretch][1:] == 0] = IGNORE_INDEX
+        labels[samples < 0] = IGNORE_INDEX
         if not self.restart:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
         documents = self._documents(begins)
         positions = np.arange(self.seq_len) - np.maximum(self.store.documents[documents] - begins[:, None], 0)
         # What follows the end of a document is another one's beginning.
-        labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
+        labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
         offsets, behind = self.store.documents, begins + self.seq_len
-        labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORED
+        labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORE_INDEX
         return _batch(tokens, labels, positions, documents)
 
     def _documents(self, begins: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ def _labels(store: TokenStore, places: np.ndarray) -> np.ndarray:
     """int64: the tokens there, where they are targets."""
     labels = store.tokens[places].astype(np.int64)
     if store.targets is not None:
-        labels[store.targets[places] == 0] = IGNORED
+        labels[store.targets[places] == 0] = IGNORE_INDEX
     return labels
 
 
@@ -98,7 +98,7 @@ def _batch(*arrays: np.ndarray) -> Batch:
 class PackedSamples:
     """Samples that are made of pieces, filled up with padding. Documents are numbered in each sample anew."""
 
-    def __init__(self, store: TokenStore, seq_len: int, pieces: Pieces, restart: bool):
+    def __init__(self, store: TokenStore, seq_len: int, pieces: PackedIndex, restart: bool):
         """restart: positions, at each piece."""
         self.store = store
         self.seq_len = seq_len
@@ -112,7 +112,7 @@ class PackedSamples:
         """See Samples."""
         pieces = self.pieces
         shape = (len(samples), self.seq_len)
-        tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, IGNORED, np.int64)
+        tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         for row, sample in enumerate(np.maximum(samples, 0)):
             mine = slice(pieces.samples[sample], pieces.samples[sample + 1])

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from trainer.config import DataConfig
 from trainer.data.sources import tables, text, tokens
-from trainer.data.sources.source import Document, Problem, Source, Span
+from trainer.data.sources.source import BadDocument, Document, Source, Span
 from trainer.data.tokenizer.protocol import Tokenizer
 
-__all__ = ["DATASETS", "Document", "Problem", "Source", "Span", "open_source"]
+__all__ = ["DATASETS", "BadDocument", "Document", "Source", "Span", "open_source"]
 
 DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
     "python_stdlib": lambda config, _: text.python_stdlib(config),

@@ -26,7 +26,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Problem:
+class BadDocument:
     """A document that could not be read."""
 
     file: str
@@ -38,13 +38,13 @@ class Problem:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"
 
 
-class Unfit(Exception):
+class InvalidDocument(Exception):
     """A record that holds no document, or a document of which nothing can be made: the reason."""
 
 
-class Read(Protocol):
-    def __call__(self, span: Span, take: Callable[[Any], T]) -> Iterator[T | Problem]:
-        """What take makes of the documents of a span, in order; none of them is empty. Where take raises Unfit, that is the
+class Reader(Protocol):
+    def __call__(self, span: Span, take: Callable[[Any], T]) -> Iterator[T | BadDocument]:
+        """What take makes of the documents of a span, in order; none of them is empty. Where take raises InvalidDocument, that is the
         document's problem. Raises ConfigError for what no other document can make good."""
 
 
@@ -58,7 +58,7 @@ class Source:
     """In an order that does not depend on the machine. Not Path: there may be millions."""
     splittable: bool
     """Whether a span may be less than a file."""
-    read: Read
+    read: Reader
     beside: tuple[str, ...] = ()
     """Files that belong to the content, but are not read by themselves."""
 
@@ -69,7 +69,7 @@ class Source:
         for start in range(0, max(size, 1), step):  # an empty file too, so that it is counted
             yield Span(path, start, min(start + step, size))
 
-    def documents(self) -> Iterator[Document | Problem]:
+    def documents(self) -> Iterator[Document | BadDocument]:
         """Of all files."""
         for path in self.files:
             yield from self.read(Span(path, 0, os.path.getsize(path)), lambda document: document)

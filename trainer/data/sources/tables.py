@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from trainer.config import ConfigError, DataConfig
 from trainer.config.packages import library
 from trainer.data.sources.files import matching
-from trainer.data.sources.source import Problem, Source, Span, Unfit, too_long
-from trainer.system.files import no_folder
+from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
+from trainer.system.files import folder_error
 
 T = TypeVar("T")
 
@@ -36,25 +36,25 @@ class _Column:
         if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
             raise ConfigError("data.text_field", f"column {self.name!r} of {path} holds {kind}, not text")
 
-    def read(self, path: str, batch: Any, rows_before: int, take: Callable[[str], T]) -> Iterator[T | Problem]:
+    def read(self, path: str, batch: Any, rows_before: int, take: Callable[[str], T]) -> Iterator[T | BadDocument]:
         for row, value in enumerate(batch.column(self.name), start=rows_before + 1):
             try:
                 yield take(self._text(value))
-            except Unfit as reason:
-                yield Problem(path, row, str(reason))
+            except InvalidDocument as reason:
+                yield BadDocument(path, row, str(reason))
 
     def _text(self, value: Any) -> str:
         if not value.is_valid:
-            raise Unfit(f"null in column {self.name!r}")
+            raise InvalidDocument(f"null in column {self.name!r}")
         content = (value.value if hasattr(value, "index") else value).as_buffer()
         if content.size > self.max_bytes:
-            raise Unfit(too_long(self.max_bytes))
+            raise InvalidDocument(too_long(self.max_bytes))
         if not content.size:
-            raise Unfit("empty")
+            raise InvalidDocument("empty")
         try:
             return str(content, "utf-8")
         except UnicodeDecodeError as error:
-            raise Unfit(f"not UTF-8 text (byte {error.start} of the value)") from None
+            raise InvalidDocument(f"not UTF-8 text (byte {error.start} of the value)") from None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ParquetFiles:
 
     column: _Column
 
-    def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | Problem]:
+    def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | BadDocument]:
         arrow, parquet = library("pyarrow", "data.dataset"), library("pyarrow.parquet", "data.dataset")
         row = begin = 0  # what is wrong with the whole file belongs to where it begins
         try:
@@ -85,7 +85,7 @@ class ParquetFiles:
             if isinstance(error, OSError) and error.errno:
                 raise  # of the file system
             if begin >= span.start:
-                yield Problem(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
+                yield BadDocument(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
 
 
 def _begin(group: Any) -> int:
@@ -101,7 +101,7 @@ class ArrowFiles:
 
     column: _Column
 
-    def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | Problem]:
+    def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | BadDocument]:
         arrow = library("pyarrow", "data.dataset")
         row = begin = 0  # the first batch belongs to where the file begins
         try:
@@ -121,7 +121,7 @@ class ArrowFiles:
             if isinstance(error, OSError) and error.errno:
                 raise
             if begin >= span.start:  # else the span before has told it
-                yield Problem(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
+                yield BadDocument(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
 
 
 def _require_sound(column: Any) -> None:
@@ -157,7 +157,7 @@ def huggingface(config: DataConfig) -> Source:
     if os.path.isdir(config.path):
         files = _saved(config)
     elif config.path.startswith(("/", ".")):
-        raise ConfigError("data.path", no_folder(config.path))
+        raise ConfigError("data.path", folder_error(config.path))
     else:
         files = _by_name(config)
     return Source(os.path.commonpath([os.path.dirname(f) for f in files]), tuple(files), True, ArrowFiles(column))

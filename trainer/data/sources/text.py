@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from trainer.config import DataConfig
 from trainer.data.sources.files import matching, with_compressed
-from trainer.data.sources.source import Document, Problem, Source, Span, Unfit, too_long
+from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Source, Span, too_long
 from trainer.data.sources.streams import BrokenStream, is_compressed, open_stream
 
 T = TypeVar("T")
@@ -28,21 +28,21 @@ class TextFiles:
 
     max_bytes: int
 
-    def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | Problem]:
+    def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | BadDocument]:
         try:
             with open_stream(span.path) as file:
                 content = file.read(self.max_bytes + 1)
             if len(content) > self.max_bytes:
-                raise Unfit(too_long(self.max_bytes))
+                raise InvalidDocument(too_long(self.max_bytes))
             content = content.removeprefix(codecs.BOM_UTF8)
             if not content:
-                raise Unfit("empty")
+                raise InvalidDocument("empty")
             yield take(content.decode("utf-8"))
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            yield Problem(span.path, line, f"not UTF-8 text (byte {error.start} of the file)")
-        except (Unfit, BrokenStream) as reason:
-            yield Problem(span.path, 0, str(reason))
+            yield BadDocument(span.path, line, f"not UTF-8 text (byte {error.start} of the file)")
+        except (InvalidDocument, BrokenStream) as reason:
+            yield BadDocument(span.path, 0, str(reason))
 
 
 class _Newlines:
@@ -67,19 +67,19 @@ class JsonLines:
     """A line is one record; blank lines are none."""
 
     def __init__(self, pick: Callable[[Any], Document], max_bytes: int):
-        """pick: record -> the document in it; raises Unfit."""
+        """pick: record -> the document in it; raises InvalidDocument."""
         self._pick = pick
         self._max_bytes = max_bytes
         self._newlines = _Newlines()
 
-    def __call__(self, span: Span, take: Callable[[Document], T]) -> Iterator[T | Problem]:
+    def __call__(self, span: Span, take: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         with open_stream(span.path) as file:
             begin = _begin_at_line(file, span.start)
             first = begin
             number = 0  # of the line, counted from where this span began
 
-            def problem(reason: str) -> Problem:
-                return Problem(span.path, self._newlines_before(span.path, first) + number, reason)
+            def problem(reason: str) -> BadDocument:
+                return BadDocument(span.path, self._newlines_before(span.path, first) + number, reason)
 
             stop = math.inf if is_compressed(span.path) else span.stop
             try:
@@ -92,7 +92,7 @@ class JsonLines:
                     elif not (line := line.removeprefix(codecs.BOM_UTF8) if begin == 0 else line).isspace() and line:
                         try:
                             yield take(self._pick(_record(line)))
-                        except Unfit as reason:
+                        except InvalidDocument as reason:
                             yield problem(str(reason))
                     begin += length
             except BrokenStream as reason:
@@ -126,11 +126,11 @@ def _record(line: bytes) -> Any:
         # Not json.loads(line): it takes bytes with zeros among them for UTF-16.
         return json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise Unfit(f"not UTF-8 text (byte {error.start} of the line)") from None
+        raise InvalidDocument(f"not UTF-8 text (byte {error.start} of the line)") from None
     except json.JSONDecodeError as error:
-        raise Unfit(f"not valid JSON: {error.msg} (column {error.colno})") from None
+        raise InvalidDocument(f"not valid JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
-        raise Unfit("not valid JSON") from None
+        raise InvalidDocument("not valid JSON") from None
 
 
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
@@ -144,17 +144,17 @@ class TextField:
 
     def __call__(self, record: Any) -> str:
         if not isinstance(record, dict):
-            raise Unfit(f"expected an object, found {_KINDS.get(type(record), 'null')}")
+            raise InvalidDocument(f"expected an object, found {_KINDS.get(type(record), 'null')}")
         if self.name not in record:
-            raise Unfit(f"no field {self.name!r}")
+            raise InvalidDocument(f"no field {self.name!r}")
         text = record[self.name]
         if not isinstance(text, str):
-            raise Unfit(f"field {self.name!r} holds {_KINDS.get(type(text), 'null')}, not text")
+            raise InvalidDocument(f"field {self.name!r} holds {_KINDS.get(type(text), 'null')}, not text")
         if not text:
-            raise Unfit("empty")
+            raise InvalidDocument("empty")
         # JSON can name half of a surrogate pair, which is no character and which no tokenizer takes.
         if not text.isascii() and not _is_unicode(text):
-            raise Unfit("holds half of a surrogate pair")
+            raise InvalidDocument("holds half of a surrogate pair")
         return text
 
 

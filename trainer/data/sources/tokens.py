@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.sources.files import matching
-from trainer.data.sources.source import Problem, Source, Span, too_long
+from trainer.data.sources.source import BadDocument, Source, Span, too_long
 from trainer.data.tokenizer.protocol import Tokenizer
 
 T = TypeVar("T")
@@ -142,8 +142,10 @@ def _read_index(path: str) -> tuple[_Index, str]:
 def _check_index(index: _Index, opened: _Opened, path: str) -> None:
     ends = np.cumsum(index.lengths, dtype=np.int64) * opened.tokens.itemsize
     whole = int(ends[-1]) if len(ends) else 0
-    in_a_row = (index.lengths >= 0).all() and (index.pointers == ends - index.lengths * opened.tokens.itemsize).all()
-    if not in_a_row or whole != opened.tokens.nbytes:
+    consecutive_skips = (index.lengths >= 0).all() and (
+        index.pointers == ends - index.lengths * opened.tokens.itemsize
+    ).all()
+    if not consecutive_skips or whole != opened.tokens.nbytes:
         raise _refuse(f"{path}: has {opened.tokens.nbytes} bytes, but its index tells of {whole}")
     bounds = index.bounds
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ends) or (np.diff(bounds) < 0).any():
@@ -177,15 +179,15 @@ class TokenFiles:
         else:
             _check_width(opened, path, self.vocab_size)
 
-    def __call__(self, span: Span, take: Callable[[np.ndarray], T]) -> Iterator[T | Problem]:
+    def __call__(self, span: Span, take: Callable[[np.ndarray], T]) -> Iterator[T | BadDocument]:
         opened = _open(span.path, self.raw_dtype)
         cut = self._by_index(opened, span) if opened.index is not None else self._by_end_of_text(opened, span)
         for number, begin, end in cut:
             if (end - begin) * opened.tokens.itemsize > self.max_bytes:
                 at = opened.start + begin * opened.tokens.itemsize
-                yield Problem(span.path, number, f"the document at byte {at} is {too_long(self.max_bytes)}")
+                yield BadDocument(span.path, number, f"the document at byte {at} is {too_long(self.max_bytes)}")
             elif begin == end:
-                yield Problem(span.path, number, "empty")
+                yield BadDocument(span.path, number, "empty")
             else:
                 yield take(self._checked(opened, begin, end, span.path))
 

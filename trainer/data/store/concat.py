@@ -77,7 +77,7 @@ def _write(
         files[path.name] = {"size": path.stat().st_size, "digest": digest_of(path)}
     description = {
         "version": VERSION,
-        "dataset": "stores",
+        "dataset": "prepared",
         "dtype": token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,

@@ -29,7 +29,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-class Joined:
+class ConcatArray:
     """Arrays one after the other, read as one."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
@@ -63,11 +63,11 @@ class Joined:
 class TokenStore:
     """One split of a store."""
 
-    tokens: np.ndarray | Joined
+    tokens: np.ndarray | ConcatArray
     """(tokens,)"""
     documents: np.ndarray
     """(documents + 1,): offsets into tokens."""
-    targets: np.ndarray | Joined | None = None
+    targets: np.ndarray | ConcatArray | None = None
     """(tokens,) uint8, as Encoded.targets; None: every token is to be predicted."""
 
 
@@ -109,7 +109,7 @@ def open_store(folder: Path, split: str) -> TokenStore:
     if members:
         stores = [_member(*member, split) for member in members]
         masks = [np.broadcast_to(np.uint8(1), len(s.tokens)) if s.targets is None else s.targets for s in stores]
-        return TokenStore(Joined([s.tokens for s in stores]), offsets, Joined(masks) if targets else None)
+        return TokenStore(ConcatArray([s.tokens for s in stores]), offsets, ConcatArray(masks) if targets else None)
     return TokenStore(
         _map(folder / f"{split}.tokens", dtype, tokens),
         offsets,

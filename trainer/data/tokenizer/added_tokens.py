@@ -18,9 +18,11 @@ class WithAddedTokens:
         """Raises ConfigError for names that are taken or too short."""
         for name in names:
             if name in base.special_tokens or names.count(name) > 1:
-                raise ConfigError("tokenizer.add", f"{name} is a special token already")
+                raise ConfigError("tokenizer.extra_special_tokens", f"{name} is a special token already")
             if len(name) < 2:
-                raise ConfigError("tokenizer.add", f"{name!r} is too short for the name of a special token")
+                raise ConfigError(
+                    "tokenizer.extra_special_tokens", f"{name!r} is too short for the name of a special token"
+                )
         self._base = base
         self._names = tuple(names)
         self.vocab_size = base.vocab_size + len(names)

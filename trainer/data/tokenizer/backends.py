@@ -18,7 +18,7 @@ from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.hf_json import tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.sentencepiece_proto import user_defined
-from trainer.data.tokenizer.special_tokens import special_tokens_taking_over
+from trainer.data.tokenizer.special_tokens import remap_reserved
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Byte-pair ranks learned from the Python standard library by scripts/train_tokenizer.py."""
@@ -108,11 +108,11 @@ def _pieces(text: str) -> Iterator[str]:
 class TiktokenTokenizer:
     """Byte-pair encoding with Llama 3's split pattern and special tokens."""
 
-    def __init__(self, path: Path, take_over: Mapping[str, str] | None = None):
-        """take_over: new names -> those of reserved tokens, whose ids they get."""
+    def __init__(self, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None):
+        """reuse_reserved_tokens: new names -> those of reserved tokens, whose ids they get."""
         content = path.read_bytes()
         ranks = _ranks(content, path)
-        special = special_tokens_taking_over(_special_tokens(first=len(ranks)), take_over or {})
+        special = remap_reserved(_special_tokens(first=len(ranks)), reuse_reserved_tokens or {})
         self.files = {"tokenizer.tiktoken": content}
         self._ranks, self.special_tokens = ranks, special
         self._encoding = tiktoken.Encoding(
@@ -211,7 +211,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path):
         """path: of the file or its folder."""
-        tokenizers = library("tokenizers", "tokenizer.kind")
+        tokenizers = library("tokenizers", "tokenizer.backend")
         path = path / "tokenizer.json" if path.is_dir() else path
         content = path.read_bytes()
         try:
@@ -299,9 +299,9 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Raises ConfigError where the file is not what its kind says."""
     path = Path(config.path) if config.path else DEFAULT_FILE
     try:
-        kind = TOKENIZERS[config.kind]
-        tokenizer = kind(path, config.take_over) if config.take_over else kind(path)
+        kind = TOKENIZERS[config.backend]
+        tokenizer = kind(path, config.reuse_reserved_tokens) if config.reuse_reserved_tokens else kind(path)
     except OSError as error:
         file = f"{Path(error.filename).name} in it " if error.filename and Path(error.filename) != path else ""
         raise ConfigError("tokenizer.path", f"{file}cannot be read ({error.strerror})") from None
-    return WithAddedTokens(tokenizer, config.add) if config.add else tokenizer
+    return WithAddedTokens(tokenizer, config.extra_special_tokens) if config.extra_special_tokens else tokenizer

@@ -18,14 +18,14 @@ def lacking_special_tokens(template: str, special_tokens: Mapping[str, int]) -> 
     return [name for name in dict.fromkeys(re.findall(_SPECIAL_LOOKING, template)) if name not in special_tokens]
 
 
-def special_tokens_taking_over(special_tokens: Mapping[str, int], take_over: Mapping[str, str]) -> dict[str, int]:
+def remap_reserved(special_tokens: Mapping[str, int], reuse_reserved_tokens: Mapping[str, str]) -> dict[str, int]:
     """Name -> id with new names on the ids of reserved ones, which are no names any more.
 
-    take_over: new name -> the name whose id it gets, as {"<|im_start|>": "<|reserved_special_token_0|>"}.
+    reuse_reserved_tokens: new name -> the name whose id it gets, as {"<|im_start|>": "<|reserved_special_token_0|>"}.
     """
-    key = "tokenizer.take_over"
+    key = "tokenizer.reuse_reserved_tokens"
     result = dict(special_tokens)
-    for name, reserved in take_over.items():
+    for name, reserved in reuse_reserved_tokens.items():
         if name in special_tokens:
             raise ConfigError(key, f"{name} is a special token already")
         if len(name) < 2:
