@@ -54,7 +54,14 @@ from trainer.system.units import GIB
 
 DAY_S = 86400
 ROWS = 24
-RATES = ("bandwidth", "link", "network", "host_link", "host_bandwidth")
+RATES = {
+    "bandwidth": "memory_bandwidth",
+    "link": "intra_node_bandwidth",
+    "network": "inter_node_bandwidth",
+    "host_link": "pcie_bandwidth",
+    "host_bandwidth": "host_memory_bandwidth",
+}
+"""Flag -> field of AcceleratorSpec."""
 TIGHT = 0.1
 """Share of the memory below which what is left may be lost to fragments."""
 
@@ -116,15 +123,15 @@ def told(plan: RunEstimate, device: str, tokens: float) -> str:
         + f", bubble {100 * slowest.bubble:.1f} %"
         * (slowest.bubble > 0),
         f"  assumed: {100 * FLOPS_EFFICIENCY:.0f} % of {plan.board.flops[config.training.compute_dtype] / 1e12:,g} TFLOP/s, "
-        f"{100 * BANDWIDTH_EFFICIENCY:.0f} % of {plan.board.bandwidth / 1e9:,.0f} GB/s of memory, {100 * NETWORK_EFFICIENCY:.0f} % of "
-        f"{plan.board.link / 1e9:,.0f} GB/s in a machine of {together} and of {plan.board.network / 1e9:,.0f} "
+        f"{100 * BANDWIDTH_EFFICIENCY:.0f} % of {plan.board.memory_bandwidth / 1e9:,.0f} GB/s of memory, {100 * NETWORK_EFFICIENCY:.0f} % of "
+        f"{plan.board.intra_node_bandwidth / 1e9:,.0f} GB/s in a machine of {together} and of {plan.board.inter_node_bandwidth / 1e9:,.0f} "
         "GB/s to others",
     ]
     if largest.host:
         lines.append(
             f"  copies to and from host memory beside it {slowest.host_copies_s:.3g} s, the update there "
-            f"{slowest.host_update_s:.3g} s; {100 * NETWORK_EFFICIENCY:.0f} % of {plan.board.host_link / 1e9:,.0f} GB/s, "
-            f"{100 * BANDWIDTH_EFFICIENCY:.0f} % of {plan.board.host_bandwidth / 1e9:,.0f} GB/s of memory"
+            f"{slowest.host_update_s:.3g} s; {100 * NETWORK_EFFICIENCY:.0f} % of {plan.board.pcie_bandwidth / 1e9:,.0f} GB/s, "
+            f"{100 * BANDWIDTH_EFFICIENCY:.0f} % of {plan.board.host_memory_bandwidth / 1e9:,.0f} GB/s of memory"
         )
     if tokens:
         days = tokens / plan.tokens_per_second / DAY_S
@@ -224,11 +231,11 @@ def this_machine() -> AcceleratorSpec:
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
         memory_gib=memory_gib,
         host_memory_gib=memory_gib,
-        host_bandwidth=1e10 * cores(),
-        host_link=1e10 * cores(),
-        bandwidth=1e10 * cores(),
-        link=2e9,
-        network=1e9,
+        host_memory_bandwidth=1e10 * cores(),
+        pcie_bandwidth=1e10 * cores(),
+        memory_bandwidth=1e10 * cores(),
+        intra_node_bandwidth=2e9,
+        inter_node_bandwidth=1e9,
         gpus_per_node=10**6,
     )
 
@@ -236,7 +243,7 @@ def this_machine() -> AcceleratorSpec:
 def board_of(arguments: argparse.Namespace) -> AcceleratorSpec:
     board = this_machine() if arguments.device == "cpu" else ACCELERATORS[SHORT_NAMES[arguments.device]]
     words = vars(arguments)
-    given = {name: 1e9 * words[f"{name}_gbs"] for name in RATES if words[f"{name}_gbs"]}
+    given = {field: 1e9 * words[f"{flag}_gbs"] for flag, field in RATES.items() if words[f"{flag}_gbs"]}
     given |= {name: words[name] for name in ("memory_gib", "host_memory_gib") if words[name]}
     if arguments.gpus_per_node:
         given["gpus_per_node"] = arguments.gpus_per_node

@@ -14,13 +14,13 @@ from trainer.runtime.accelerators import AcceleratorSpec
 BOARD = AcceleratorSpec(
     flops={"bf16": 100e12, "fp32": 10e12},
     memory_gib=80,
-    bandwidth=1e12,
-    link=100e9,
-    network=10e9,
+    memory_bandwidth=1e12,
+    intra_node_bandwidth=100e9,
+    inter_node_bandwidth=10e9,
     gpus_per_node=4,
     host_memory_gib=100,
-    host_bandwidth=50e9,
-    host_link=20e9,
+    host_memory_bandwidth=50e9,
+    pcie_bandwidth=20e9,
 )
 
 

@@ -82,7 +82,7 @@ def step_time(
     matmuls_s = memory_s = 0.0
     for (precision, flops, size), count in work.items():
         computing_s = flops / (board.flops[precision] * FLOPS_EFFICIENCY)
-        moving_s = size / (board.bandwidth * BANDWIDTH_EFFICIENCY)
+        moving_s = size / (board.memory_bandwidth * BANDWIDTH_EFFICIENCY)
         if computing_s > moving_s:
             matmuls_s += count * computing_s
         else:
@@ -91,13 +91,15 @@ def step_time(
     for (axis, collective), seen in traffic.items():
         rate = _rate(group_ranks[axis], board) * NETWORK_EFFICIENCY
         collectives_s[axis] += wire_bytes(collective, seen.size, len(group_ranks[axis])) / rate
-    link = board.host_link * NETWORK_EFFICIENCY
+    link = board.pcie_bandwidth * NETWORK_EFFICIENCY
     return StepTime(
         matmuls_s=matmuls_s,
         memory_s=memory_s,
         collectives_s=dict(collectives_s),
         host_copies_s=host_moved.get(False, 0.0) / link,
-        host_update_s=max(host_moved.get(True, 0.0) / link, host_work / (board.host_bandwidth * BANDWIDTH_EFFICIENCY)),
+        host_update_s=max(
+            host_moved.get(True, 0.0) / link, host_work / (board.host_memory_bandwidth * BANDWIDTH_EFFICIENCY)
+        ),
         bubble=bubble,
     )
 
@@ -115,8 +117,8 @@ def _rate(ranks: Sequence[int], board: AcceleratorSpec) -> float:
     what leaves the machine leaves it once."""
     machines = Counter(rank // board.gpus_per_node for rank in ranks)
     if len(machines) == 1:
-        return board.link
-    return min(board.link, board.network * min(machines.values()))
+        return board.intra_node_bandwidth
+    return min(board.intra_node_bandwidth, board.inter_node_bandwidth * min(machines.values()))
 
 
 def bubble(pp: int, stages_per_rank: int, microbatches: int, zero_bubble: bool) -> float:

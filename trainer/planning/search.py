@@ -140,16 +140,23 @@ def estimate_time(layout: Layout, board: AcceleratorSpec) -> float:
     mine = tokens / dims.batch / dims.cp
     blocks = sum(len(stage.blocks) for stage in resolved.stages) / dims.pp
     dim = resolved.hidden_shape[2]
-    moving_s = mine / dims.tp * blocks * dim * 2 * 100 / (board.bandwidth * BANDWIDTH_EFFICIENCY)
+    moving_s = mine / dims.tp * blocks * dim * 2 * 100 / (board.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     exposed_comm_s = (
-        (dims.tp > 1) * mine * blocks * dim * 2 * 10 * (1 - 1 / dims.tp) / (board.link * NETWORK_EFFICIENCY)
+        (dims.tp > 1)
+        * mine
+        * blocks
+        * dim
+        * 2
+        * 10
+        * (1 - 1 / dims.tp)
+        / (board.intra_node_bandwidth * NETWORK_EFFICIENCY)
     )
     gathers = resolved.grad_accum if dims.pp == 1 else 1
     reductions = gathers if config.training.reduce_every_microbatch else 1
     sent = resolved.num_parameters / (dims.tp * dims.pp) * (4 * gathers + 4 * reductions)
     spread = dims.fsdp * dims.tp > board.gpus_per_node
-    rate = board.network * max(1, board.gpus_per_node // dims.tp) if spread else board.link
-    overlapped_comm_s = (dims.fsdp > 1) * sent / (min(rate, board.link) * NETWORK_EFFICIENCY)
+    rate = board.inter_node_bandwidth * max(1, board.gpus_per_node // dims.tp) if spread else board.intra_node_bandwidth
+    overlapped_comm_s = (dims.fsdp > 1) * sent / (min(rate, board.intra_node_bandwidth) * NETWORK_EFFICIENCY)
     return max(computing_s + moving_s + exposed_comm_s, overlapped_comm_s) / (
         1 - pipeline_bubble(config.parallel, resolved.grad_accum)
     )

@@ -1,4 +1,4 @@
-"""What devices can do, by their makers' datasheets."""
+"""Accelerators and their peak rates, from the manufacturers' datasheets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,67 +6,63 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec:
-    """One device, in machines of several. All rates are peaks; what of them is reached is for others to say."""
+    """One accelerator in a node. All rates are theoretical peaks; planning applies the efficiencies."""
 
     flops: Mapping[str, float]
     """Precision -> dense FLOP/s of matrix products."""
     memory_gib: float
-    """As the driver gives it to programs."""
-    bandwidth: float
-    """Bytes per second to and from its memory."""
-    link: float
-    """Bytes per second, in each direction, to the other devices of its machine."""
-    network: float
-    """Bytes per second, in each direction, to other machines: this device's share."""
+    """Memory that the driver makes available to programs."""
+    memory_bandwidth: float
+    """Bytes per second to and from device memory."""
+    intra_node_bandwidth: float
+    """Bytes per second, in each direction, to the other accelerators of the node."""
+    inter_node_bandwidth: float
+    """Bytes per second, in each direction, to other nodes: this accelerator's share."""
     host_memory_gib: float
-    """Of its machine's memory, this device's share; as all that follows, of the makers' own machines."""
-    host_bandwidth: float
-    """Bytes per second to and from that memory: its share."""
-    host_link: float
-    """Bytes per second between that memory and the device's, in each direction."""
+    """This accelerator's share of host memory. This and all host fields below describe the manufacturer's own nodes."""
+    host_memory_bandwidth: float
+    """Bytes per second to and from host memory: this accelerator's share."""
+    pcie_bandwidth: float
+    """Bytes per second, in each direction, between host memory and device memory."""
     gpus_per_node: int = 8
 
 
-_A100_HOST = {"host_memory_gib": 250, "host_bandwidth": 51e9, "host_link": 32e9}
-_H100_HOST = {"host_memory_gib": 250, "host_bandwidth": 77e9, "host_link": 64e9}
-_A100 = _A100_HOST | {"flops": {"bf16": 312e12, "fp32": 19.5e12}, "link": 300e9, "network": 25e9}
-_A100_PCIE = _A100 | {"link": 32e9, "network": 12.5e9}
+_A100_HOST = {"host_memory_gib": 250, "host_memory_bandwidth": 51e9, "pcie_bandwidth": 32e9}
+_H100_HOST = {"host_memory_gib": 250, "host_memory_bandwidth": 77e9, "pcie_bandwidth": 64e9}
+_A100_FLOPS = {"bf16": 312e12, "fp32": 19.5e12}
+_H100_FLOPS = {"bf16": 989.4e12, "fp32": 66.9e12}
+_A100 = _A100_HOST | {"flops": _A100_FLOPS, "intra_node_bandwidth": 300e9, "inter_node_bandwidth": 25e9}
+_A100_PCIE = _A100 | {"intra_node_bandwidth": 32e9, "inter_node_bandwidth": 12.5e9}
+_H100 = _H100_HOST | {"flops": _H100_FLOPS, "intra_node_bandwidth": 450e9, "inter_node_bandwidth": 50e9}
 
-# Under the whole name: another board, or a slice of one, has another peak. A device that is not here has no MFU: a guess would
-# be a wrong figure.
+# Keyed by the full device name: another model, or a slice of one, has another peak. MFU is not reported for an accelerator
+# that is missing here, because a guess would give a wrong figure.
 ACCELERATORS = {
-    "NVIDIA A100-SXM4-40GB": AcceleratorSpec(**_A100 | {"host_memory_gib": 125}, memory_gib=39.4, bandwidth=1.555e12),
-    "NVIDIA A100-SXM4-80GB": AcceleratorSpec(**_A100, memory_gib=79.15, bandwidth=2.039e12),
-    "NVIDIA A100-PCIE-40GB": AcceleratorSpec(**_A100_PCIE, memory_gib=39.4, bandwidth=1.555e12),
-    "NVIDIA A100 80GB PCIe": AcceleratorSpec(**_A100_PCIE, memory_gib=79.15, bandwidth=1.935e12),
-    "NVIDIA H100 80GB HBM3": AcceleratorSpec(
-        flops={"bf16": 989.4e12, "fp32": 66.9e12},
-        memory_gib=79.1,
-        bandwidth=3.35e12,
-        link=450e9,
-        network=50e9,
-        **_H100_HOST,
+    "NVIDIA A100-SXM4-40GB": AcceleratorSpec(
+        **_A100 | {"host_memory_gib": 125}, memory_gib=39.4, memory_bandwidth=1.555e12
     ),
+    "NVIDIA A100-SXM4-80GB": AcceleratorSpec(**_A100, memory_gib=79.15, memory_bandwidth=2.039e12),
+    "NVIDIA A100-PCIE-40GB": AcceleratorSpec(**_A100_PCIE, memory_gib=39.4, memory_bandwidth=1.555e12),
+    "NVIDIA A100 80GB PCIe": AcceleratorSpec(**_A100_PCIE, memory_gib=79.15, memory_bandwidth=1.935e12),
+    "NVIDIA H100 80GB HBM3": AcceleratorSpec(**_H100, memory_gib=79.1, memory_bandwidth=3.35e12),
     "NVIDIA H100 PCIe": AcceleratorSpec(
-        flops={"bf16": 756e12, "fp32": 51e12}, memory_gib=79.1, bandwidth=2.0e12, link=64e9, network=25e9, **_H100_HOST
-    ),
-    "NVIDIA H200": AcceleratorSpec(
-        flops={"bf16": 989.4e12, "fp32": 66.9e12},
-        memory_gib=139.8,
-        bandwidth=4.8e12,
-        link=450e9,
-        network=50e9,
         **_H100_HOST,
+        flops={"bf16": 756e12, "fp32": 51e12},
+        memory_gib=79.1,
+        memory_bandwidth=2.0e12,
+        intra_node_bandwidth=64e9,
+        inter_node_bandwidth=25e9,
     ),
+    "NVIDIA H200": AcceleratorSpec(**_H100, memory_gib=139.8, memory_bandwidth=4.8e12),
     "NVIDIA B200": AcceleratorSpec(
         flops={"bf16": 2250e12, "fp32": 75e12},
         memory_gib=178.3,
-        bandwidth=8e12,
-        link=900e9,
-        network=50e9,
+        memory_bandwidth=8e12,
+        intra_node_bandwidth=900e9,
+        inter_node_bandwidth=50e9,
         host_memory_gib=250,
-        host_bandwidth=90e9,
-        host_link=64e9,
+        host_memory_bandwidth=90e9,
+        pcie_bandwidth=64e9,
     ),
 }
 
