@@ -89,7 +89,7 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
     groups of a world, and would look for them in the next."""
     processes = min(len(jobs), cores())
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.planning.estimate.simulate"])
+    context.set_forkserver_preload(["trainer.planning.simulate"])
     with ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool:
         return list(pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs))
 
