@@ -28,7 +28,7 @@ from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, die, positive, run_to_end
+from trainer.config.command_line import Arguments, die, positive_float, run_to_end
 from trainer.config.fields import did_you_mean
 from trainer.run.resolve import parameter_names
 from trainer.runtime.device import DTYPES
@@ -55,12 +55,12 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
 
 def main() -> None:
     parser = Arguments(__doc__)
-    kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
+    kinds = parser.add_subparsers(dest="what", required=True)
     there, back = kinds.add_parser("to-hf"), kinds.add_parser("from-hf")
     for kind in (there, back):
         kind.add_argument("source", type=Path)
         kind.add_argument("out", type=Path)
-        kind.add_argument("--shard-gib", type=positive, default=5.0)
+        kind.add_argument("--shard-gib", type=positive_float, default=5.0)
     there.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     back.add_argument("--family")
     chosen = parser.parse_args()

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedConfig
-from trainer.config.command_line import Arguments, count, die, run_to_end, utf8, whole
+from trainer.config.command_line import Arguments, die, non_negative_int, positive_int, run_to_end, utf8
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
 from trainer.inference.generate import Sampling, TextGenerator, TextStream
@@ -127,12 +127,12 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--system", default="", type=utf8)
     parser.add_argument("--template", default="")
-    parser.add_argument("--max-tokens", type=count, default=256)
-    parser.add_argument("--longest", type=whole, default=0)
+    parser.add_argument("--max-tokens", type=positive_int, default=256)
+    parser.add_argument("--longest", type=non_negative_int, default=0)
     parser.add_argument("--temperature", type=number, default=0.8)
-    parser.add_argument("--top-k", type=whole, default=0)
+    parser.add_argument("--top-k", type=non_negative_int, default=0)
     parser.add_argument("--top-p", type=share, default=1.0)
-    parser.add_argument("--seed", type=whole, default=0)
+    parser.add_argument("--seed", type=non_negative_int, default=0)
     parser.add_argument("--dtype", choices=["fp32", "bf16"])
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
     chosen = parser.parse_args()

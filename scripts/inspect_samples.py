@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, count, die, run_to_end
+from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.data.build import members, open_all, prepare_all
 from trainer.data.sampling.loader import SampleOrder
@@ -65,7 +65,7 @@ def show(run: Path, step: int) -> None:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("step", type=count)
+    parser.add_argument("step", type=positive_int)
     chosen = parser.parse_args()
     if not (chosen.run / "metrics.jsonl").is_file():
         die(f"{chosen.run}: no run's folder (metrics.jsonl)")

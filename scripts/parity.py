@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.config.command_line import Arguments, count, die
+from trainer.config.command_line import Arguments, die, positive_int
 from trainer.config.fields import did_you_mean, settings
 from trainer.config.load import load_config, parse_argv
 from trainer.config.schema import toml_value
@@ -330,10 +330,10 @@ def compare(runs: Runs, layouts: Sequence[Layout], times: Sequence[int], must_fi
 
 
 def main() -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, settings=True)
     parser.add_argument("--layout", action="append")
-    parser.add_argument("--steps", type=count, default=20)
-    parser.add_argument("--microbatches", type=count, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=positive_int, default=20)
+    parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2])
     chosen, argv = parser.parse_known_args()
     layouts = [Layout.parse(text) for text in chosen.layout or MATRIX]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too

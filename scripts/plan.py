@@ -34,12 +34,12 @@ sys.path.insert(0, str(ROOT))
 
 from trainer.config.command_line import (
     Arguments,
-    amount,
     config_from_command_line,
-    count,
     die,
+    non_negative_float,
     one_line_errors,
-    positive,
+    positive_float,
+    positive_int,
     run_to_end,
 )
 from trainer.planning.estimate import RunEstimate, plan
@@ -253,16 +253,16 @@ def board_of(arguments: argparse.Namespace) -> AcceleratorSpec:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Arguments(__doc__)
-    parser.add_argument("--world", type=count, default=8)
+    parser = Arguments(__doc__, settings=True)
+    parser.add_argument("--world", type=positive_int, default=8)
     parser.add_argument("--device", choices=[*SHORT_NAMES, "cpu"], default="h100")
-    parser.add_argument("--tokens", type=positive, default=0.0)
-    parser.add_argument("--reserve-gib", type=amount, default=2.0)
+    parser.add_argument("--tokens", type=positive_float, default=0.0)
+    parser.add_argument("--reserve-gib", type=non_negative_float, default=2.0)
     for name in ("memory_gib", "host_memory_gib", "peak_tflops", *(f"{rate}_gbs" for rate in RATES)):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive)
-    parser.add_argument("--per-machine", type=count)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive_float)
+    parser.add_argument("--per-machine", type=positive_int)
     parser.add_argument("--search", action="store_true")
-    parser.add_argument("--rows", type=count)
+    parser.add_argument("--rows", type=positive_int)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", type=Path)
     arguments, settings = parser.parse_known_args(argv)

@@ -46,7 +46,7 @@ def told(folder: Path, seconds: float | None) -> str:
 
 
 def main() -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, settings=True)
     parser.add_argument("--share", type=share, default=(0, 1))
     parser.add_argument("--verify", action="store_true")
     arguments, settings = parser.parse_known_args()

@@ -25,7 +25,7 @@ from trainer.system.process import cores
 def whole_number(name: str, default: int, low: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isascii() or not text.isdigit() or int(text) < low:
-        die(f"{name}={text}: expected a whole number of at least {low}")
+        die(f"{name}={text}: expected an integer of at least {low}")
     return int(text)
 
 
@@ -79,7 +79,7 @@ def _machines() -> tuple[int, int]:
     fewest, colon, most = text.partition(":")
     parts = [fewest, most] if colon else [text]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or int(parts[0]) > int(parts[-1]):
-        die(f"NNODES={text}: expected a whole number of at least 1, or the fewest and the most as 2:4")
+        die(f"NNODES={text}: expected an integer of at least 1, or the fewest and the most as 2:4")
     return int(parts[0]), int(parts[-1])
 
 

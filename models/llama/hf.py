@@ -38,7 +38,7 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "original_seq_len": "original_max_position_embeddings",
 }
-_EXPECTED = {int: ("a whole number", (int,)), float: ("a number", (int, float)), bool: ("true or false", (bool,))}
+_EXPECTED = {int: ("an integer", (int,)), float: ("a number", (int, float)), bool: ("true or false", (bool,))}
 _NO_DEFAULT = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 

@@ -68,7 +68,7 @@ from trainer.config import (
     ParallelConfig,
     TokenizerConfig,
 )
-from trainer.config.command_line import Arguments, count, positive
+from trainer.config.command_line import Arguments, positive_float, positive_int
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import stages_of
 from trainer.data.sampling.samples import ConcatSamples
@@ -320,28 +320,28 @@ def loss_and_its_parts(seq: int, vocab: int, dim: int, chunk_tokens: int, tp: li
 
 def main() -> None:
     parser = Arguments(__doc__)
-    kinds = parser.add_subparsers(dest="what", required=True, parser_class=lambda **_: Arguments(__doc__))
+    kinds = parser.add_subparsers(dest="what", required=True)
     loss = kinds.add_parser("loss")
     loss.set_defaults(show=loss_and_its_parts)
     for name, default in (("seq", 8192), ("vocab", 128_256), ("dim", 4096), ("chunk-tokens", 1024)):
-        loss.add_argument(f"--{name}", type=count, default=default)
-    loss.add_argument("--tp", type=count, nargs="+", default=[1, 2, 8])
+        loss.add_argument(f"--{name}", type=positive_int, default=default)
+    loss.add_argument("--tp", type=positive_int, nargs="+", default=[1, 2, 8])
     loss.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     checkpoint = kinds.add_parser("checkpoint")
     checkpoint.set_defaults(show=checkpoint_table)
-    checkpoint.add_argument("--gib", type=positive, default=1.2)
-    checkpoint.add_argument("--ranks", type=count, default=2)
-    checkpoint.add_argument("--repeats", type=count, default=7)
+    checkpoint.add_argument("--gib", type=positive_float, default=1.2)
+    checkpoint.add_argument("--ranks", type=positive_int, default=2)
+    checkpoint.add_argument("--repeats", type=positive_int, default=7)
     checkpoint.add_argument("--folder")
     initial = kinds.add_parser("initial")
     initial.set_defaults(show=initial_table)
     initial.add_argument("folder", type=Path)
-    initial.add_argument("--ranks", type=count, default=2)
-    initial.add_argument("--tp", type=count, default=1)
+    initial.add_argument("--ranks", type=positive_int, default=2)
+    initial.add_argument("--tp", type=positive_int, default=1)
     data = kinds.add_parser("data")
     data.set_defaults(show=data_table)
     for name, default in (("mib", 64), ("local-batch", 8), ("seq", 4096), ("repeats", 3)):
-        data.add_argument(f"--{name}", type=count, default=default)
+        data.add_argument(f"--{name}", type=positive_int, default=default)
     data.add_argument("--folder")
     chosen = vars(parser.parse_args())
     try:

@@ -113,7 +113,7 @@ def check(layout: Layout, given: dict[str, str]) -> bool:
 
 def main() -> None:
     quiet()
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, settings=True)
     parser.add_argument("--layout", action="append", default=[])
     arguments, settings = parser.parse_known_args()
     try:

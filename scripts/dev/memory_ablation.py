@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.dev.check_plan import said, with_defaults
 from scripts.parity import flags
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, count, die, run_to_end
+from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.planning.estimate import plan
 from trainer.runtime import device as devices
@@ -89,9 +89,9 @@ def row(name: str, peak: int, before: int | None, host: int, tokens_per_second: 
 
 def main() -> None:
     quiet()
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, settings=True)
     parser.add_argument("--device", choices=SHORT_NAMES)
-    parser.add_argument("--world", type=count, default=1)
+    parser.add_argument("--world", type=positive_int, default=1)
     parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS))
     arguments, settings = parser.parse_known_args()
     if arguments.world > 1 and not arguments.device:

@@ -253,7 +253,7 @@ def test_turning_rows_back_gives_what_was_there():
     ("change", "problem"),
     [
         ({"model_type": "mistral"}, "model_type 'mistral': this network has 'llama'"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': expected a whole number"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': expected an integer"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5': expected a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings 1: expected true or false"),
         ({"vocab_size": None}, "vocab_size is missing"),

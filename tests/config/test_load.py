@@ -53,12 +53,12 @@ COMMAND_LINES = {
     "--training.steps": "--training.steps: expects a value",
     "--training.steps --run.seed 1": "--training.steps: expects a value",
     "--config": "--config: expects a value",
-    "--training.steps 1e3": "--training.steps 1e3: expected a whole number",
-    "--training.steps 5.0": "--training.steps 5.0: expected a whole number",
-    "--training.steps=": "--training.steps : expected a whole number",
+    "--training.steps 1e3": "--training.steps 1e3: expected an integer",
+    "--training.steps 5.0": "--training.steps 5.0: expected an integer",
+    "--training.steps=": "--training.steps : expected an integer",
     "--training.steps 0": "--training.steps 0: must be at least 1",
     "--training.steps -5": "--training.steps -5: must be at least 1",
-    "--training.steps none": "--training.steps none: expected a whole number",
+    "--training.steps none": "--training.steps none: expected an integer",
     "--training.steps 5 --training.steps 6": "--training.steps 6: given twice",
     "--optimizer.lr fast": "--optimizer.lr fast: expected a number",
     "--optimizer.lr 0": "--optimizer.lr 0: must be above 0",
@@ -94,7 +94,7 @@ COMMAND_LINES = {
         "[lr_schedule] decay_steps = 0 (default): must be at least 1 with name = warmup_stable_decay"
     ),
     "--parallel.reshard_after_forward alwys": (
-        "--parallel.reshard_after_forward alwys: expected one of default, always, never or a whole number; "
+        "--parallel.reshard_after_forward alwys: expected one of default, always, never or an integer; "
         "did you mean 'always'?"
     ),
     "--parallel.reshard_after_forward 1": (
@@ -138,13 +138,13 @@ FILES = {
     "[trainng]\nsteps = 5": "{f} [trainng]: unknown section; did you mean [training]?",
     "steps = 5": "{f} steps = 5: stands in no section; did you mean [training] steps?",
     "training = 5": "{f} training = 5: stands in no section; write [training] as a table",
-    "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected a whole number',
-    "[training]\nsteps = true": "{f} [training] steps = true: expected a whole number",
-    "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected a whole number",
-    "[training]\nsteps = [5]": "{f} [training] steps = [5]: expected a whole number",
+    "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected an integer',
+    "[training]\nsteps = true": "{f} [training] steps = true: expected an integer",
+    "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected an integer",
+    "[training]\nsteps = [5]": "{f} [training] steps = [5]: expected an integer",
     "[training]\nlocal_batch_size = -3": "{f} [training] local_batch_size = -3: must be at least 1",
-    "[training.steps]\na = 1": "{f} [training] steps = {{ a = 1 }}: expected a whole number",
-    "[training]\nsteps = 2024-01-01": "{f} [training] steps = 2024-01-01: expected a whole number",
+    "[training.steps]\na = 1": "{f} [training] steps = {{ a = 1 }}: expected an integer",
+    "[training]\nsteps = 2024-01-01": "{f} [training] steps = 2024-01-01: expected an integer",
     "[optimizer]\nlr = '3e-4x'": '{f} [optimizer] lr = "3e-4x": expected a number',
     "[optimizer]\nlr = nan": "{f} [optimizer] lr = nan: must be finite",
     "[optimizer]\nbetas = [0.9]": "{f} [optimizer] betas = [0.9]: expected a list of 2 numbers",
@@ -258,7 +258,7 @@ def test_help_does_not_wait_for_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--training.steps: a whole number; default 1000 (steps, at least 1, at most 1000000000000)" in done.stdout
+    assert "--training.steps: an integer; default 1000 (steps, at least 1, at most 1000000000000)" in done.stdout
 
 
 def test_special_tokens_are_taken_over_by_any_name_and_come_back(tmp_path):

@@ -70,7 +70,7 @@ COMBINATIONS = {
     "--model.overrides.n_layer 4": (
         "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?"
     ),
-    "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected a whole number",
+    "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected an integer",
     "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",
     "--model.overrides.norm_eps true": "--model.overrides.norm_eps true: expected a number",
     "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1 and below 2**31",

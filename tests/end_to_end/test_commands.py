@@ -227,15 +227,15 @@ def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
 
 
 VARIABLES = {
-    "NGPU=two": "NGPU=two: expected a whole number of at least 1",
-    "NGPU=0": "NGPU=0: expected a whole number of at least 1",
-    "NNODES=4:2": "NNODES=4:2: expected a whole number of at least 1, or the fewest and the most as 2:4",
-    "NNODES=x": "NNODES=x: expected a whole number of at least 1, or the fewest and the most as 2:4",
+    "NGPU=two": "NGPU=two: expected an integer of at least 1",
+    "NGPU=0": "NGPU=0: expected an integer of at least 1",
+    "NNODES=4:2": "NNODES=4:2: expected an integer of at least 1, or the fewest and the most as 2:4",
+    "NNODES=x": "NNODES=x: expected an integer of at least 1, or the fewest and the most as 2:4",
     "NNODES=2": "NNODES=2: needs MASTER_ADDR, the name of the first machine",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
     "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",
     "LOG_RANK=first": "LOG_RANK=first: expected all, or numbers of ranks such as 0,3",
-    "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected a whole number of at least 1",
+    "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected an integer of at least 1",
 }
 
 

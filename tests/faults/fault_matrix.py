@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.faults.bench import Failed, FaultHarness, SeededRandom
 from tests.faults.rows import ROWS
-from trainer.config.command_line import Arguments, count, whole
+from trainer.config.command_line import Arguments, non_negative_int, positive_int
 
 # ---------------------------------------------------------------- the matrix
 
@@ -53,12 +53,12 @@ def show(results: Path) -> bool:
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("--rows", type=count, nargs="+", default=[row for row in ROWS if row != 48])
-    parser.add_argument("--trials", type=count, default=1)
+    parser.add_argument("--rows", type=positive_int, nargs="+", default=[row for row in ROWS if row != 48])
+    parser.add_argument("--trials", type=positive_int, default=1)
     parser.add_argument("--results", type=Path, default=Path("outputs/fault_matrix.jsonl"))
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--seed", type=whole, default=0)
-    parser.add_argument("--soak_minutes", type=count, default=60)
+    parser.add_argument("--seed", type=non_negative_int, default=0)
+    parser.add_argument("--soak_minutes", type=positive_int, default=60)
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
     unknown = [row for row in chosen.rows if row not in ROWS]

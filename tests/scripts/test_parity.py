@@ -66,8 +66,8 @@ LINES = {
     ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: given twice",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp: is said by a layout, --layout 'name=value'",
-    ("--steps", "0"): "argument --steps: 0: expected a whole number of at least 1",
-    ("--microbatches", "0"): "argument --microbatches: 0: expected a whole number of at least 1",
+    ("--steps", "0"): "argument --steps: 0: expected an integer of at least 1",
+    ("--microbatches", "0"): "argument --microbatches: 0: expected an integer of at least 1",
 }
 
 

@@ -1,12 +1,13 @@
-"""Arguments of scripts, whose errors are one line as those of settings are."""
+"""Command lines of scripts: argument parsing, --help, and errors of one line."""
 
 import argparse
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
@@ -14,13 +15,44 @@ from trainer.config.schema import Config, ConfigError
 from trainer.system.process import local_rank
 
 
-class Arguments(argparse.ArgumentParser):
-    """Shows the script's own text as --help."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and in the usage line of a script that takes settings of the trainer these too."""
 
-    def __init__(self, text: str):
-        super().__init__(
-            description=text, formatter_class=argparse.RawDescriptionHelpFormatter, usage="%(prog)s", allow_abbrev=False
-        )
+    def __init__(self, prog: str, settings: bool = False):
+        super().__init__(prog)
+        self.settings = settings
+
+    def add_usage(self, usage, actions, groups, prefix=None) -> None:
+        if self.settings:
+            config = argparse.Action(["--config"], "config", metavar="FILE")
+            actions = [*actions, config, argparse.Action(["--section.key"], "setting", metavar="value ...")]
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        if not action.option_strings or default in (None, "", argparse.SUPPRESS) or default is False:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        return f"{text} (default: {shown.replace('%', '%%')})".lstrip()
+
+
+class Arguments(argparse.ArgumentParser):
+    """argparse with --help from the script's docstring, defaults in the help, and one-line errors.
+
+    doc: the first paragraph is the description; the rest (examples, exit codes) follows the options.
+    settings: whether the script also takes `--config FILE` and `--section.key value`; it passes what parse_known_args leaves to
+    load_config.
+    """
+
+    def __init__(self, doc: str = "", settings: bool = False, **options: Any):
+        summary, _, rest = doc.partition("\n\n")
+        options = {"description": summary, "epilog": rest or None, "allow_abbrev": False, **options}
+        super().__init__(formatter_class=functools.partial(_HelpFormatter, settings=settings), **options)
+        if settings:
+            self.add_argument_group(
+                "settings of the trainer",
+                "--config FILE and --section.key value, as for train.py (python train.py --help shows them all)",
+            )
 
     def error(self, message: str) -> NoReturn:
         die(message)
@@ -44,15 +76,19 @@ def utf8(text: str) -> str:
     return text
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1."""
+def positive_int(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer of at least 1")
     return int(text)
 
 
-def positive(text: str) -> float:
-    """A number above 0."""
+def non_negative_int(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer of at least 0")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -62,16 +98,8 @@ def positive(text: str) -> float:
     return value
 
 
-def amount(text: str) -> float:
-    """A number of at least 0."""
-    return 0.0 if text in ("0", "0.0") else positive(text)
-
-
-def whole(text: str) -> int:
-    """A whole number of at least 0."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 0")
-    return int(text)
+def non_negative_float(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else positive_float(text)
 
 
 def check_chosen_ranks() -> None:

@@ -110,7 +110,7 @@ def type_name(kind: Any) -> str:
         return f"a list of {len(typing.get_args(kind))} numbers"
     if is_table(kind):
         return "a table"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "none"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}
     return names[kind]
 
 

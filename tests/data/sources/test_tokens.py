@@ -144,7 +144,7 @@ def test_a_raw_file_of_another_width_is_refused(tmp_path):
 def test_npy_files_that_hold_no_row_of_tokens_are_refused(tmp_path):
     file = tmp_path / "x.npy"
     np.save(file, np.zeros(3))
-    found = f"{file}: expected one row of whole numbers, found"
+    found = f"{file}: expected one row of integers, found"
     assert refused("tokens", file) == ("data.path", f"{found} float64 of shape (3,)")
     np.save(file, np.zeros((2, 3), "<u2"))
     assert refused("tokens", file) == ("data.path", f"{found} uint16 of shape (2, 3)")

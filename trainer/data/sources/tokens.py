@@ -110,7 +110,7 @@ def _open_npy(path: str) -> _Opened:
     if dtype.hasobject:
         raise _refuse(f"{path}: holds Python objects, which are never loaded")
     if dtype.kind not in "iu" or len(shape) != 1:
-        raise _refuse(f"{path}: expected one row of whole numbers, found {dtype} of shape {shape}")
+        raise _refuse(f"{path}: expected one row of integers, found {dtype} of shape {shape}")
     there = os.path.getsize(path) - start
     if there != shape[0] * dtype.itemsize:
         raise _refuse(f"{path}: has {there} bytes of tokens of {shape[0] * dtype.itemsize}")
