@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tqdm import tqdm
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import of_step
+from trainer.checkpoint.commit import parse_step
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state, list_checkpoints
 from trainer.checkpoint.storage import read_index
@@ -33,7 +33,7 @@ from trainer.system.files import folder_error
 
 def found_at(path: Path) -> list[Path]:
     """Raises ConfigError."""
-    if of_step(path.name) is not None or os.path.exists(path / manifest.NAME):
+    if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
 
@@ -49,7 +49,7 @@ def listed(checkpoints: list[Path]) -> Iterator[bool]:
         what, problem, told = "", "", []
         try:
             what = size_and_time(checkpoint)
-            about = manifest.read(checkpoint).about
+            about = manifest.read(checkpoint).metadata
             numbers = (("tokens_seen", "token"), ("world_size", "rank"))
             told = [f"{about[key]:,} {word}{'s' * (about[key] != 1)}" for key, word in numbers if key in about]
         except CorruptError as damage:
@@ -63,7 +63,7 @@ def listed(checkpoints: list[Path]) -> Iterator[bool]:
 def verified(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None):
         problem = manifest.find_damage(checkpoint)
-        if not problem and of_step(checkpoint.name) is not None and (checkpoint / "train_state.json").exists():
+        if not problem and parse_step(checkpoint.name) is not None and (checkpoint / "train_state.json").exists():
             problem = check_train_state(checkpoint)
         tqdm.write(f"{checkpoint}: {problem or 'every file is as it was written'}")
         yield not problem
@@ -71,7 +71,7 @@ def verified(checkpoints: list[Path]) -> Iterator[bool]:
 
 def content_of(checkpoint: Path) -> Iterator[str]:
     """Lines for people. Raises CorruptError."""
-    for key, value in manifest.read(checkpoint).about.items():
+    for key, value in manifest.read(checkpoint).metadata.items():
         yield f"{key}: {value}"
     for name in ("model.json", "train_state.json"):
         if (checkpoint / name).exists():
@@ -81,7 +81,7 @@ def content_of(checkpoint: Path) -> Iterator[str]:
                 raise CorruptError(f"{name} is no JSON") from None
     for name, stored in read_index(checkpoint).items():
         shape = " x ".join(map(str, stored.shape)) or "one number"
-        files = len({part.file for part in stored.parts})
+        files = len({chunk.file for chunk in stored.chunks})
         yield f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {files} file{'s' * (files > 1)}"
 
 

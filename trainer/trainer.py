@@ -87,7 +87,7 @@ class Trainer:
         self.best = BestTracker(config.evaluation, self.data.held_out_names.get(config.evaluation.keep_best_on, ""))
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
-        self.identity = resolved.identity | {"data": self.data.name}
+        self.fingerprint = resolved.fingerprint | {"data": self.data.name}
         self.stored_names = {f"{kind}/{name}" for kind in ("model", "optimizer") for name in names}
         self.model_files = model_files(config, resolved)
         if saved is not None:
@@ -199,7 +199,7 @@ class Trainer:
         if last or self._save_due() or self.best.to_save:
             self._save_if_good(outcomes[-1], last)
         else:
-            self._record_saves(self.saver.ended())
+            self._record_saves(self.saver.poll())
 
     def _anything_due(self) -> bool:
         return self.metrics.due(self.steps_done) or self._evaluation_due() or self._save_due()
@@ -304,11 +304,11 @@ class Trainer:
         """Everything of a run that is a tensor, by its name in a checkpoint."""
         tensors = {f"model/{name}": p.detach() for name, p in self.engine.parameters.items()}
         tensors |= {f"optimizer/{name}": t for name, t in self.engine.optimizer.state().items()}
-        return tensors | {f"guard/{name}": t for name, t in self.engine.guard.state().items()}
+        return tensors | {f"stability/{name}": t for name, t in self.engine.guard.state().items()}
 
     def _all_tensors(self) -> dict[str, Tensor]:
         """The same, and this rank's random state."""
-        prefix = f"random/{dist.get_rank()}/"
+        prefix = f"rng/{dist.get_rank()}/"
         return self._tensors() | {prefix + name: t for name, t in devices.random_state(self.device).items()}
 
     def save(self, last: bool, doubtful: bool = False) -> None:
@@ -321,25 +321,25 @@ class Trainer:
             "cursor": self.cursor,
             "tokens_seen": self.tokens_seen,
             "world_size": dist.get_world_size(),
-            "identity": self.identity,
+            "fingerprint": self.fingerprint,
             "skipped_samples": self.order.skipped_samples,
             "rollbacks": self.rollbacks,
             "mixture": [[stage.start, *stage.quotas] for stage in self.data.stages],
             "best": self.best.state(),
-            "random": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("random/")),
+            "rng": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("rng/")),
         }
         files = {
             "train_state.json": json.dumps(state, indent=1).encode(),
             "config.toml": to_toml(self.config).encode(),
             **self.model_files,
         }
-        about = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | versions()
-        about["config"] = manifest.digest(files["config.toml"])
+        metadata = {key: state[key] for key in ("step", "tokens_seen", "world_size")} | versions()
+        metadata["config"] = manifest.digest(files["config.toml"])
         self.metrics.flush()
         devices.synchronize(self.device)
         with self.metrics.watch.on("checkpoint", synchronize=False):  # the copy may go on beside the next step
-            self.saver.save(self.steps_done, tensors, files, about, self.best.step, keep_all=doubtful)
-        self._record_saves(self.saver.ended(), last)
+            self.saver.save(self.steps_done, tensors, files, metadata, self.best.step, keep_all=doubtful)
+        self._record_saves(self.saver.poll(), last)
 
     def _settle_saves(self) -> None:
         """Wait until nothing is being written: how a save has ended decides which checkpoint is the best, for all ranks alike."""
@@ -376,16 +376,16 @@ class Trainer:
     def _resume(self, saved: ResumePoint) -> None:
         """Take over everything that a checkpoint holds."""
         state = saved.state
-        resume.require_compatible(saved, self.identity)
+        resume.require_compatible(saved, self.fingerprint)
         # A rank that the saving run did not have keeps its fresh generators.
-        names = state["random"] if dist.get_rank() < state["world_size"] else []
+        names = state["rng"] if dist.get_rank() < state["world_size"] else []
         fresh = devices.random_state(self.device)
-        random = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
-        prefix = f"random/{dist.get_rank()}/"
-        tensors = self._tensors() | {prefix + name: t for name, t in random.items()}
-        load(saved.path, tensors, self.stored_names | {"guard", "random"})
+        rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
+        prefix = f"rng/{dist.get_rank()}/"
+        tensors = self._tensors() | {prefix + name: t for name, t in rng.items()}
+        load(saved.path, tensors, self.stored_names | {"stability", "rng"})
         self.engine.optimizer.after_load(state_too=True)
-        devices.set_random_state(self.device, random)
+        devices.set_random_state(self.device, rng)
         self.steps_done, self.cursor, self.tokens_seen = state["step"], state["cursor"], state["tokens_seen"]
         self.rollbacks = state["rollbacks"]
         there = run_on_rank_0(lambda: resume.list_checkpoints(saved.path.parent))

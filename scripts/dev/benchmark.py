@@ -206,7 +206,7 @@ def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
     (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, kernels=CPU_BACKEND).values()
     parameters = dict(network.named_parameters())
     initialize(network, cpu, 0, loaded=parameters)
-    weights.fill(parameters)
+    weights.load_into(parameters)
     shards = sum(p.to_local().numel() * p.element_size() for p in parameters.values() if isinstance(p, DTensor))
     return before, shards, memory_peak(cpu)
 

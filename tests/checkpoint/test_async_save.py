@@ -16,7 +16,7 @@ from trainer.config import CheckpointConfig
 from trainer.testing.ranks import RankError
 
 MODES = ["off", "thread", "process"]
-FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "identity": {}}'}
+FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "fingerprint": {}}'}
 
 
 def saver_of(mode, folder, tensors):
@@ -30,7 +30,7 @@ def two_saves(mode, folder):
     reported = []
     for step in (1, 2):
         saver.save(step, tensors, FILES, {})
-        reported += saver.ended()
+        reported += saver.poll()
         saver.before_update()
         tensors["model/w"] += 1
         tensors["model/b"] += 1
@@ -87,11 +87,11 @@ def failing(mode, folder, known_before):
     told = []
     try:
         saver.save(1, tensors, FILES, {})
-        saver.running.end.exception()
+        saver.pending.end.exception()
     finally:
         storage.write_safetensors = original
     if known_before == dist.get_rank():
-        told = saver.ended()
+        told = saver.poll()
     saver.save(1, tensors, FILES, {})
     told += saver.wait()
     saver.close()

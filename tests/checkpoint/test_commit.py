@@ -13,21 +13,21 @@ from trainer.checkpoint import commit, manifest, resume, storage
 from trainer.checkpoint.commit import SaveFailed, SaveRequest
 from trainer.testing.ranks import RankError
 
-STATE = {"step": 0, "cursor": 0, "tokens_seen": 0, "world_size": 1, "identity": {"seed": 0}}
-STATE |= {"skipped_samples": [[3, 5]], "rollbacks": 0, "random": [], "mixture": [], "best": []}
+STATE = {"step": 0, "cursor": 0, "tokens_seen": 0, "world_size": 1, "fingerprint": {"seed": 0}}
+STATE |= {"skipped_samples": [[3, 5]], "rollbacks": 0, "rng": [], "mixture": [], "best": []}
 TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
-def save(folder, step, value=1.0, keep=0, keep_interval_steps=0, tensors=None, keep_also=0):
+def save(folder, step, value=1.0, keep=0, keep_interval_steps=0, tensors=None, keep_best=0):
     """On ranks, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = STATE | {"step": step}
-    aside = commit.prepare(folder, step)
+    aside = commit.make_staging_dir(folder, step)
     files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
-    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_also, aside)
+    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_best, aside)
     alone = dist.get_world_size() == 1
     plan = storage.local_save_plan(tensors, dist.get_rank() == 0)
-    commit.write(request, plan, storage.local_tensors(tensors), None if alone else dist.group.WORLD)
+    commit.save(request, plan, storage.local_tensors(tensors), None if alone else dist.group.WORLD)
     return request.final
 
 

@@ -25,7 +25,7 @@ def make(folder, content=CONTENT):
 def test_what_was_written_is_read(tmp_path):
     made = make(tmp_path / "c")
     assert manifest.find_damage(made) == ""
-    assert manifest.read(made).about == {"step": 7, "share": 0.1}
+    assert manifest.read(made).metadata == {"step": 7, "share": 0.1}
     (made / ".DS_Store").touch()
     assert manifest.find_damage(made) == ""
 
@@ -134,6 +134,13 @@ def test_without_a_manifest_it_was_never_finished(tmp_path):
     assert manifest.find_damage(made) == "manifest.json cannot be read (No such file or directory)"
     shutil.rmtree(made)
     assert "manifest.json" in manifest.find_damage(made)
+
+
+def test_another_format_version_is_named(tmp_path):
+    made = make(tmp_path / "c")
+    document = json.loads((made / manifest.NAME).read_text()) | {"version": 1}
+    (made / manifest.NAME).write_text(json.dumps(document))
+    assert manifest.find_damage(made) == f"manifest.json has format version 1, expected {manifest.VERSION}"
 
 
 def test_another_spelling_of_the_same_content_is_damage(tmp_path):

@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(ranks, tmp_
 def test_other_folders_are_ignored(ranks, tmp_path):
     assert ranks(1).run(resume.find_resume_point, tmp_path / "none") == [None]
     path = ranks(1).run(save, tmp_path, 8)[0]
-    for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "abandoned-1"):
+    for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "discarded-1"):
         shutil.copytree(path, tmp_path / name)
     (tmp_path / "step-00000010").touch()
     (tmp_path / "notes.txt").touch()
@@ -89,13 +89,13 @@ def test_a_rollback_begins_a_new_lineage_once(ranks, tmp_path):
     for step in (2, 4, 6, 8):
         ranks(2).run(save, tmp_path, step)
     assert ranks(2).run(rolled_back, tmp_path, 4) == [("step-00000004", True)] * 2
-    assert names(tmp_path) == ["abandoned-1", "lineage.json", "step-00000002", "step-00000004"]
-    assert names(tmp_path / "abandoned-1") == ["step-00000006", "step-00000008"]
+    assert names(tmp_path) == ["discarded-1", "lineage.json", "step-00000002", "step-00000004"]
+    assert names(tmp_path / "discarded-1") == ["step-00000006", "step-00000008"]
     ranks(1).run(save, tmp_path, 5)
     # The same command again, as after a crash, goes on.
     assert ranks(1).run(rolled_back, tmp_path, 4) == [("step-00000005", False)]
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
-    assert names(tmp_path / "abandoned-2") == ["step-00000004", "step-00000005"]
+    assert names(tmp_path / "discarded-2") == ["step-00000004", "step-00000005"]
 
 
 def test_a_rollback_to_what_is_not_there_or_damaged_is_refused(ranks, tmp_path):
@@ -115,8 +115,8 @@ def test_a_rollback_leaves_what_was_being_replaced_too(ranks, tmp_path):
         ranks(1).run(save, tmp_path, step)
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000004.old")
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
-    assert names(tmp_path) == ["abandoned-1", "lineage.json", "step-00000002"]
-    assert names(tmp_path / "abandoned-1") == ["step-00000004", "step-00000004.old"]
+    assert names(tmp_path) == ["discarded-1", "lineage.json", "step-00000002"]
+    assert names(tmp_path / "discarded-1") == ["step-00000004", "step-00000004.old"]
 
 
 def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
@@ -129,7 +129,7 @@ def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
         ranks(1).run(resume.find_resume_point, tmp_path, 2)
     (tmp_path / "lineage.json").unlink()
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
-    assert names(tmp_path / "abandoned-2") == ["step-00000003"]
+    assert names(tmp_path / "discarded-2") == ["step-00000003"]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
         *(
             {"cursor": "0"},
             {"step": True},
-            {"identity": []},
+            {"fingerprint": []},
             {"skipped_samples": [3]},
             {"skipped_samples": [[1, 2, 3]]},
         ),
-        *({"skipped_samples": [["a", "b"]]}, {"random": None}, {"rollbacks": 0.5}),
+        *({"skipped_samples": [["a", "b"]]}, {"rng": None}, {"rollbacks": 0.5}),
     ],
 )
 def test_a_state_of_other_types_is_damage(tmp_path, wrong):
@@ -155,7 +155,7 @@ def test_a_state_of_other_types_is_damage(tmp_path, wrong):
 
 
 def test_differences_are_told_all_at_once(tmp_path):
-    saved = resume.ResumePoint(tmp_path, {"identity": {"a": 1, "b": "x", "c": [1, 2]}})
+    saved = resume.ResumePoint(tmp_path, {"fingerprint": {"a": 1, "b": "x", "c": [1, 2]}})
     with pytest.raises(ConfigError) as error:
         resume.require_compatible(saved, {"a": 2, "b": "x", "d": True})
     assert error.value.rule == (

@@ -151,7 +151,7 @@ def with_index(ranks, folder, change):
 def test_an_index_that_leads_out_of_its_folder_is_refused(ranks, tmp_path, file):
     def change(index, path):
         shutil.copy(path / "rank-00000.safetensors", path.parent / "elsewhere.safetensors")
-        index["model/w"]["parts"][0]["file"] = file
+        index["model/w"]["chunks"][0]["file"] = file
 
     with_index(ranks, tmp_path / "c", change)
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json names .*, which is no name of a file in it"):
@@ -169,9 +169,9 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(ranks, tmp_path, file)
         ("shape", [2**70]),
         ("dtype", "object"),
         ("dtype", ["float32"]),
-        ("parts", []),
-        ("parts", [None]),
-        ("parts", [{"file": "x", "offsets": [0, 0], "shape": [4, 1]}]),
+        ("chunks", []),
+        ("chunks", [None]),
+        ("chunks", [{"file": "x", "offsets": [0, 0], "shape": [4, 1]}]),
     ],
 )
 def test_an_index_that_is_none_is_refused(ranks, tmp_path, key, value):
@@ -182,7 +182,7 @@ def test_an_index_that_is_none_is_refused(ranks, tmp_path, key, value):
 
 def test_a_part_that_is_not_in_its_file_is_refused(ranks, tmp_path):
     def change(index, path):
-        index["model/w"]["parts"][0]["file"] = "index.json"
+        index["model/w"]["chunks"][0]["file"] = "index.json"
 
     with_index(ranks, tmp_path / "c", change)
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json: "):
@@ -191,7 +191,7 @@ def test_a_part_that_is_not_in_its_file_is_refused(ranks, tmp_path):
 
 def test_a_shape_that_is_not_that_of_the_run_takes_no_memory(ranks, tmp_path):
     def change(index, path):
-        index["model/w"].update({"shape": [2**60], "parts": [{"file": "x", "offsets": [0], "shape": [2**60]}]})
+        index["model/w"].update({"shape": [2**60], "chunks": [{"file": "x", "offsets": [0], "shape": [2**60]}]})
 
     with_index(ranks, tmp_path / "c", change)
     with pytest.raises(RankError, match=rf"model/w is \[{2**60}\] there, \[{len(TENSORS['model/w'])}\] here"):

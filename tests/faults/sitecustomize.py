@@ -183,10 +183,10 @@ def kind_on_order(module) -> None:
     if module.__name__ == "trainer.checkpoint.storage":
         write = module.write_safetensors
 
-        def full(path, entries, about):
+        def full(path, entries, metadata):
             if ordered("disk full"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return write(path, entries, about)
+            return write(path, entries, metadata)
 
         module.write_safetensors = full
         return
@@ -228,11 +228,11 @@ def crash_in_checkpoint(checkpoint) -> None:
     crash_before_or_after(
         checkpoint,
         {
-            "before the folder": (before, "prepare"),
-            "folder made": (after, "prepare"),
-            "before the plan": (before, "write"),
+            "before the folder": (before, "make_staging_dir"),
+            "folder made": (after, "make_staging_dir"),
+            "before the plan": (before, "save"),
             "written, not committed": (before, "_commit"),
-            "committed": (before, "retain"),
+            "committed": (before, "prune"),
         },
     )
     count = Count(die)
@@ -287,13 +287,13 @@ def kind_write_error(shards) -> None:
     write = shards.write_safetensors
     calls = [0]
 
-    def failing(path, entries, about):
+    def failing(path, entries, metadata):
         calls[0] += 1
         first = FAULT.get("save", 1)
         if here() and first <= calls[0] < first + FAULT["times"]:
             number = getattr(errno, FAULT["error"])
             raise OSError(number, os.strerror(number), str(path))
-        return write(path, entries, about)
+        return write(path, entries, metadata)
 
     shards.write_safetensors = failing
 

@@ -200,7 +200,7 @@ def train(argv, injured=(), scale=float("nan"), removed=()):
     trainer = Injured(config, resolved, CPU, resume_point(config, resolved))
     trainer.leaves, trainer.injured, trainer.scale, trainer.removed = [], injured, scale, removed
     trainer.train()
-    tensors = {name: t for name, t in trainer._tensors().items() if not name.startswith("guard/")}
+    tensors = {name: t for name, t in trainer._tensors().items() if not name.startswith("stability/")}
     return hash_of(tensors), trainer.leaves, trainer.order.skipped_samples
 
 
@@ -251,21 +251,21 @@ def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_pa
 
 def failing_saves(argv, failing):
     """How a run ends whose saves of some steps find no space, what it has saved and of what it warned."""
-    write, told, warning = commit.write, [], logging.warning
+    write, told, warning = commit.save, [], logging.warning
 
     def full(request, *given):
         if request.step in failing:
             raise SaveFailed(f"step {request.step} could not be saved: no space")
         write(request, *given)
 
-    commit.write, logging.warning = full, told.append
+    commit.save, logging.warning = full, told.append
     try:
         train(argv)
         end = ""
     except SaveFailed as failure:
         end = str(failure)
     finally:
-        commit.write, logging.warning = write, warning
+        commit.save, logging.warning = write, warning
     return end, told
 
 

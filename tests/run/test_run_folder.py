@@ -75,14 +75,14 @@ def test_every_setting_that_changes_is_told(tmp_path, key):
 
 def test_those_without_which_it_would_be_another_run_are_refused():
     assert {key for key, setting in SETTINGS.items() if setting.rule.fixed} == FIXED
-    identity = resolve(Config(), 1).identity
-    identity = json.loads(json.dumps(identity))  # as a checkpoint holds it
-    saved = ResumePoint(Path("step-00000001"), {"identity": identity})
+    fingerprint = resolve(Config(), 1).fingerprint
+    fingerprint = json.loads(json.dumps(fingerprint))  # as a checkpoint holds it
+    saved = ResumePoint(Path("step-00000001"), {"fingerprint": fingerprint})
     for key in FIXED - NO_OTHER:
         if SETTINGS[key].section == "model":
             continue  # its sizes count
         with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):
-            require_compatible(saved, identity | {key: another(SETTINGS[key])})
+            require_compatible(saved, fingerprint | {key: another(SETTINGS[key])})
     larger = replace(Config().model, overrides={"n_layers": 9})
     with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; another"):
-        require_compatible(saved, resolve(replace(Config(), model=larger), 1).identity)
+        require_compatible(saved, resolve(replace(Config(), model=larger), 1).fingerprint)

@@ -81,8 +81,8 @@ class AsyncCheckpointer:
         self.config = config
         self.folder = folder
         self.writer = WRITERS[config.async_mode](device, tensors)
-        self.running: PendingSave | None = None
-        self.untold: list[SaveResult] = []
+        self.pending: PendingSave | None = None
+        self.finished: list[SaveResult] = []
         self.waited_s = 0.0
         """For the save before, since the last one began; training stood still for it too."""
 
@@ -91,13 +91,13 @@ class AsyncCheckpointer:
         step: int,
         tensors: Tensors,
         files: dict[str, bytes],
-        about: dict[str, Any],
-        keep_also: int = 0,
+        metadata: dict[str, Any],
+        keep_best: int = 0,
         keep_all: bool = False,
     ) -> None:
-        """Begin to save the state of a step, on all ranks together, when the save before has ended. keep_also: a step whose
+        """Begin to save the state of a step, on all ranks together, when the save before has ended. keep_best: a step whose
         checkpoint stays, whatever the configuration keeps; keep_all: all of them do."""
-        self._await_running()
+        self._await_pending()
         start = time.perf_counter() - self.waited_s
         self.waited_s = 0.0
         try:
@@ -105,45 +105,45 @@ class AsyncCheckpointer:
                 folder=self.folder,
                 step=step,
                 files=files,
-                about=about,
+                metadata=metadata,
                 keep=0 if keep_all else self.config.keep,
                 keep_interval_steps=self.config.keep_interval_steps,
-                keep_also=keep_also,
-                aside=commit.prepare(self.folder, step),
+                keep_best=keep_best,
+                staging_dir=commit.make_staging_dir(self.folder, step),
             )
             end = self.writer.start(request, tensors)
         except SaveFailed as failure:
             end = Future()
             end.set_exception(failure)
         now = time.perf_counter()
-        self.running = PendingSave(commit.path_of(self.folder, step), now - start, now, end)
+        self.pending = PendingSave(commit.path_of(self.folder, step), now - start, now, end)
 
     def before_update(self) -> None:
         self.writer.before_update()
 
-    def ended(self) -> list[SaveResult]:
+    def poll(self) -> list[SaveResult]:
         """The saves that have ended since the last call."""
-        if self.running is not None and self.running.end.done():
-            self._await_running()
-        told, self.untold = self.untold, []
+        if self.pending is not None and self.pending.end.done():
+            self._await_pending()
+        told, self.finished = self.finished, []
         return told
 
     def wait(self) -> list[SaveResult]:
         """The same, when nothing is being written any more."""
-        self._await_running()
-        return self.ended()
+        self._await_pending()
+        return self.poll()
 
-    def _await_running(self) -> None:
-        if self.running is None:
+    def _await_pending(self) -> None:
+        if self.pending is None:
             return
-        run, self.running = self.running, None
+        run, self.pending = self.pending, None
         start = time.perf_counter()
         try:
             background_s, failure = max(0.0, run.end.result() - run.since), None
         except SaveFailed as error:
             background_s, failure = 0.0, error
         self.waited_s += time.perf_counter() - start
-        self.untold.append(SaveResult(run.path, run.blocked_s, background_s, failure))
+        self.finished.append(SaveResult(run.path, run.blocked_s, background_s, failure))
 
     def close(self) -> None:
         self.writer.close()
@@ -152,7 +152,7 @@ class AsyncCheckpointer:
 # ---------------------------------------------------------------- the copy
 
 
-Layout = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+BufferLayout = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
 """Name -> offset in bytes, dtype, shape."""
 
 
@@ -165,7 +165,7 @@ class Staging:
         for name, tensor in tensors.items():
             places[name] = end
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        self.layout: Layout = {
+        self.layout: BufferLayout = {
             name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in places.items()
         }
         self.buffer = allocate(max(end, 1))
@@ -173,11 +173,11 @@ class Staging:
         self.contents = views(self.buffer, self.layout)
         self.copying = host_memory.StagingCopy(device)
 
-    def take(self, tensors: Tensors) -> None:
+    def copy_from(self, tensors: Tensors) -> None:
         self.copying.start([self.contents[name] for name in tensors], list(tensors.values()))
 
 
-def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+def views(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
     """The tensors that lie in a buffer of bytes."""
     result = {}
     for name, (start, dtype, shape) in layout.items():
@@ -197,7 +197,7 @@ class SyncWriter:
 
     def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
         plan = local_save_plan(tensors, dist.get_rank() == 0)
-        commit.write(request, plan, local_tensors(tensors), self.group)
+        commit.save(request, plan, local_tensors(tensors), self.group)
         future: Future[float] = Future()
         future.set_result(time.perf_counter())
         return future
@@ -225,7 +225,7 @@ class StagedWriter:
         raise NotImplementedError
 
     def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
-        self.staging.take(local_tensors(tensors))
+        self.staging.copy_from(local_tensors(tensors))
         return self.waiting.submit(self._write_copy, request)
 
     def _write_copy(self, request: SaveRequest) -> float:
@@ -248,7 +248,7 @@ class ThreadWriter(StagedWriter):
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
     def write(self, request: SaveRequest) -> None:
-        commit.write(request, self.plan, self.staging.contents, self.group)
+        commit.save(request, self.plan, self.staging.contents, self.group)
 
 
 class ProcessWriter(StagedWriter):
@@ -263,7 +263,7 @@ class ProcessWriter(StagedWriter):
             raise ConfigError("checkpoint.async_mode", f"{sys.platform} has no memory files; thread works everywhere")
         self.descriptor = os.memfd_create("checkpoint")
         super().__init__(device, tensors, self._allocate)
-        self.store, address = _meeting_place()
+        self.store, address = _writer_store()
         context = multiprocessing.get_context("spawn")
         self.connection, there = context.Pipe()
         place = (dist.get_rank(), dist.get_world_size(), address)
@@ -301,7 +301,7 @@ class ProcessWriter(StagedWriter):
         self.process.kill()
 
 
-def _meeting_place() -> tuple[dist.Store | None, tuple[str, int] | None]:
+def _writer_store() -> tuple[dist.Store | None, tuple[str, int] | None]:
     """Another store than that of training, for the writers: it is there however the ranks found each other. Only rank 0 has
     it; all have its address."""
     if dist.get_world_size() == 1:
@@ -323,7 +323,7 @@ def _serve(
     connection: Connection,
     parent: int,
     place: tuple[int, int, tuple[str, int] | None],
-    memory: tuple[str, int, Layout],
+    memory: tuple[str, int, BufferLayout],
     plan: SavePlan,
 ) -> None:
     """The writing process. place: rank, ranks, and where the ranks' writers meet; memory: file of the copy, bytes, layout."""
@@ -351,7 +351,7 @@ def _attempt(
     request: SaveRequest, plan: SavePlan, contents: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> SaveFailed | None:
     try:
-        commit.write(request, plan, contents, group)
+        commit.save(request, plan, contents, group)
     except SaveFailed as failure:
         return SaveFailed(str(failure))  # without its cause, which other processes may not be able to read
     except RuntimeError as error:

@@ -10,7 +10,7 @@ checkpoints/
         manifest.json                every file, its size and the hash of its content; written last (manifest.py)
     step-00000100.saving-...         a save that is not finished; nothing reads it
     step-00000100.old                what a second save of the step has just replaced; counts where that never came to its end
-    abandoned-1/                     the newer checkpoints that a run left when it was rolled back
+    discarded-1/                     the newer checkpoints that a run left when it was rolled back
     lineage.json                     what it was rolled back to
 """
 
@@ -52,14 +52,14 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def of_step(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """The step that a name is of; None for other names."""
     found = _NAME.fullmatch(name)
     return found and int(found[1])
 
 
 def step_of(checkpoint: Path) -> int:
-    step = of_step(checkpoint.name)
+    step = parse_step(checkpoint.name)
     assert step is not None, checkpoint
     return step
 
@@ -71,7 +71,7 @@ def committed(folder: Path) -> list[Path]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = [folder / name for name in names if of_step(name) is not None and (folder / name).is_dir()]
+    found = [folder / name for name in names if parse_step(name) is not None and (folder / name).is_dir()]
     return sorted(found, key=lambda path: (-step_of(path), path.name))
 
 
@@ -91,15 +91,15 @@ class SaveRequest:
     step: int
     files: Mapping[str, bytes]
     """Small ones: name -> content."""
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """For the manifest."""
     keep: int
     """Newest checkpoints that are kept; 0: all."""
     keep_interval_steps: int
     """Steps whose multiples are kept too; 0: none."""
-    keep_also: int
+    keep_best: int
     """A step that is kept too; 0: none."""
-    aside: Path
+    staging_dir: Path
     """A folder of its own until all is written, made by `prepare`."""
 
     @property
@@ -111,7 +111,7 @@ class SaveFailed(Exception):
     """One line: what could not be saved and why. What was saved before is untouched."""
 
 
-def prepare(folder: Path, step: int) -> Path:
+def make_staging_dir(folder: Path, step: int) -> Path:
     """A new folder to save a step in, on all ranks together; what saves that never came to their end left behind is
     removed. Raises SaveFailed."""
 
@@ -133,7 +133,7 @@ def prepare(folder: Path, step: int) -> Path:
     return made
 
 
-def write(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
+def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
     """Write and commit a checkpoint, on all ranks together. plan: of this rank (shards.plan_of); contents: its tensors, or
     copies. group: of all ranks, None where there is one rank only. Raises SaveFailed."""
     commit = partial(_commit, request)
@@ -141,7 +141,7 @@ def write(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.P
         with _collectives():
             dcp.save(
                 {},
-                storage_writer=ShardWriter(request.aside, commit),
+                storage_writer=ShardWriter(request.staging_dir, commit),
                 planner=Planner(plan, contents),
                 process_group=group,
                 no_dist=group is None,
@@ -149,7 +149,7 @@ def write(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.P
     except (CheckpointException, OSError) as error:
         # All ranks have ended their work when this is raised on each.
         if group is None or dist.get_rank(group) == 0:
-            shutil.rmtree(request.aside, ignore_errors=True)
+            shutil.rmtree(request.staging_dir, ignore_errors=True)
         cause = _cause(error)
         if not cause:
             raise
@@ -180,10 +180,10 @@ def _collectives() -> Iterator[None]:
 
 def _commit(request: SaveRequest, files: dict[str, File]) -> None:
     """Everything is written: make it a checkpoint."""
-    aside, final = request.aside, request.final
+    aside, final = request.staging_dir, request.final
     for name, content in request.files.items():
         files[name] = retry_transient(partial(manifest.write_file, aside / name, content))
-    retry_transient(lambda: manifest.write(aside, Manifest(files, request.about)))
+    retry_transient(lambda: manifest.write(aside, Manifest(files, request.metadata)))
     retry_transient(partial(sync, aside))
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
@@ -216,7 +216,7 @@ def prune(request: SaveRequest) -> None:
 
 
 def _is_kept(request: SaveRequest, step: int) -> bool:
-    return step == request.keep_also or (request.keep_interval_steps > 0 and step % request.keep_interval_steps == 0)
+    return step == request.keep_best or (request.keep_interval_steps > 0 and step % request.keep_interval_steps == 0)
 
 
 def _has_all_files(checkpoint: Path) -> bool:
@@ -248,10 +248,10 @@ def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
     except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
     problems = [f"{name} belongs to no part of this run" for name in index if not _is_expected(name, expected)]
-    fill(checkpoint, ShardReader(checkpoint, index), index, tensors, problems=problems)
+    load_into(checkpoint, ShardReader(checkpoint, index), index, tensors, problems=problems)
 
 
-def fill(
+def load_into(
     folder: Path,
     reader: StorageReader,
     index: Mapping[str, TensorMetadata],

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint import commit as checkpoints
 from trainer.checkpoint import manifest
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, Model, is_export_of
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, ModelMetadata, is_export_of
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -23,10 +23,10 @@ def export_from_checkpoint(checkpoint: Path, dtype: torch.dtype) -> Export:
     try:
         if problem := manifest.find_damage(checkpoint):
             raise CorruptError(problem)
-        model = Model.read(checkpoint)
+        model = ModelMetadata.read(checkpoint)
         if others := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
             raise CorruptError(f"{MODEL_FILE} names {min(others)}, which is none of its files")
-        spec, sizes = model.network()
+        spec, sizes = model.spec_and_sizes()
         files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
     except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
@@ -34,10 +34,10 @@ def export_from_checkpoint(checkpoint: Path, dtype: torch.dtype) -> Export:
         files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
     if (checkpoint / CHAT_TEMPLATE).exists():
         files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
-    return Export(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special)
+    return Export(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special_token_ids)
 
 
-def load_checkpoint_tokenizer(checkpoint: Path, model: Model) -> Tokenizer:
+def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokenizer:
     """Raises ConfigError where there is none."""
     if not model.tokenizer:
         return load_hf_tokenizer(checkpoint)  # what came from Hugging Face is there as it was

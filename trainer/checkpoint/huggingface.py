@@ -56,7 +56,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelMetadata:
     """The content of model.json."""
 
     family: str
@@ -65,7 +65,7 @@ class Model:
     tokenizer: str
     """Kind of the tokenizer; "" where there are files of Hugging Face's only, or none."""
     tokenizer_files: tuple[str, ...]
-    special: Mapping[str, Any]
+    special_token_ids: Mapping[str, Any]
     """bos_token_id, eos_token_id."""
     reuse_reserved_tokens: Mapping[str, str]
     extra_special_tokens: tuple[str, ...]
@@ -75,20 +75,20 @@ class Model:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
-    def read(cls, checkpoint: Path) -> "Model":
+    def read(cls, checkpoint: Path) -> "ModelMetadata":
         """Raises CorruptError."""
         try:
             values = json.loads(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
             files = tuple(values["tokenizer_files"])
             for name in files:
-                manifest.require_name(name, MODEL_FILE)
+                manifest.require_plain_filename(name, MODEL_FILE)
             return cls(
                 **values | {"tokenizer_files": files, "extra_special_tokens": tuple(values["extra_special_tokens"])}
             )
         except (ValueError, TypeError, KeyError, RecursionError):
             raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
 
-    def network(self) -> tuple[ModelSpec, Any]:
+    def spec_and_sizes(self) -> tuple[ModelSpec, Any]:
         """Its family and sizes. Raises CorruptError."""
         if self.family not in MODELS:
             raise CorruptError(f"is a {self.family}, which is none of {', '.join(MODELS)}")
@@ -134,7 +134,7 @@ class HfModelFolder:
     def _inside(self, name: Any) -> Path:
         """A file of the folder. Its cache keeps files as links into a folder of blobs beside that of snapshots; links to
         anywhere else, and names that lead elsewhere, are refused."""
-        path = self.folder / manifest.require_name(name, "it")
+        path = self.folder / manifest.require_plain_filename(name, "it")
         target, home = path.resolve(), self.folder.resolve()
         blobs = home.parent.parent / "blobs"
         if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
@@ -180,7 +180,7 @@ class HfModelFolder:
         """Rows of a parameter of ours."""
         there = self.spec.huggingface.name(name)
         with _opened(self.files[there]) as tensors:
-            return _our_rows(tensors, name, self.spec, self.sizes.head_dim, (slice(start, stop),))
+            return _permuted_rows(tensors, name, self.spec, self.sizes.head_dim, (slice(start, stop),))
 
 
 def _opened(path: Path):
@@ -190,7 +190,7 @@ def _opened(path: Path):
         raise ConfigError("", f"{path}: {error}") from None
 
 
-def _our_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
+def _permuted_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
     """A range of a parameter in our order of rows; of a parameter that is turned, whole heads are read for it."""
     found = tensors.get_slice(spec.huggingface.name(name))
     if not spec.huggingface.is_rope_permuted(name):
@@ -210,9 +210,9 @@ class HfReader(ShardReader):
         self.source = folder
         self.prefix = prefix
 
-    def read_part(self, tensors: Any, name: str, part: Chunk, ranges: tuple[slice, ...]) -> Tensor:
+    def read_chunk(self, tensors: Any, name: str, chunk: Chunk, ranges: tuple[slice, ...]) -> Tensor:
         name = name.removeprefix(self.prefix)
-        return _our_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
+        return _permuted_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
 
 
 # ---------------------------------------------------------------- there and back
@@ -288,7 +288,7 @@ class Export:
     dtype: torch.dtype
     files: Mapping[str, bytes]
     """Of the tokenizer."""
-    special: Mapping[str, Any]
+    special_token_ids: Mapping[str, Any]
     """bos_token_id, eos_token_id."""
 
     def num_bytes(self) -> int:
@@ -302,9 +302,9 @@ class Export:
         with _NewFolder(out, replace) as folder:
             self._write_weights(folder, shard_bytes, progress)
             config = self.spec.huggingface.config(self.sizes, self.seq_len)
-            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special}
+            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special_token_ids}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            (folder / "generation_config.json").write_text(json.dumps(dict(self.special), indent=2) + "\n")
+            (folder / "generation_config.json").write_text(json.dumps(dict(self.special_token_ids), indent=2) + "\n")
             for name, content in self.files.items():
                 (folder / name).write_bytes(content)
 
@@ -371,8 +371,10 @@ def import_folder(
             }
         there = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
         longest = int(folder.config.get("max_position_embeddings", 2048))
-        special = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
-        model = Model(family, asdict(folder.sizes), longest, "", tuple(there), special, {}, ())
+        special_token_ids = {
+            key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config
+        }
+        model = ModelMetadata(family, asdict(folder.sizes), longest, "", tuple(there), special_token_ids, {}, ())
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():

@@ -11,6 +11,8 @@ from typing import Any
 from trainer.system.files import digest, digest_of, drop_page_cache, sync
 
 NAME = "manifest.json"
+VERSION = 2
+"""Format of a checkpoint: of all its files, and of the names of its tensors."""
 _LARGEST = 64 * 2**20
 """Bytes. A file that claims to be larger is none of ours, and is not read."""
 _BLOCK = 2**22
@@ -30,7 +32,7 @@ class File:
 @dataclass(frozen=True)
 class Manifest:
     files: Mapping[str, File]
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """For people: step, tokens, versions."""
 
 
@@ -56,7 +58,8 @@ def write(folder: Path, manifest: Manifest) -> None:
 def _text(content: Any) -> str:
     """The one way to write a content: any other text, even another space, is damage."""
     body = json.dumps(content, indent=1, sort_keys=True)
-    return json.dumps({"digest": digest(body.encode()), "content": content}, indent=1, sort_keys=True)
+    document = {"version": VERSION, "digest": digest(body.encode()), "content": content}
+    return json.dumps(document, indent=1, sort_keys=True)
 
 
 def read(folder: Path) -> Manifest:
@@ -64,22 +67,25 @@ def read(folder: Path) -> Manifest:
     begin with a dot are the file system's. Raises CorruptError."""
     text = read_text(folder / NAME, _LARGEST)
     try:
-        content = json.loads(text)["content"]
+        document = json.loads(text)
+        if document["version"] != VERSION:
+            raise CorruptError(f"{NAME} has format version {document['version']!r:.20}, expected {VERSION}")
+        content = document["content"]
         if text != _text(content):
             raise ValueError
         files = {str(name): File(int(f["size"]), str(f["digest"])) for name, f in content["files"].items()}
-        manifest = Manifest(files, dict(content["about"]))
+        manifest = Manifest(files, dict(content["metadata"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"{NAME} is not what was written") from None
     for name, file in files.items():
-        _require_file(folder, require_name(name, NAME), file.size)
+        _require_file(folder, require_plain_filename(name, NAME), file.size)
     others = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, NAME}
     if others:
         raise CorruptError(f"{min(others)} does not belong to it")
     return manifest
 
 
-def require_name(name: Any, by: str) -> str:
+def require_plain_filename(name: Any, by: str) -> str:
     """The name, which a file in the folder can have, and which leads nowhere else. Raises CorruptError. by: what names it."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
     if not plain or not name or Path(name).name != name:

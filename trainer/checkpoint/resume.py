@@ -24,10 +24,10 @@ _STATE = {
     "cursor": int,
     "tokens_seen": int,
     "world_size": int,
-    "identity": dict,
+    "fingerprint": dict,
     "skipped_samples": list,
     "rollbacks": int,
-    "random": list,
+    "rng": list,
     "mixture": list,
     "best": list,
 }
@@ -130,9 +130,9 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
     """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds.
 
-    now: as in the state's "identity", or a part of it.
+    now: as in the state's "fingerprint", or a part of it.
     """
-    before = saved.state["identity"]
+    before = saved.state["fingerprint"]
     now = json.loads(json.dumps(now))  # as it would have been saved
     differences = [
         f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
@@ -168,7 +168,7 @@ def discard_newer(saved: ResumePoint) -> None:
     steps = _rollbacks(folder)
     newer = [path for path in committed(folder) if step_of(path) > step_of(saved.path)]
     if newer:
-        away = next(path for n in count(1) if not (path := folder / f"abandoned-{n}").exists())
+        away = next(path for n in count(1) if not (path := folder / f"discarded-{n}").exists())
         away.mkdir()
         for path in newer:
             path.rename(away / path.name)

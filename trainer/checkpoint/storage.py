@@ -1,8 +1,8 @@
 """Sharded tensors in files, for torch.distributed.checkpoint: safetensors files and a JSON index, so that nothing that is
 loaded can run code, as the pickles of torch's own writer could.
 
-    rank-00000.safetensors ...    what each rank holds, under "<name>" or, for a part of a tensor, "<name>@<offsets>"
-    index.json                    dtype, shape and parts of each tensor
+    rank-00000.safetensors ...    what each rank holds, under "<name>" or, for a chunk of a tensor, "<name>@<offsets>"
+    index.json                    dtype, shape and chunks of each tensor
 """
 
 import errno
@@ -40,7 +40,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.manifest import CorruptError, File, read_text, require_name, verify_written, write_file
+from trainer.checkpoint.manifest import (
+    CorruptError,
+    File,
+    read_text,
+    require_plain_filename,
+    verify_written,
+    write_file,
+)
 from trainer.runtime.dtensor import to_local
 from trainer.system import logging
 
@@ -61,7 +68,7 @@ SAFETENSORS_NAMES = {
 DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
 
-_PASSING = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
+_TRANSIENT_ERRNOS = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
 """Errors of a file system that may be gone a moment later."""
 _ATTEMPTS = 4
 
@@ -84,10 +91,10 @@ class TensorWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, entries: Iterable[TensorWrite], about: Mapping[str, str]) -> File:
+def write_safetensors(path: Path, entries: Iterable[TensorWrite], metadata: Mapping[str, str]) -> File:
     """Write and sync a file that never exists in memory as a whole, and read it back. Raises OSError."""
     entries = list(entries)
-    end, header = 0, {"__metadata__": dict(about)} if about else {}
+    end, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         start, end = end, end + entry.num_bytes
         header[entry.name] = {
@@ -122,7 +129,7 @@ def retry_transient(write: Callable[[], Any]) -> Any:
         try:
             return write()
         except OSError as error:
-            if error.errno not in _PASSING or attempt == _ATTEMPTS:
+            if error.errno not in _TRANSIENT_ERRNOS or attempt == _ATTEMPTS:
                 raise
             logging.warning(f"{error.filename}: {error.strerror}; attempt {attempt} of {_ATTEMPTS}")
             time.sleep(0.25 * 2**attempt)
@@ -140,7 +147,7 @@ class Chunk:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     written: File | None = None
-    """Of the whole file; said once, with its first part."""
+    """Of the whole file; said once, with its first chunk."""
 
     def key(self, name: str, whole: tuple[int, ...]) -> str:
         return name if self.shape == whole else f"{name}@{','.join(map(str, self.offsets))}"
@@ -152,7 +159,7 @@ class TensorMetadata:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def index_text(index: Mapping[str, TensorMetadata]) -> str:
@@ -161,7 +168,7 @@ def index_text(index: Mapping[str, TensorMetadata]) -> str:
             name: {
                 "dtype": str(stored.dtype).removeprefix("torch."),
                 "shape": stored.shape,
-                "parts": [{"file": p.file, "offsets": p.offsets, "shape": p.shape} for p in stored.parts],
+                "chunks": [{"file": c.file, "offsets": c.offsets, "shape": c.shape} for c in stored.chunks],
             }
             for name, stored in index.items()
         }
@@ -219,40 +226,40 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self.rank:05d}.safetensors"
-        parts = [
+        chunks = [
             Chunk(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
             for item in plan.items
         ]
         entries = [
             TensorWrite(
-                name=part.key(item.index.fqn, tuple(item.tensor_data.size)),
+                name=chunk.key(item.index.fqn, tuple(item.tensor_data.size)),
                 dtype=item.tensor_data.properties.dtype,
-                shape=part.shape,
+                shape=chunk.shape,
                 pieces=lambda item=item: (planner.resolve_data(item),),
             )
-            for item, part in zip(plan.items, parts, strict=True)
+            for item, chunk in zip(plan.items, chunks, strict=True)
         ]
         results = []
         if entries:
             written = retry_transient(lambda: write_safetensors(self.folder / name, entries, {}))
-            parts[0] = Chunk(parts[0].file, parts[0].offsets, parts[0].shape, written)
+            chunks[0] = Chunk(chunks[0].file, chunks[0].offsets, chunks[0].shape, written)
             results = [
-                WriteResult(item.index, entry.num_bytes, part)
-                for item, entry, part in zip(plan.items, entries, parts, strict=True)
+                WriteResult(item.index, entry.num_bytes, chunk)
+                for item, entry, chunk in zip(plan.items, entries, chunks, strict=True)
             ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files, parts = {}, {}
+        files, chunks = {}, {}
         for result in (result for of_rank in results for result in of_rank):
-            part = result.storage_data
-            if part.written is not None:
-                files[part.file] = part.written
-            parts.setdefault(result.index.fqn, []).append(part)
+            chunk = result.storage_data
+            if chunk.written is not None:
+                files[chunk.file] = chunk.written
+            chunks.setdefault(result.index.fqn, []).append(chunk)
         index = {
-            name: TensorMetadata(tensor.properties.dtype, tuple(tensor.size), tuple(parts[name]))
+            name: TensorMetadata(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[name]))
             for name, tensor in metadata.state_dict_metadata.items()
         }
         files[INDEX] = retry_transient(lambda: write_file(self.folder / INDEX, index_text(index).encode()))
@@ -276,25 +283,25 @@ def read_index(folder: Path) -> dict[str, TensorMetadata]:
 
 
 def _stored(raw: Mapping[str, Any]) -> TensorMetadata:
-    shape = _numbers(raw["shape"])
-    parts = tuple(Chunk(p["file"], _numbers(p["offsets"]), _numbers(p["shape"])) for p in raw["parts"])
-    for part in parts:
-        require_name(part.file, INDEX)
-        if not len(part.offsets) == len(part.shape) == len(shape):
+    shape = _integers(raw["shape"])
+    chunks = tuple(Chunk(c["file"], _integers(c["offsets"]), _integers(c["shape"])) for c in raw["chunks"])
+    for chunk in chunks:
+        require_plain_filename(chunk.file, INDEX)
+        if not len(chunk.offsets) == len(chunk.shape) == len(shape):
             raise ValueError
-    if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
         raise ValueError
-    return TensorMetadata(_DTYPES[raw["dtype"]], shape, parts)
+    return TensorMetadata(_DTYPES[raw["dtype"]], shape, chunks)
 
 
-def _numbers(raw: Any) -> tuple[int, ...]:
+def _integers(raw: Any) -> tuple[int, ...]:
     if not all(type(n) is int and 0 <= n < 2**63 for n in raw):
         raise ValueError
     return tuple(raw)
 
 
 class ShardReader(StorageReader):
-    """Reads of each file just the parts of tensors that a rank asks for. Raises CorruptError."""
+    """Reads of each file just the chunks of tensors that a rank asks for. Raises CorruptError."""
 
     def __init__(self, folder: Path, index: Mapping[str, TensorMetadata]):
         self.folder = folder
@@ -310,7 +317,8 @@ class ShardReader(StorageReader):
                     properties=TensorProperties(dtype=stored.dtype),
                     size=torch.Size(stored.shape),
                     chunks=[
-                        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in stored.parts
+                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
+                        for chunk in stored.chunks
                     ],
                 )
                 for name, stored in self.index.items()
@@ -329,7 +337,7 @@ class ShardReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted: dict[str, list] = {}
         for item in plan.items:
-            wanted.setdefault(self._part(item.storage_index).file, []).append(item)
+            wanted.setdefault(self._chunk(item.storage_index).file, []).append(item)
         for file, items in wanted.items():
             try:
                 with safe_open(self.folder / file, framework="pt") as tensors:
@@ -343,21 +351,21 @@ class ShardReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _part(self, index: MetadataIndex) -> Chunk:
-        parts = self.index[index.fqn].parts
+    def _chunk(self, index: MetadataIndex) -> Chunk:
+        chunks = self.index[index.fqn].chunks
         offsets = tuple(index.offset or ())
-        if index.index is not None and parts[index.index].offsets == offsets:
-            return parts[index.index]
-        return next(part for part in parts if part.offsets == offsets)
+        if index.index is not None and chunks[index.index].offsets == offsets:
+            return chunks[index.index]
+        return next(chunk for chunk in chunks if chunk.offsets == offsets)
 
     def _read(self, tensors: Any, item: Any) -> Tensor:
         ranges = zip(item.storage_offsets, item.lengths, strict=True)
         slices = tuple(slice(start, start + length) for start, length in ranges)
-        return self.read_part(tensors, item.storage_index.fqn, self._part(item.storage_index), slices)
+        return self.read_chunk(tensors, item.storage_index.fqn, self._chunk(item.storage_index), slices)
 
-    def read_part(self, tensors: Any, name: str, part: Chunk, ranges: tuple[slice, ...]) -> Tensor:
-        """Some of a part of a tensor, from the file it is in."""
-        key = part.key(name, self.index[name].shape)
+    def read_chunk(self, tensors: Any, name: str, chunk: Chunk, ranges: tuple[slice, ...]) -> Tensor:
+        """Some of a chunk of a tensor, from the file it is in."""
+        key = chunk.key(name, self.index[name].shape)
         return tensors.get_slice(key)[ranges] if ranges else tensors.get_tensor(key)
 
     @classmethod
@@ -370,26 +378,26 @@ def read_tensor(folder: Path, name: str, stored: TensorMetadata) -> Tensor:
     if stored.shape:
         return read_rows(folder, name, stored, 0, stored.shape[0])
     try:
-        with safe_open(folder / stored.parts[0].file, framework="pt") as tensors:
+        with safe_open(folder / stored.chunks[0].file, framework="pt") as tensors:
             return tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise CorruptError(f"{stored.parts[0].file}: {error}") from None
+        raise CorruptError(f"{stored.chunks[0].file}: {error}") from None
 
 
 def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a stored tensor, put together from its parts."""
+    """Rows [start, stop) of a stored tensor, put together from its chunks."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
-    for part in stored.parts:
-        first, last = max(start, part.offsets[0]), min(stop, part.offsets[0] + part.shape[0])
-        if first >= last or 0 in part.shape:
+    for chunk in stored.chunks:
+        first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.shape[0])
+        if first >= last or 0 in chunk.shape:
             continue
-        there = [slice(first - part.offsets[0], last - part.offsets[0]), *(slice(0, n) for n in part.shape[1:])]
+        there = [slice(first - chunk.offsets[0], last - chunk.offsets[0]), *(slice(0, n) for n in chunk.shape[1:])]
         here = [slice(first - start, last - start)]
-        here += [slice(o, o + n) for o, n in zip(part.offsets[1:], part.shape[1:], strict=True)]
+        here += [slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
         try:
             # Opened anew for every block: what stays mapped counts as this process's memory.
-            with safe_open(folder / part.file, framework="pt") as tensors:
-                rows[tuple(here)] = tensors.get_slice(part.key(name, stored.shape))[tuple(there)]
+            with safe_open(folder / chunk.file, framework="pt") as tensors:
+                rows[tuple(here)] = tensors.get_slice(chunk.key(name, stored.shape))[tuple(there)]
         except (SafetensorError, OSError) as error:
-            raise CorruptError(f"{part.file}: {error}") from None
+            raise CorruptError(f"{chunk.file}: {error}") from None
     return rows

@@ -14,7 +14,7 @@ from models import MODELS
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors
-from trainer.checkpoint.huggingface import HfModelFolder, HfReader, Model
+from trainer.checkpoint.huggingface import HfModelFolder, HfReader, ModelMetadata
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import ShardReader, TensorMetadata, read_index, read_rows
 from trainer.config import CheckpointConfig, ConfigError
@@ -36,45 +36,45 @@ class WeightSource:
         """On all ranks together. spec: of the network that they are wanted for; None: whatever it is. Raises ConfigError for what
         is damaged, or no model."""
         self.folder = folder
-        self.theirs: HfModelFolder | None = None
+        self.hf_folder: HfModelFolder | None = None
         if (folder / manifest.NAME).exists():
             try:
                 if problem := resume.verify(folder):
                     raise CorruptError(problem)
-                self.spec, self.sizes = Model.read(folder).network()
+                self.spec, self.sizes = ModelMetadata.read(folder).spec_and_sizes()
                 self.index = read_index(folder)
             except CorruptError as damage:
                 raise ConfigError("", f"{folder}: {damage}") from None
         elif (folder / "config.json").exists():
-            self.theirs = HfModelFolder(folder, spec or next(iter(MODELS.values())))
-            self.spec, self.sizes = self.theirs.spec, self.theirs.sizes
+            self.hf_folder = HfModelFolder(folder, spec or next(iter(MODELS.values())))
+            self.spec, self.sizes = self.hf_folder.spec, self.hf_folder.sizes
         else:
             rule = "is neither a checkpoint (manifest.json) nor a model of Hugging Face's (config.json)"
             raise ConfigError("", f"{folder}: {rule}")
 
-    def fill(self, parameters: Tensors, grow: bool = False) -> None:
+    def load_into(self, parameters: Tensors, grow: bool = False) -> None:
         """On all ranks together; each reads its shards alone. grow: rows of the vocabulary that are not there get the mean of
         those that are (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError for what does not fit."""
-        if self.theirs is None:
+        if self.hf_folder is None:
             index = self.index
             reader = ShardReader(self.folder, index)
         else:
-            index = {f"model/{name}": stored for name, stored in self.theirs.index(parameters).items()}
-            reader = HfReader(self.theirs, index, prefix="model/")
+            index = {f"model/{name}": stored for name, stored in self.hf_folder.index(parameters).items()}
+            reader = HfReader(self.hf_folder, index, prefix="model/")
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         for name in [name for name in wanted if grow and self._is_smaller(index.get(name), wanted[name])]:
             try:
-                self._fill_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
+                self._load_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
             except CorruptError as damage:
                 raise ConfigError("", f"{self.folder}: {damage}") from None
-        commit.fill(self.folder, reader, index, wanted, cast=True)
+        commit.load_into(self.folder, reader, index, wanted, cast=True)
 
     def _is_smaller(self, stored: TensorMetadata | None, parameter: Tensor) -> bool:
         there, here = stored.shape if stored else (), tuple(parameter.shape)
         return there[:1] == (self.sizes.vocab_size,) and there[1:] == here[1:] and there[0] < here[0]
 
     @torch.no_grad()
-    def _fill_rows(self, name: str, stored: TensorMetadata, parameter: Tensor) -> None:
+    def _load_rows(self, name: str, stored: TensorMetadata, parameter: Tensor) -> None:
         """Of a parameter that has more rows than there are, those of this rank."""
         local, _, offset = local_region(parameter)
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
@@ -89,8 +89,8 @@ class WeightSource:
         local[max(0, there - offset[0]) :].copy_((sums / there)[columns].to(local.dtype))
 
     def _rows(self, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
-        if self.theirs is not None:
-            return self.theirs.rows(name, start, stop)
+        if self.hf_folder is not None:
+            return self.hf_folder.rows(name, start, stop)
         return read_rows(self.folder, f"model/{name}", stored, start, stop)
 
 
@@ -121,7 +121,7 @@ def init_weights_from(
             there["vocab_size"] = sizes.vocab_size
         _require_same(there, asdict(sizes))
         chosen = {name: p for name, p in parameters.items() if name not in excluded}
-        weights.fill(chosen, grow=config.resize_embeddings)
+        weights.load_into(chosen, grow=config.resize_embeddings)
     except ConfigError as error:
         raise ConfigError(_KEY, error.rule) from None
     kept = f", without {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, Model
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.weights import WeightSource, newest
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -90,7 +90,7 @@ class TextGenerator:
         tied = tied_names(self.network)
         self.network.to_empty(device=device).eval()
         tie(self.network, tied)
-        weights.fill(dict(self.network.named_parameters()))
+        weights.load_into(dict(self.network.named_parameters()))
         self.caches = []
         try:
             for block in self.network.get_submodule(plan.blocks).children():
@@ -169,7 +169,7 @@ def _text_side(folder: Path, weights: WeightSource) -> tuple[Tokenizer, str, int
     """Tokenizer, chat template ("": none), and the tokens of a sample it was trained with."""
     own_template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
     if weights.theirs is None:
-        model = Model.read(folder)
+        model = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, model), own_template, model.seq_len
     about = folder / "tokenizer_config.json"
     if not own_template and about.exists() and '"chat_template"' in about.read_text():

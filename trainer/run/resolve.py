@@ -40,7 +40,7 @@ class ResolvedRun:
     tokenizer: Tokenizer
     chat: ChatFormat | None
     """Where conversations are trained on."""
-    identity: dict[str, Any]
+    fingerprint: dict[str, Any]
     """What a run that resumes must have in common with its checkpoint, by the names that users know."""
     shared: dict[str, Any]
     """The settings that all ranks of a run must have been started with."""
@@ -79,11 +79,11 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     chats = any(member.dataset == "chat" for member in members(config.data).values())
     chat = chat_format(config.data, tokenizer) if chats else None
     # Of the model, what counts are the sizes that its settings lead to.
-    identity = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")
-    identity |= {f"model.{name}": value for name, value in asdict(sizes).items()}
+    fingerprint = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")
+    fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
     if training.parameter_dtype == "bf16":
         # It would be lost, or missing, when the run goes on otherwise.
-        identity["an fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
+        fingerprint["an fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     return ResolvedRun(
         spec=spec,
         sizes=sizes,
@@ -96,7 +96,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         flops_per_token=network.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
         chat=chat,
-        identity=identity | {"tokenizer": tokenizer.fingerprint},
+        fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.rule.local),
     )
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest, resume
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Model
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, ModelMetadata
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
@@ -97,7 +97,7 @@ def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
     """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
     saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
-        resume.require_compatible(saved, resolved.identity)
+        resume.require_compatible(saved, resolved.fingerprint)
     return saved
 
 
@@ -133,14 +133,14 @@ def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
     kind = config.tokenizer.backend
     files = resolved.tokenizer.files
     ends = list(dict.fromkeys([resolved.tokenizer.eos, *(resolved.chat.end_of_turn if resolved.chat else ())]))
-    special = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
-    model = Model(
+    special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    model = ModelMetadata(
         family=config.model.name,
         sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
         tokenizer=kind,
         tokenizer_files=tuple(files),
-        special=special,
+        special_token_ids=special_token_ids,
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
         extra_special_tokens=config.tokenizer.extra_special_tokens,
     )
