@@ -21,7 +21,7 @@ from trainer.data.build import all_dataset_configs, blame_setting
 from trainer.data.prepare.tokenize import check_bad_documents
 from trainer.data.sources import BadDocument, open_source
 from trainer.data.tokenizer.backends import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
-from trainer.data.tokenizer.hf_json import letters
+from trainer.data.tokenizer.hf_json import byte_to_char
 from trainer.system.files import atomic_write
 
 try:
@@ -65,14 +65,14 @@ def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
     """Tokens in the order of their ranks: the 256 bytes, then the merges as they were learned."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
-    as_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, as_letters])
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=num_ranks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    byte_of = {letter: byte for byte, letter in letters().items()}
+    char_to_byte = {char: byte for byte, char in byte_to_char().items()}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [bytes(byte_of[letter] for letter in token) for token, _ in vocabulary]
+    return [bytes(char_to_byte[char] for char in token) for token, _ in vocabulary]
 
 
 def main() -> None:

@@ -1,18 +1,18 @@
 import pytest
 
-from tests.data.chat.chat_cases import CHATML, DEFAULT, train_sentencepiece
+from tests.data.chat.examples import CHATML, DEFAULT, train_sentencepiece
 from trainer.data.chat.format import load_chat_format
 
 
 @pytest.fixture(scope="session")
-def letters(tmp_path_factory):
+def char_tokenizer(tmp_path_factory):
     """Each character is a token."""
-    return train_sentencepiece(tmp_path_factory.mktemp("letters"), "char")
+    return train_sentencepiece(tmp_path_factory.mktemp("char"), "char")
 
 
 @pytest.fixture(scope="session")
-def words(tmp_path_factory):
-    return train_sentencepiece(tmp_path_factory.mktemp("words"), "bpe")
+def bpe_tokenizer(tmp_path_factory):
+    return train_sentencepiece(tmp_path_factory.mktemp("bpe"), "bpe")
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +25,12 @@ def chatml():
     return load_chat_format("chatml", CHATML)
 
 
-@pytest.fixture(params=["llama2", "llama2 letters", "llama2 words", "llama3", "chatml"])
-def each_format(request, letters, words, llama3, chatml):
+@pytest.fixture(params=["llama2", "llama2 char", "llama2 bpe", "llama3", "chatml"])
+def any_chat_format(request, char_tokenizer, bpe_tokenizer, llama3, chatml):
     return {
         "llama2": lambda: load_chat_format("llama2", DEFAULT),
-        "llama2 letters": lambda: load_chat_format("llama2", letters),
-        "llama2 words": lambda: load_chat_format("llama2", words),
+        "llama2 char": lambda: load_chat_format("llama2", char_tokenizer),
+        "llama2 bpe": lambda: load_chat_format("llama2", bpe_tokenizer),
         "llama3": lambda: llama3,
         "chatml": lambda: chatml,
     }[request.param]()

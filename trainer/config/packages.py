@@ -6,7 +6,7 @@ from types import ModuleType
 from trainer.config.schema import ConfigError
 
 
-def library(name: str, setting: str) -> ModuleType:
+def require_package(name: str, setting: str) -> ModuleType:
     """The package, or one module of it. Raises ConfigError, by the setting that asks for it, where it is not installed."""
     try:
         return importlib.import_module(name)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.config.packages import library
+from trainer.config.packages import require_package
 from trainer.planning.recorder import KINDS
 from trainer.planning.simulate import Simulation
 from trainer.system.units import GIB
@@ -26,7 +26,7 @@ def canvas(path: Path) -> Any:
     except OSError as error:
         raise ConfigError("", f"--picture {path}: cannot be written ({error.strerror})") from None
     try:
-        return library("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
+        return require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
     except ConfigError as error:
         raise ConfigError("", f"--picture {path}: {error.rule}") from None
 

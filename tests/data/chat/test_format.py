@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from tests.data.chat.chat_cases import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
+from tests.data.chat.examples import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
 from trainer.config import ConfigError
 from trainer.data.chat.conversations import PromptCompletion
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -40,11 +40,11 @@ def test_chatml_token_by_token(chatml):
     ]
 
 
-def test_llama_2_token_by_token(letters):
+def test_llama_2_token_by_token(char_tokenizer):
     talk = [
         {"role": m["role"], "content": text} for m, text in zip(TALK, ["be", " fox ", "dog", "a?", " z "], strict=True)
     ]
-    assert shown(load_chat_format("llama2", letters).encode(talk), letters) == [
+    assert shown(load_chat_format("llama2", char_tokenizer).encode(talk), char_tokenizer) == [
         *["<s>", *"▁[INST]▁<<SYS>>", "<0x0A>", *"be", "<0x0A>", *"<</SYS>>", "<0x0A>", "<0x0A>", *"▁fox▁[/INST]"],
         *["+▁", "+d", "+o", "+g", "+▁", "+</s>"],
         *["<s>", *"▁[INST]▁a?▁[/INST]"],
@@ -106,36 +106,39 @@ LONG_TALK = [SYSTEM] + [
 ]
 
 
-def test_a_prompt_and_the_answer_behind_it_are_what_was_learned(each_format):
-    tokens, targets = each_format.encode(LONG_TALK)
+def test_a_prompt_and_the_answer_behind_it_are_what_was_learned(any_chat_format):
+    tokens, targets = any_chat_format.encode(LONG_TALK)
     for i in range(2, len(LONG_TALK), 2):
-        prompt = each_format.prompt(LONG_TALK[:i])
+        prompt = any_chat_format.prompt(LONG_TALK[:i])
         assert tokens[: len(prompt)] == prompt
         assert targets[len(prompt)] and not targets[len(prompt) - 1]
         rest = zip(tokens[len(prompt) :], targets[len(prompt) :], strict=True)
         answer = [token for token, _ in itertools.takewhile(lambda pair: pair[1], rest)]
-        assert answer[-1] in each_format.end_of_turn
-        assert not set(answer[:-1]) & set(each_format.end_of_turn)
+        assert answer[-1] in any_chat_format.end_of_turn
+        assert not set(answer[:-1]) & set(any_chat_format.end_of_turn)
 
 
-def test_every_end_of_turn_is_a_target_and_nothing_of_a_user(each_format):
-    tokens, targets = each_format.encode(LONG_TALK)
-    ends = [is_target for t, is_target in zip(tokens, targets, strict=True) if t in each_format.end_of_turn]
+def test_every_end_of_turn_is_a_target_and_nothing_of_a_user(any_chat_format):
+    tokens, targets = any_chat_format.encode(LONG_TALK)
+    ends = [is_target for t, is_target in zip(tokens, targets, strict=True) if t in any_chat_format.end_of_turn]
     assert ends.count(True) == 4
     borders = [i for i in range(1, len(targets)) if targets[i - 1] and not targets[i]]
-    assert all(tokens[i - 1] in each_format.end_of_turn for i in borders)
-    each_format.validate_template()
+    assert all(tokens[i - 1] in any_chat_format.end_of_turn for i in borders)
+    any_chat_format.validate_template()
 
 
-def test_llama_2_is_what_metas_code_makes_of_it(words):
+def test_llama_2_is_what_metas_code_makes_of_it(bpe_tokenizer):
     """Each pair of question and answer is one text between <s> and </s>, and sentencepiece encodes it as one."""
     talk = [m for m in LONG_TALK if m["role"] != "system"]
     expected, system = [], "<<SYS>>\nthe quick\n<</SYS>>\n\n"
     for question, answer in zip(talk[::2], talk[1::2], strict=True):
         text = f"[INST] {(system + question['content']).strip()} [/INST] {answer['content'].strip()} "
-        expected += [words.bos, *words.encode(text), words.eos]
+        expected += [bpe_tokenizer.bos, *bpe_tokenizer.encode(text), bpe_tokenizer.eos]
         system = ""
-    assert load_chat_format("llama2", words).encode([{"role": "system", "content": "the quick"}, *talk])[0] == expected
+    assert (
+        load_chat_format("llama2", bpe_tokenizer).encode([{"role": "system", "content": "the quick"}, *talk])[0]
+        == expected
+    )
 
 
 PLAIN_TALK = [
@@ -208,12 +211,19 @@ def test_tool_calls_are_targets_and_their_results_are_not(llama3, chatml):
     assert llama3.encode([talk[0], {"role": "assistant", "tool_calls": as_text}]) == llama3.encode(talk[:2])
 
 
-def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(letters, llama3):
-    chat = load_chat_format("llama2", letters)
-    assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"}), letters) == [
+def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokenizer, llama3):
+    chat = load_chat_format("llama2", char_tokenizer)
+    assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"}), char_tokenizer) == [
         *["<s>", "▁", "a", "▁", "+d", "+o", "+g", "+</s>"],
     ]
-    assert shown(chat.encode_pair(PromptCompletion("", "dog")), letters) == ["<s>", "+▁", "+d", "+o", "+g", "+</s>"]
+    assert shown(chat.encode_pair(PromptCompletion("", "dog")), char_tokenizer) == [
+        "<s>",
+        "+▁",
+        "+d",
+        "+o",
+        "+g",
+        "+</s>",
+    ]
     assert shown(llama3.encode_pair(PromptCompletion("I is", "."))) == [
         "<|begin_of_text|>",
         "I",
@@ -229,12 +239,12 @@ def test_answers_in_a_prompt_of_messages_are_not_learned(llama3):
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "Yes<|eot_id|>"
 
 
-def test_a_document_that_cannot_be_learned_from_says_why(llama3, letters):
+def test_a_document_that_cannot_be_learned_from_says_why(llama3, char_tokenizer):
     assert llama3.encode_document({"messages": []}) == "no messages"
     tools = {"messages": TALK, "tools": [{"name": "f"}]}
     assert llama3.encode_document(tools) == "the template has no place for tools"
     two = {"messages": [TALK[1], TALK[1], TALK[2]]}
-    assert load_chat_format("llama2", letters).encode_document(two) == (
+    assert load_chat_format("llama2", char_tokenizer).encode_document(two) == (
         "Llama 2 has system, then user and assistant in turn, and no tools"
     )
     calls = {"role": "assistant", "content": "I call.", "tool_calls": [{"name": "f", "arguments": {}}]}

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.data.chat.chat_cases import CHATML, DEFAULT, TALK
+from tests.data.chat.examples import CHATML, DEFAULT, TALK
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
@@ -52,13 +52,13 @@ def test_files_without_a_template_are_refused(tmp_path):
     assert rule(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than 1000000 bytes"
 
 
-def test_the_fingerprint_follows_template_tokenizer_and_special_tokens(letters, llama3):
+def test_the_fingerprint_follows_template_tokenizer_and_special_tokens(char_tokenizer, llama3):
     assert load_chat_format("llama3", DEFAULT).fingerprint == llama3.fingerprint
     others = [
         ChatFormat(BUILT_IN["llama3"].read_text() + " ", DEFAULT),
         load_chat_format("llama3", CHATML),
         load_chat_format("llama3", DEFAULT, allowed_special=["<|python_tag|>"]),
         load_chat_format("llama2", DEFAULT),
-        load_chat_format("llama2", letters),
+        load_chat_format("llama2", char_tokenizer),
     ]
     assert len({chat.fingerprint for chat in [llama3, *others]}) == 6

@@ -20,7 +20,7 @@ def source(tmp_path) -> Source:
     folder.mkdir()
     for name in "abcd":
         (folder / name).write_text(name)
-    return Source(str(folder), tuple(str(folder / n) for n in "abd"), False, None, beside=(str(folder / "c"),))
+    return Source(str(folder), tuple(str(folder / n) for n in "abd"), False, None, auxiliary_files=(str(folder / "c"),))
 
 
 def test_files_that_did_not_change_are_not_read_again(source, tmp_path, looked):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.data.sources.reading import read, refused
+from tests.data.sources.helpers import error_of, read
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_what_holds_no_file_is_refused(tmp_path):
         ("parquet", ".parquet"),
         ("tokens", ".bin or .npy"),
     ):
-        assert refused(dataset, tmp_path) == ("data.path", f"holds no file ending in {suffixes}")
-        assert refused(dataset, f"{tmp_path}/*.none") == ("data.path", f"holds no file ending in {suffixes}")
+        assert error_of(dataset, tmp_path) == ("data.path", f"holds no file ending in {suffixes}")
+        assert error_of(dataset, f"{tmp_path}/*.none") == ("data.path", f"holds no file ending in {suffixes}")
 
 
 def test_a_manifest_names_files_folders_and_patterns_from_where_it_lies(folder, monkeypatch):
@@ -55,13 +55,13 @@ def test_a_manifest_names_files_folders_and_patterns_from_where_it_lies(folder, 
 def test_a_manifest_that_is_wrong_is_told_by_its_line(folder):
     manifest = folder / "list.manifest"
     manifest.write_text("b.txt\n\nnone/*.txt\n")
-    assert refused("text", manifest) == ("data.path", f"{manifest}:3: none/*.txt names no file")
+    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: none/*.txt names no file")
     manifest.write_text("b.txt\ndeep/a.md\n*.txt\n")
-    assert refused("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is named in line 1 too")
+    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is named in line 1 too")
     manifest.write_text("# nothing\n")
-    assert refused("text", manifest)[1].startswith("holds no file ending in .txt or .md")
+    assert error_of("text", manifest)[1].startswith("holds no file ending in .txt or .md")
     manifest.write_bytes(b"b\xff.txt\n")
-    assert refused("text", manifest) == ("data.path", f"{manifest}: not UTF-8 text (byte 1)")
+    assert error_of("text", manifest) == ("data.path", f"{manifest}: not UTF-8 text (byte 1)")
 
 
 def test_a_folder_that_cannot_be_read_is_told_not_passed_over(folder, monkeypatch):
@@ -73,9 +73,9 @@ def test_a_folder_that_cannot_be_read_is_told_not_passed_over(folder, monkeypatc
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", locked)
-    assert refused("text", folder) == ("data.path", f"{folder}/deep cannot be read (Permission denied)")
+    assert error_of("text", folder) == ("data.path", f"{folder}/deep cannot be read (Permission denied)")
 
 
 def test_a_link_to_nothing_is_told_not_passed_over(folder):
     (folder / "broken.txt").symlink_to(folder / "nowhere")
-    assert refused("text", folder) == ("data.path", f"{folder}/broken.txt is a link to nothing")
+    assert error_of("text", folder) == ("data.path", f"{folder}/broken.txt is a link to nothing")

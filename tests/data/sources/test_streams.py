@@ -7,7 +7,7 @@ import json
 import pytest
 import zstandard
 
-from tests.data.sources.reading import opened, read, told
+from tests.data.sources.helpers import messages, open_dataset, read
 from trainer.config import ConfigError, packages
 from trainer.data.sources.streams import open_stream
 
@@ -35,7 +35,7 @@ def test_compressed_lines_and_texts_are_read_as_if_they_were_plain(tmp_path, suf
     (tmp_path / f"x.jsonl{suffix}").write_bytes(packed(suffix, TEXT.encode()))
     (tmp_path / f"x.txt{suffix}").write_bytes(packed(suffix, b"a text"))
     assert read("jsonl", tmp_path) == DOCUMENTS
-    assert read("jsonl", tmp_path, step=100) == DOCUMENTS, "such a file is never cut"
+    assert read("jsonl", tmp_path, chunk_bytes=100) == DOCUMENTS, "such a file is never cut"
     assert read("text", tmp_path) == ["a text"]
 
 
@@ -52,7 +52,7 @@ def test_a_file_that_ends_too_early_gives_what_it_has_and_is_told(tmp_path, suff
     whole = packed(suffix, TEXT.encode())
     file.write_bytes(whole[: int(len(whole) * share)])
     found = read("jsonl", file)
-    documents, problems = [f for f in found if isinstance(f, str)], told(found)
+    documents, problems = [f for f in found if isinstance(f, str)], messages(found)
     assert documents == DOCUMENTS[: len(documents)]
     kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
     assert problems == [f"{file}:{len(documents) + 1}: its {kind} data ends too early"]
@@ -63,17 +63,17 @@ def test_a_file_that_is_not_compressed_is_told(tmp_path, suffix, content):
     kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
     for name in (f"x.txt{suffix}", f"x.jsonl{suffix}"):
         (tmp_path / name).write_bytes(content)
-    assert told(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: not {kind} data, or damaged"]
-    assert told(read("jsonl", tmp_path)) == [f"{tmp_path}/x.jsonl{suffix}:1: not {kind} data, or damaged"]
+    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: not {kind} data, or damaged"]
+    assert messages(read("jsonl", tmp_path)) == [f"{tmp_path}/x.jsonl{suffix}:1: not {kind} data, or damaged"]
     (tmp_path / f"x.txt{suffix}").write_bytes(b"")
-    assert told(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: its {kind} data ends too early"]
+    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: its {kind} data ends too early"]
 
 
 def test_numbers_of_lines_count_in_compressed_files_too(tmp_path, suffix):
     file = tmp_path / f"x.jsonl{suffix}"
     file.write_bytes(packed(suffix, b'{"text": "a"}\n\n{\n'))
     expected = "not valid JSON: Expecting property name enclosed in double quotes (column 2)"
-    assert told(read("jsonl", file)) == [f"{file}:3: {expected}"]
+    assert messages(read("jsonl", file)) == [f"{file}:3: {expected}"]
 
 
 def test_a_bomb_is_unpacked_in_small_pieces(tmp_path, suffix):
@@ -86,7 +86,7 @@ def test_a_bomb_is_unpacked_in_small_pieces(tmp_path, suffix):
         with writer:
             for _ in range(256):
                 writer.write(b"\0" * 2**20)
-    assert told(read("text", file)) == [f"{file}: longer than data.max_document_bytes = 33554432"]
+    assert messages(read("text", file)) == [f"{file}: longer than data.max_document_bytes = 33554432"]
     with open_stream(str(file)) as stream:
         stream.read(1)
         assert len(stream.raw._out) <= 2**26
@@ -107,5 +107,5 @@ def test_without_the_package_a_zst_file_is_refused_in_one_line(tmp_path, monkeyp
 def test_a_source_tells_which_files_it_can_cut(tmp_path, suffix):
     for name in ("a.jsonl", f"b.jsonl{suffix}"):
         (tmp_path / name).write_bytes(packed(suffix, json.dumps({"text": "a"}).encode()))
-    source = opened("jsonl", tmp_path)
+    source = open_dataset("jsonl", tmp_path)
     assert [len(list(source.spans(path, 100, 30))) for path in source.files] == [4, 1]

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from tests.data.sources.reading import opened, read, refused, told
+from tests.data.sources.helpers import error_of, messages, open_dataset, read
 from trainer.config import ConfigError, packages
 from trainer.data.sources import BadDocument
 
@@ -18,18 +18,18 @@ def write_parquet(path, column, name="text", **more):
     pyarrow.parquet.write_table(pa.table({"id": list(range(len(column))), name: column}), path, **more)
 
 
-@pytest.mark.parametrize("step", [700, 5000, 2**40])
-def test_each_row_is_read_once_however_the_file_is_cut(tmp_path, step):
+@pytest.mark.parametrize("chunk_bytes", [700, 5000, 2**40])
+def test_each_row_is_read_once_however_the_file_is_cut(tmp_path, chunk_bytes):
     write_parquet(tmp_path / "x.parquet", TEXTS, row_group_size=70)
     write_parquet(tmp_path / "y.parquet", ["one more"])
-    assert read("parquet", tmp_path, step) == [*TEXTS, "one more"]
+    assert read("parquet", tmp_path, chunk_bytes) == [*TEXTS, "one more"]
 
 
 def test_a_piece_reads_its_own_groups_of_rows_only(tmp_path):
     file = tmp_path / "x.parquet"
     write_parquet(file, TEXTS, row_group_size=100)
     size = os.path.getsize(file)
-    source = opened("parquet", file)
+    source = open_dataset("parquet", file)
     counts = [len(list(source.read(span, str))) for span in source.spans(str(file), size, size // 4)]
     assert sum(counts) == 1000 and max(counts) <= 400
 
@@ -44,7 +44,7 @@ def test_text_of_any_arrow_type(tmp_path, kind):
     pyarrow.parquet.write_table(table, file)
     found = read("parquet", file)
     assert [f for f in found if isinstance(f, str)] == ["a", "b", "a"]
-    assert told(found) == [f"{file}:3: null in column 'text'", f"{file}:5: empty"]
+    assert messages(found) == [f"{file}:3: null in column 'text'", f"{file}:5: empty"]
 
 
 def test_rows_that_are_no_documents_have_their_numbers(tmp_path):
@@ -55,7 +55,7 @@ def test_rows_that_are_no_documents_have_their_numbers(tmp_path):
     pyarrow.parquet.write_table(
         pa.table({"text": pa.chunked_array([broken, ["a" * 11, None]])}), file, row_group_size=2
     )
-    assert told(read("parquet", file, max_document_bytes=10)) == [
+    assert messages(read("parquet", file, max_document_bytes=10)) == [
         f"{file}:2: not UTF-8 text (byte 0 of the value)",
         f"{file}:4: longer than data.max_document_bytes = 10",
         f"{file}:5: null in column 'text'",
@@ -77,31 +77,31 @@ def test_a_file_that_is_no_parquet_or_damaged_is_told(tmp_path):
     assert "not a parquet file, or damaged (" in str(problem)
 
 
-@pytest.mark.parametrize("step", [50, 2**40])
-def test_a_damaged_table_is_told_once_however_it_is_cut(tmp_path, step):
+@pytest.mark.parametrize("chunk_bytes", [50, 2**40])
+def test_a_damaged_table_is_told_once_however_it_is_cut(tmp_path, chunk_bytes):
     file = tmp_path / "x.parquet"
     file.write_bytes(b"PAR1" + b"\0" * 1000 + b"PAR1")
-    assert len(told(read("parquet", file, step))) == 1
+    assert len(messages(read("parquet", file, chunk_bytes))) == 1
     save_to_disk(tmp_path / "saved", TEXTS)
     arrow = min((tmp_path / "saved").glob("data-*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[: arrow.stat().st_size // 2])
-    assert len(told(read("huggingface", tmp_path / "saved", step))) == 1
+    assert len(messages(read("huggingface", tmp_path / "saved", chunk_bytes))) == 1
     arrow.write_bytes(b"\xff" * 5000)
-    assert len(told(read("huggingface", tmp_path / "saved", step))) == 1
+    assert len(messages(read("huggingface", tmp_path / "saved", chunk_bytes))) == 1
 
 
 def test_a_table_without_the_column_or_with_another_type_is_refused(tmp_path):
     file = tmp_path / "x.parquet"
     write_parquet(file, ["a"], name="body")
-    key, rule = refused("parquet", file)
+    key, rule = error_of("parquet", file)
     assert (key, rule) == ("data.text_field", f"{file} has no column 'text'; its columns: id, body")
     assert read("parquet", file, text_field="body") == ["a"]
-    assert refused("parquet", file, text_field="id") == (
+    assert error_of("parquet", file, text_field="id") == (
         "data.text_field",
         f"column 'id' of {file} holds int64, not text",
     )
     write_parquet(file, [["a"]])
-    assert refused("parquet", file)[1].startswith(f"column 'text' of {file} holds list<")
+    assert error_of("parquet", file)[1].startswith(f"column 'text' of {file} holds list<")
 
 
 def test_without_the_package_tables_are_refused_in_one_line(tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_without_the_package_tables_are_refused_in_one_line(tmp_path, monkeypatc
 
     monkeypatch.setattr(packages.importlib, "import_module", missing)
     for dataset in ("parquet", "huggingface"):
-        assert refused(dataset, tmp_path) == ("data.dataset", "needs the package pyarrow: pip install pyarrow")
+        assert error_of(dataset, tmp_path) == ("data.dataset", "needs the package pyarrow: pip install pyarrow")
 
 
 # ---------------------------------------------------------------- Hugging Face
@@ -128,10 +128,10 @@ def save_to_disk(folder, texts, shards=1):
     (folder / "cache-of-a-map.arrow").write_bytes(b"none of the dataset's")
 
 
-@pytest.mark.parametrize("step", [700, 5000, 2**40])
-def test_a_saved_dataset_is_read_once_however_its_files_are_cut(tmp_path, step):
+@pytest.mark.parametrize("chunk_bytes", [700, 5000, 2**40])
+def test_a_saved_dataset_is_read_once_however_its_files_are_cut(tmp_path, chunk_bytes):
     save_to_disk(tmp_path / "saved", TEXTS, shards=3)
-    assert read("huggingface", tmp_path / "saved", step) == TEXTS
+    assert read("huggingface", tmp_path / "saved", chunk_bytes) == TEXTS
 
 
 def test_a_dataset_of_several_splits_gives_the_one_that_is_set(tmp_path):
@@ -140,13 +140,13 @@ def test_a_dataset_of_several_splits_gives_the_one_that_is_set(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert read("huggingface", tmp_path) == ["a"]
     assert read("huggingface", tmp_path, split="test") == ["b"]
-    assert refused("huggingface", tmp_path, split="dev") == ("data.split", f"{tmp_path} has the splits train, test")
+    assert error_of("huggingface", tmp_path, split="dev") == ("data.split", f"{tmp_path} has the splits train, test")
 
 
 def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_path):
     save_to_disk(tmp_path / "saved", [*TEXTS, None, "end"])
     file = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    assert told(read("huggingface", tmp_path / "saved", 5000)) == [f"{file}:1001: null in column 'text'"]
+    assert messages(read("huggingface", tmp_path / "saved", 5000)) == [f"{file}:1001: null in column 'text'"]
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     found = read("huggingface", tmp_path / "saved")
@@ -163,7 +163,7 @@ def test_damage_anywhere_in_a_mapped_file_is_a_problem_and_never_leads_out_of_it
     for at in range(0, len(whole) - 4, 52):
         file.write_bytes(whole[:at] + b"\xff\xff\xff\x7f" + whole[at + 4 :])
         try:
-            problems = told(read("huggingface", tmp_path / "saved"))
+            problems = messages(read("huggingface", tmp_path / "saved"))
         except ConfigError as error:
             assert error.key == "data.text_field", "what is damaged is the name or the type of the column"
         else:
@@ -175,7 +175,7 @@ def test_damage_anywhere_in_a_mapped_file_is_a_problem_and_never_leads_out_of_it
 
 def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
     no_state = f"{tmp_path} is no dataset that save_to_disk of datasets wrote: it has no state.json"
-    assert refused("huggingface", tmp_path) == ("data.path", no_state)
+    assert error_of("huggingface", tmp_path) == ("data.path", no_state)
     state = tmp_path / "state.json"
     for content, rule in {
         "{": f"{state} is no JSON object",
@@ -184,8 +184,8 @@ def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
         '{"_data_files": [{"filename": "a.arrow"}]}': f"{tmp_path}/a.arrow is missing",
     }.items():
         state.write_text(content)
-        assert refused("huggingface", tmp_path) == ("data.path", rule)
-    assert refused("huggingface", "/no/such/folder") == ("data.path", "no such folder")
+        assert error_of("huggingface", tmp_path) == ("data.path", rule)
+    assert error_of("huggingface", "/no/such/folder") == ("data.path", "no such folder")
 
 
 class Datasets:
@@ -203,19 +203,20 @@ class Datasets:
 
 def test_a_name_is_looked_up_by_the_package_datasets(tmp_path, monkeypatch):
     save_to_disk(tmp_path / "cache", TEXTS)
-    library = packages.library
+    require_package = packages.require_package
     package = Datasets(tmp_path / "cache")
     monkeypatch.setattr(
-        "trainer.data.sources.tables.library", lambda name, key: package if name == "datasets" else library(name, key)
+        "trainer.data.sources.tables.require_package",
+        lambda name, key: package if name == "datasets" else require_package(name, key),
     )
     assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS
     rule = "no folder, and the package datasets does not find it: Couldn't find user/other on the Hub"
-    assert refused("huggingface", "user/other") == ("data.path", rule)
+    assert error_of("huggingface", "user/other") == ("data.path", rule)
     rule = "names a part of a split, or several; its files hold all of it"
-    assert refused("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", rule)
+    assert error_of("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", rule)
     package.cache_files = []
     rule = "the package datasets keeps it in memory only; save_to_disk it, and name the folder"
-    assert refused("huggingface", "user/name", subset="en", split="validation") == ("data.path", rule)
+    assert error_of("huggingface", "user/name", subset="en", split="validation") == ("data.path", rule)
 
 
 def test_what_the_package_datasets_writes_is_read(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.sources.reading import opened, read, told
+from tests.data.sources.helpers import messages, open_dataset, read
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.sources import open_source
 from trainer.data.sources.source import InvalidDocument, Span
@@ -71,31 +71,31 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("step", [2**40, 64])
+@pytest.mark.parametrize("chunk_bytes", [2**40, 64])
 @pytest.mark.parametrize("line", LINES, ids=lambda c: ascii(c[:24]))
-def test_a_line_is_a_document_or_a_problem_with_its_number(tmp_path, line, step):
+def test_a_line_is_a_document_or_a_problem_with_its_number(tmp_path, line, chunk_bytes):
     file = tmp_path / "x.jsonl"
     before, after = b'{"text": "before"}\n\n  \n', b'\n{"text": "after"}'
     file.write_bytes(before + line + after)
-    found = read("jsonl", file, step, max_document_bytes=150_000)
+    found = read("jsonl", file, chunk_bytes, max_document_bytes=150_000)
     assert (found[0], found[-1], len(found)) == ("before", "after", 3)
     assert str(found[1]) in (LINES[line], f"{file}:4: {LINES[line]}")
 
 
-@pytest.mark.parametrize("step", [1, 7, 30, 1000, 2**40])
-def test_each_json_line_is_read_once_however_the_file_is_cut(tmp_path, step):
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 30, 1000, 2**40])
+def test_each_json_line_is_read_once_however_the_file_is_cut(tmp_path, chunk_bytes):
     texts = ["one", "two\nlines", "ünï", "long " * 20, "last"]
     (tmp_path / "x.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": t}) for t in texts))
-    assert read("jsonl", tmp_path, step) == texts
+    assert read("jsonl", tmp_path, chunk_bytes) == texts
 
 
-@pytest.mark.parametrize("step", [50, 333, 2**40])
-def test_problems_have_the_numbers_of_their_lines_in_any_piece(tmp_path, step):
+@pytest.mark.parametrize("chunk_bytes", [50, 333, 2**40])
+def test_problems_have_the_numbers_of_their_lines_in_any_piece(tmp_path, chunk_bytes):
     file = tmp_path / "x.jsonl"
     lines = [f'{{"text": "{i}"}}' if i % 7 else "{" for i in range(1, 100)]
     file.write_text("\n".join(lines))
     expected = [f"{file}:{i}: not valid JSON" for i in range(7, 100, 7)]
-    assert [line.partition(": Expecting")[0] for line in told(read("jsonl", file, step))] == expected
+    assert [line.partition(": Expecting")[0] for line in messages(read("jsonl", file, chunk_bytes))] == expected
 
 
 def test_a_line_of_50_mb_is_left_out_and_never_held_whole(tmp_path):
@@ -105,7 +105,7 @@ def test_a_line_of_50_mb_is_left_out_and_never_held_whole(tmp_path):
         for _ in range(50):
             out.write(b"x" * 2**20)
         out.write(b'"}\n{"text": "after"}\n')
-    assert told(read("jsonl", file)) == [f"{file}:2: longer than data.max_document_bytes = 33554432"]
+    assert messages(read("jsonl", file)) == [f"{file}:2: longer than data.max_document_bytes = 33554432"]
     tracemalloc.start()
     found = read("jsonl", file, max_document_bytes=2**20)
     peak = tracemalloc.get_traced_memory()[1]
@@ -129,6 +129,6 @@ def test_a_document_of_which_nothing_can_be_made_has_its_line_too(tmp_path):
             raise InvalidDocument("no b here")
         return document.upper()
 
-    found = list(opened("jsonl", file).read(Span(str(file), 0, 2**40), refuse_b))
+    found = list(open_dataset("jsonl", file).read(Span(str(file), 0, 2**40), refuse_b))
     assert found[0] == "A"
-    assert told(found) == [f"{file}:3: no b here"]
+    assert messages(found) == [f"{file}:3: no b here"]

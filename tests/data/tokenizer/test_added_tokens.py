@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.data.chat.chat_cases import DEFAULT
+from tests.data.chat.examples import DEFAULT
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.chat.format import load_chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -39,11 +39,11 @@ def test_names_that_cannot_be_added_are_refused(names, problem):
 
 
 @pytest.mark.parametrize("kind", ["default", "sentencepiece"])
-def test_transformers_has_them_too(tmp_path, words, kind):
+def test_transformers_has_them_too(tmp_path, bpe_tokenizer, kind):
     transformers = pytest.importorskip("transformers")
     config = TokenizerConfig(extra_special_tokens=NAMES)
     if kind == "sentencepiece":
-        (tmp_path / "m.model").write_bytes(words.files["tokenizer.model"])
+        (tmp_path / "m.model").write_bytes(bpe_tokenizer.files["tokenizer.model"])
         config = TokenizerConfig(backend=kind, path=str(tmp_path / "m.model"), extra_special_tokens=NAMES)
     ours = load_tokenizer(config)
     folder = tmp_path / "out"

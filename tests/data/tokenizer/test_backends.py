@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from tests.data.mixed_text import documents
+from tests.data.random_text import random_documents
 from trainer.config import ConfigError, TokenizerConfig, packages
 from trainer.config.load import load_config
 from trainer.data.sources import open_source
@@ -246,7 +246,7 @@ def test_a_package_that_lacks_something_itself_is_no_missing_package(monkeypatch
 
     monkeypatch.setattr(packages.importlib, "import_module", incomplete)
     with pytest.raises(ModuleNotFoundError):
-        packages.library("tokenizers", "tokenizer.backend")
+        packages.require_package("tokenizers", "tokenizer.backend")
 
 
 # ---------------------------------------------------------------- the same tokens as others
@@ -255,7 +255,7 @@ def test_a_package_that_lacks_something_itself_is_no_missing_package(monkeypatch
 @pytest.fixture(scope="module")
 def mixed() -> list[str]:
     """1.2 MB."""
-    return documents(1_200_000)
+    return random_documents(1_200_000)
 
 
 def test_byte_pair_ranks_give_the_tokens_of_the_library_tokenizers(mixed):

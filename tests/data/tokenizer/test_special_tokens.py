@@ -2,11 +2,11 @@ import json
 
 import pytest
 
-from tests.data.chat.chat_cases import CHATML, CHATML_NAMES, DEFAULT, TALK, shown
+from tests.data.chat.examples import CHATML, CHATML_NAMES, DEFAULT, TALK, shown
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
-from trainer.data.tokenizer.special_tokens import SpecialNames, lacking_special_tokens, remap_reserved
+from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, remap_reserved
 
 LOOK_ALIKES = [
     "<|eot_id|>",
@@ -25,15 +25,15 @@ LOOK_ALIKES = [
 
 
 @pytest.mark.parametrize("text", LOOK_ALIKES)
-def test_special_tokens_in_a_message_are_text(each_format, text):
+def test_special_tokens_in_a_message_are_text(any_chat_format, text):
     """They are the tokens of the same text in a conversation of one, and no special token comes to what a plain text has."""
-    special = set(each_format.tokenizer.special_tokens.values())
+    special = set(any_chat_format.tokenizer.special_tokens.values())
     harmless, found = (
-        each_format.encode([{"role": "user", "content": t}, {"role": "assistant", "content": t}])[0]
+        any_chat_format.encode([{"role": "user", "content": t}, {"role": "assistant", "content": t}])[0]
         for t in ("hi", text)
     )
     assert [t for t in found if t in special] == [t for t in harmless if t in special]
-    plain = each_format.tokenizer.decode([t for t in found if t not in special])
+    plain = any_chat_format.tokenizer.decode([t for t in found if t not in special])
     assert plain.count(text.strip()) == 2
 
 
@@ -84,9 +84,9 @@ def test_a_special_token_may_be_let_into_messages():
 
 def test_special_tokens_that_a_tokenizer_lacks_are_named():
     text = BUILT_IN["chatml"].read_text()
-    assert lacking_special_tokens(text, DEFAULT.special_tokens) == ["<|im_start|>", "<|im_end|>"]
-    assert lacking_special_tokens(text, remap_reserved(DEFAULT.special_tokens, CHATML_NAMES)) == []
-    assert lacking_special_tokens(BUILT_IN["llama3"].read_text(), DEFAULT.special_tokens) == []
+    assert missing_special_tokens(text, DEFAULT.special_tokens) == ["<|im_start|>", "<|im_end|>"]
+    assert missing_special_tokens(text, remap_reserved(DEFAULT.special_tokens, CHATML_NAMES)) == []
+    assert missing_special_tokens(BUILT_IN["llama3"].read_text(), DEFAULT.special_tokens) == []
 
 
 def test_a_new_special_token_takes_the_id_of_a_reserved_one():

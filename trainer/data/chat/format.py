@@ -17,7 +17,7 @@ from trainer.data.chat.conversations import Message, PromptCompletion, parse_con
 from trainer.data.chat.template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
 from trainer.data.chat.template_files import SETTING, read_template
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import SpecialNames, lacking_special_tokens, reserved_names
+from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
 
 TODAY = datetime(2024, 7, 26)
 """What templates are told in training (Llama 3.1 has this date as its own default), lest the tokens change with the day."""
@@ -247,7 +247,7 @@ class ChatFormat:
         special = [name for name, is_special in self._special_names.pieces(written) if is_special]
         lacking = [name for name in special if name not in self._special]
         if lacking:
-            raise TemplateFailure(self._lacks([*lacking, *lacking_special_tokens(self.template, self._special)]))
+            raise TemplateFailure(self._lacks([*lacking, *missing_special_tokens(self.template, self._special)]))
         behind = self._special_names.pieces(written.rpartition(_ANSWER)[2])
         ends = [self._special[name] for name, is_special in behind if is_special]
         if _ANSWER not in written or not ends:

@@ -32,7 +32,7 @@ def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
     changed = False
     aside = cache.with_name(f"{cache.name}.{os.getpid()}")
     with aside.open("w") as out:
-        for path in heapq.merge(source.files, source.beside):
+        for path in heapq.merge(source.files, source.auxiliary_files):
             name = os.path.relpath(path, source.root)
             stat = os.stat(path)
             while last is not None and last[0] < name:

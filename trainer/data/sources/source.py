@@ -59,7 +59,7 @@ class Source:
     splittable: bool
     """Whether a span may be less than a file."""
     read: Reader
-    beside: tuple[str, ...] = ()
+    auxiliary_files: tuple[str, ...] = ()
     """Files that belong to the content, but are not read by themselves."""
 
     def spans(self, path: str, size: int, step: int) -> Iterator[Span]:

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from trainer.config.packages import library
+from trainer.config.packages import require_package
 
 COMPRESSED = (".gz", ".zst")
 _BLOCK = 2048
@@ -25,7 +25,7 @@ def open_stream(path: str) -> BinaryIO:
     if path.endswith(".gz"):
         return io.BufferedReader(_Unpacked(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
     if path.endswith(".zst"):
-        zstandard = library("zstandard", "data.path")
+        zstandard = require_package("zstandard", "data.path")
         new = zstandard.ZstdDecompressor().decompressobj
         return io.BufferedReader(_Unpacked(path, "zstd", new, zstandard.ZstdError))
     return open(path, "rb")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.config.packages import library
+from trainer.config.packages import require_package
 from trainer.data.sources.files import matching
 from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
 from trainer.system.files import folder_error
@@ -25,7 +25,7 @@ class _Column:
 
     def require_text(self, path: str, schema: Any) -> None:
         """Raises ConfigError where the table has no such column of text."""
-        arrow = library("pyarrow", "data.dataset")
+        arrow = require_package("pyarrow", "data.dataset")
         index = schema.get_field_index(self.name)
         if index < 0:
             names = ", ".join(schema.names) or "none"
@@ -64,7 +64,7 @@ class ParquetFiles:
     column: _Column
 
     def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | BadDocument]:
-        arrow, parquet = library("pyarrow", "data.dataset"), library("pyarrow.parquet", "data.dataset")
+        arrow, parquet = require_package("pyarrow", "data.dataset"), require_package("pyarrow.parquet", "data.dataset")
         row = begin = 0  # what is wrong with the whole file belongs to where it begins
         try:
             # A buffer: else a whole column of a group is read at once, however large.
@@ -102,7 +102,7 @@ class ArrowFiles:
     column: _Column
 
     def __call__(self, span: Span, take: Callable[[str], T]) -> Iterator[T | BadDocument]:
-        arrow = library("pyarrow", "data.dataset")
+        arrow = require_package("pyarrow", "data.dataset")
         row = begin = 0  # the first batch belongs to where the file begins
         try:
             with arrow.memory_map(span.path) as file, arrow.ipc.open_stream(file) as stream:
@@ -126,7 +126,7 @@ class ArrowFiles:
 
 def _require_sound(column: Any) -> None:
     """Raises ArrowInvalid where damage leads out of the mapped file: Arrow itself looks at nothing that it maps."""
-    arrow = library("pyarrow", "data.dataset")
+    arrow = require_package("pyarrow", "data.dataset")
     as_bytes = {
         arrow.string(): arrow.binary(),
         arrow.large_string(): arrow.large_binary(),
@@ -142,7 +142,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _column(config: DataConfig) -> _Column:
-    library("pyarrow", "data.dataset")  # told before any process starts
+    require_package("pyarrow", "data.dataset")  # told before any process starts
     return _Column(config.text_field, config.max_document_bytes)
 
 
@@ -202,7 +202,7 @@ def _json(path: str) -> dict[str, Any]:
 
 def _by_name(config: DataConfig) -> list[str]:
     """The Arrow files into which the package datasets puts a dataset that it knows, or finds, by name."""
-    datasets = library("datasets", "data.dataset")
+    datasets = require_package("datasets", "data.dataset")
     try:
         found = datasets.load_dataset(config.path, config.subset or None, split=config.split)
         files = [entry["filename"] for entry in found.cache_files]

@@ -247,4 +247,4 @@ def tokens(config: DataConfig, tokenizer: Tokenizer) -> Source:
     for path in files:
         read.check(path)
     indices = tuple(idx for path in files if os.path.exists(idx := _index_of(path)))
-    return Source(root, files, True, read, beside=indices)
+    return Source(root, files, True, read, auxiliary_files=indices)

@@ -13,7 +13,7 @@ import sentencepiece
 import tiktoken
 
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.config.packages import library
+from trainer.config.packages import require_package
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.hf_json import tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -211,7 +211,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path):
         """path: of the file or its folder."""
-        tokenizers = library("tokenizers", "tokenizer.backend")
+        tokenizers = require_package("tokenizers", "tokenizer.backend")
         path = path / "tokenizer.json" if path.is_dir() else path
         content = path.read_bytes()
         try:

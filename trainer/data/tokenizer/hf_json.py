@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def letters() -> dict[int, str]:
+def byte_to_char() -> dict[int, str]:
     """Byte-level BPE writes each byte as a printable letter: itself where it is one, else the next free one from 256 on
     (Radford et al. 2019, GPT-2)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -32,16 +32,16 @@ def merges(ranks: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
 def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str, bos: str) -> dict[str, Any]:
     """ranks: token -> its id; special: name -> id; pattern: how text is split first; bos: the special token that opens every
     text."""
-    letter = letters()
+    char_of = byte_to_char()
 
     def written(token: bytes) -> str:
-        return "".join(letter[byte] for byte in token)
+        return "".join(char_of[byte] for byte in token)
 
     text = {"Sequence": {"id": "A", "type_id": 0}}
     opening = {"SpecialToken": {"id": bos, "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
     opening_second = {"SpecialToken": {"id": bos, "type_id": 1}}
-    bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -51,14 +51,14 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
         # By their numbers: who reads it counts on from the ranks, whatever "id" says.
         "added_tokens": [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_as_letters]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [opening, text],
             "pair": [opening, text, opening_second, second],
             "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
         },
-        "decoder": bytes_as_letters,
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "dropout": None,

@@ -13,7 +13,7 @@ _COMPARED = ("role", "type")
 """Entries of messages that templates compare with words of their own, so that nothing may come to them."""
 
 
-def lacking_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
+def missing_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
     """Names of special tokens in the text of a template that the tokenizer does not have, in order."""
     return [name for name in dict.fromkeys(re.findall(_SPECIAL_LOOKING, template)) if name not in special_tokens]
 

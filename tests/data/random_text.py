@@ -1,4 +1,4 @@
-"""Text that brings out what differs between tokenizers."""
+"""Random text in which tokenizers tend to differ: many scripts, code, control characters, long runs."""
 
 import random
 
@@ -27,32 +27,30 @@ SCRIPTS = (
     "!!!...???---___***///\\\\\\",
 )
 
-
-EVERYTHING = [*range(0xD800), *range(0xE000, 0x30000)]
-"""Characters, many of them of no script."""
+ALL_CHARACTERS = [*range(0xD800), *range(0xE000, 0x30000)]
 
 
-def mixed_text(size: int, seed: int) -> str:
-    """At least so many bytes in UTF-8."""
-    draw = random.Random(seed)
+def random_text(num_bytes: int, seed: int) -> str:
+    """Return at least num_bytes of text in UTF-8."""
+    generator = random.Random(seed)
     pieces, length = [], 0
-    while length < size:
-        kind = draw.randrange(10)
-        if kind < 6:
-            words = draw.choice(SCRIPTS).split(" ")
-            piece = draw.choice((" ", "  ", "\n", "")).join(draw.choices(words, k=draw.randrange(1, 12)))
-        elif kind == 6:
-            piece = draw.choice(" \n\t\r=-.a0世") * draw.choice((2, 3, 7, 30, 300))
-        elif kind == 7:
-            piece = draw.randbytes(draw.randrange(1, 40)).decode("utf-8", errors="replace")
-        elif kind == 8:
-            piece = "".join(map(chr, draw.choices(EVERYTHING, k=draw.randrange(1, 12))))
+    while length < num_bytes:
+        category = generator.randrange(10)
+        if category < 6:
+            words = generator.choice(SCRIPTS).split(" ")
+            piece = generator.choice((" ", "  ", "\n", "")).join(generator.choices(words, k=generator.randrange(1, 12)))
+        elif category == 6:
+            piece = generator.choice(" \n\t\r=-.a0世") * generator.choice((2, 3, 7, 30, 300))
+        elif category == 7:
+            piece = generator.randbytes(generator.randrange(1, 40)).decode("utf-8", errors="replace")
+        elif category == 8:
+            piece = "".join(map(chr, generator.choices(ALL_CHARACTERS, k=generator.randrange(1, 12))))
         else:
-            piece = draw.choice(SCRIPTS) + draw.choice(("", " ", "\n", "\n\n   "))
+            piece = generator.choice(SCRIPTS) + generator.choice(("", " ", "\n", "\n\n   "))
         pieces.append(piece)
         length += len(piece.encode())
     return "".join(pieces)
 
 
-def documents(total: int, size: int = 20_000) -> list[str]:
-    return [mixed_text(size, seed) for seed in range(-(-total // size))]
+def random_documents(total_bytes: int, document_bytes: int = 20_000) -> list[str]:
+    return [random_text(document_bytes, seed) for seed in range(-(-total_bytes // document_bytes))]
