@@ -17,7 +17,7 @@ from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
-from trainer.data.build import members, open_all, prepare_all
+from trainer.data.build import dataset_configs, open_datasets, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
 
@@ -51,14 +51,14 @@ def show(run: Path, step: int) -> None:
     seq_len, data = config.training.seq_len, config.data
     before, size = consumed_before(run, step, seq_len)
     tokenizer = load_tokenizer(config.tokenizer)
-    opened = open_all(data, {}, prepare_all(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
-    order = SampleOrder(opened.sizes, opened.stages, config.run.seed, data.shuffle, skipped_samples(run))
+    datasets = open_datasets(data, {}, prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
+    order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples(run))
     places = np.arange(before, before + size)
     numbers = order(places)
-    firsts, names = np.cumsum([0, *opened.sizes]), list(members(data))
-    for place, number in zip(order.place(places).tolist(), numbers.tolist(), strict=True):
+    firsts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
+    for place, number in zip(order.global_index(places).tolist(), numbers.tolist(), strict=True):
         dataset = int(np.searchsorted(firsts, number, side="right")) - 1
-        text = tokenizer.decode(opened.training.batch(np.array([number])).tokens[0].tolist())
+        text = tokenizer.decode(datasets.training.batch(np.array([number])).tokens[0].tolist())
         print(f"{place:>10}  {names[dataset]}  {number - int(firsts[dataset])}  {text[:_SHOWN]!r}")
 
 

@@ -11,7 +11,7 @@ from tests.faults.bench import write_corpus
 from tests.training_runs import records, train
 from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
-from trainer.data.build import open_all, prepare_all
+from trainer.data.build import open_datasets, prepare_datasets
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.evaluate import BestTracker
 from trainer.testing.ranks import RankError
@@ -50,7 +50,9 @@ def test_bits_per_byte_are_those_of_the_text(ranks, two_sets, tmp_path):
     tokenizer = load_tokenizer(TokenizerConfig())
     sets = {"other": f"text:{folder}/other"}
     data = DataConfig(dataset="text", path=str(folder / "other"), store_folder=str(tmp_path / "stores"))
-    samples = open_all(data, sets, prepare_all(data, sets, TokenizerConfig(), tokenizer, 32), 32).held_out["other"]
+    samples = open_datasets(data, sets, prepare_datasets(data, sets, TokenizerConfig(), tokenizer, 32), 32).evaluation[
+        "other"
+    ]
     labels = samples.batch(np.arange(len(samples))).labels
     special = set(tokenizer.special_tokens.values())
     text = tokenizer.decode([token for token in labels.flatten().tolist() if token not in special])
@@ -87,7 +89,7 @@ def test_a_best_of_no_set_is_refused(ranks, two_sets, tmp_path):
         run(ranks, two_sets[0], tmp_path, "--evaluation.keep_best_on", "ohter")
 
 
-# ------------------------------------------------------------ stages of a mixture
+# ------------------------------------------------------------ phases of a mixture
 
 
 def mixed(ranks, tiny, folder, mixture, steps):
@@ -99,8 +101,11 @@ def mixed(ranks, tiny, folder, mixture, steps):
     run(ranks, ["--config", str(folder / "two.toml")], folder, "--training.steps", str(steps))
 
 
-def test_a_stage_that_has_not_begun_may_change_and_one_that_has_may_not(ranks, tiny, tmp_path):
+def test_a_phase_may_change_until_it_has_started(ranks, tiny, tmp_path):
     mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "64: b=1"], 3)  # 48 samples
     mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "48: a=1"], 4)
-    with pytest.raises(RankError, match=r"data\.mixture: stages that have begun cannot change: .* from sample 64 on"):
+    message = (
+        r"data\.mixture: phases that have already started .*a=1 from sample 48, now .* starting at sample 64 or later"
+    )
+    with pytest.raises(RankError, match=message):
         mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "50: a=1"], 5)

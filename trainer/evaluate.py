@@ -11,7 +11,7 @@ import torch
 
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import ConfigError, EvaluationConfig
-from trainer.data.sampling.loader import BatchPartition, held_out_batches
+from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
 from trainer.system import logging
@@ -68,7 +68,7 @@ class EvalSet:
 
     def evaluate(self, step: Step, cut: BatchPartition, to_device: Callable[[Batch], Batch]) -> Evaluation:
         """On all ranks together; the same result on each."""
-        batches = map(to_device, held_out_batches(self.samples, self.num_samples, cut))
+        batches = map(to_device, evaluation_batches(self.samples, self.num_samples, cut))
         sums = [step.evaluate(group) for group in _groups(batches, cut.grad_accum)]
         loss_sum = torch.stack([loss for loss, _ in sums]).double().sum().item()
         num_targets = int(torch.stack([count for _, count in sums]).sum().item())

@@ -19,9 +19,9 @@ from trainer.checkpoint.resume import ResumePoint
 from trainer.checkpoint.weights import init_weights_from, names_loaded
 from trainer.config import Config
 from trainer.config.render import to_toml
-from trainer.data.build import open_all, prepare_all
+from trainer.data.build import open_datasets, prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
-from trainer.data.sampling.mixture import require_same_past
+from trainer.data.sampling.mixture import require_unchanged_phases
 from trainer.engine import Engine, StepResult, build_model_parts
 from trainer.evaluate import BestTracker, build_eval_sets
 from trainer.optim.lr_schedule import learning_rate
@@ -84,7 +84,7 @@ class Trainer:
 
         self.outcomes = OutcomeReader(late=self.engine.optimizer.device.type != "cpu")
 
-        self.best = BestTracker(config.evaluation, self.data.held_out_names.get(config.evaluation.keep_best_on, ""))
+        self.best = BestTracker(config.evaluation, self.data.evaluation_names.get(config.evaluation.keep_best_on, ""))
         self.steps_done = self.cursor = self.tokens_seen = self.rollbacks = 0
         self.save_late = False
         self.fingerprint = resolved.fingerprint | {"data": self.data.name}
@@ -123,11 +123,11 @@ class Trainer:
     def _open_data(self, resolved: ResolvedRun) -> None:
         config = self.config
         data, sets, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
-        stores = once_per_node(lambda: prepare_all(data, sets, config.tokenizer, resolved.tokenizer, seq_len))
-        self.data = open_all(data, sets, stores, seq_len)
-        require_agreement({"data": self.data.name, "evaluation.datasets": self.data.held_out_names})
-        self.order = SampleOrder(self.data.sizes, self.data.stages, config.run.seed, data.shuffle)
-        self.held_out = build_eval_sets(self.data.held_out, config.evaluation, resolved.tokenizer.text_bytes)
+        stores = once_per_node(lambda: prepare_datasets(data, sets, config.tokenizer, resolved.tokenizer, seq_len))
+        self.data = open_datasets(data, sets, stores, seq_len)
+        require_agreement({"data": self.data.name, "evaluation.datasets": self.data.evaluation_names})
+        self.order = SampleOrder(self.data.sizes, self.data.phases, config.run.seed, data.shuffle)
+        self.held_out = build_eval_sets(self.data.evaluation, config.evaluation, resolved.tokenizer.text_bytes)
 
     # ------------------------------------------------------------ the loop
 
@@ -234,7 +234,7 @@ class Trainer:
                 outcome.consecutive_skips * self.config.training.global_batch_size,
                 outcome.cursor - saved.state["cursor"],
             )
-            first, last = self.order.place(np.array([outcome.cursor - size, outcome.cursor - 1])).tolist()
+            first, last = self.order.global_index(np.array([outcome.cursor - size, outcome.cursor - 1])).tolist()
             skipped_samples = add_range(self.order.skipped_samples, (first, last + 1))
             logging.warning(
                 f"{outcome}; going back to step {saved.state['step']}, and passing over samples {first} to {last}"
@@ -324,7 +324,7 @@ class Trainer:
             "fingerprint": self.fingerprint,
             "skipped_samples": self.order.skipped_samples,
             "rollbacks": self.rollbacks,
-            "mixture": [[stage.start, *stage.quotas] for stage in self.data.stages],
+            "mixture": [[phase.start, *phase.quotas] for phase in self.data.phases],
             "best": self.best.state(),
             "rng": sorted(name.rpartition("/")[2] for name in tensors if name.startswith("rng/")),
         }
@@ -391,8 +391,8 @@ class Trainer:
         there = run_on_rank_0(lambda: resume.list_checkpoints(saved.path.parent))
         self.best.load_state(state["best"], [step_of(path) for path in there])
         self.order = replace(self.order, skipped_samples=tuple(map(tuple, state["skipped_samples"])))
-        begun = int(self.order.place(np.array([self.cursor]))[0])
-        require_same_past(state["mixture"], self.data.stages, begun)
+        begun = int(self.order.global_index(np.array([self.cursor]))[0])
+        require_unchanged_phases(state["mixture"], self.data.phases, begun)
         ranks = state["world_size"]
         logging.info(f"resuming from {saved.path} (step {self.steps_done}, saved by {ranks} rank{'s' * (ranks > 1)})")
         for line in changed_settings(saved, self.config):

@@ -70,7 +70,7 @@ from trainer.config import (
 )
 from trainer.config.command_line import Arguments, positive_float, positive_int
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
-from trainer.data.sampling.mixture import stages_of
+from trainer.data.sampling.mixture import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description
@@ -270,8 +270,8 @@ def _store_in(folder: Path) -> Path:
 
 
 def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
-    samples = ConcatSamples(open_store(store, "train"), seq, restart=False)
-    order = SampleOrder((len(samples),), stages_of((), ("data",)), seed=0, shuffle=True)
+    samples = ConcatSamples(open_store(store, "train"), seq, reset_positions=False)
+    order = SampleOrder((len(samples),), parse_mixture((), ("data",)), seed=0, shuffle=True)
     cut = BatchPartition(global_batch_size=local_batch, local_batch_size=local_batch, rank=0, ranks=1)
     batches = training_batches(samples, order, cut, 0, DataConfig(), pin_memory=False)
     microbatches = LOADED_TOKENS // (local_batch * seq)

@@ -1,4 +1,4 @@
-"""The datasets of a configuration, each by its name, and what is made of them once: token stores, and packings."""
+"""The datasets of a configuration: their configs, their token stores and packings, and their samples."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,42 +9,42 @@ from pathlib import Path
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.config.fields import did_you_mean
 from trainer.data.prepare.prepare import prepare, writing
-from trainer.data.sampling.mixture import CombinedSamples, MixturePhase, phases_of
-from trainer.data.sampling.packing import pack, read_pieces
+from trainer.data.sampling.mixture import CombinedSamples, MixturePhase, parse_mixture
+from trainer.data.sampling.packing import pack, read_packing
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.sources import DATASETS
-from trainer.data.store.store import TokenStore, identity, open_store
+from trainer.data.store.store import identity, open_store
 from trainer.data.tokenizer.protocol import Tokenizer
 
 SINGLE = "data"
-"""Name of a dataset that is the only one."""
-KINDS = (*DATASETS, "prepared")
+"""Name of the dataset of a configuration without [data] datasets."""
+FORMATS = (*DATASETS, "prepared")
 
 
-def members(data: DataConfig) -> dict[str, DataConfig]:
-    """Each dataset by its name, as if it were the only one. Raises ConfigError."""
+def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
+    """Return the config of each training dataset, as if it were the only one. Raises ConfigError."""
     if not data.datasets:
         return {SINGLE: data}
-    return {name: _member(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
+    return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
 
 
 def eval_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> dict[str, DataConfig]:
-    """The datasets that are for evaluation alone, all of their documents."""
-    chosen = {name: _member(data, f"evaluation.datasets.{name}", text) for name, text in sets.items()}
-    return {name: replace(member, held_out_fraction=0.0) for name, member in chosen.items()}
+    """Return the configs of the datasets for evaluation alone. All of their documents are evaluated."""
+    configs = {name: _dataset_config(data, f"evaluation.datasets.{name}", text) for name, text in sets.items()}
+    return {name: replace(config, held_out_fraction=0.0) for name, config in configs.items()}
 
 
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
-    """Each dataset with its name among all and the setting that names it. Raises ConfigError."""
-    for name, member in members(data).items():
-        yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", member
-    for name, member in eval_dataset_configs(data, sets).items():
-        yield f"evaluation/{name}", f"evaluation.datasets.{name}", member
+    """Yield the unique name, the setting and the config of each dataset. Raises ConfigError."""
+    for name, config in dataset_configs(data).items():
+        yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
+    for name, config in eval_dataset_configs(data, sets).items():
+        yield f"evaluation/{name}", f"evaluation.datasets.{name}", config
 
 
 @contextmanager
 def blame_setting(setting: str) -> Iterator[None]:
-    """What is wrong with the path of a dataset is wrong with the setting that names it."""
+    """Attribute a ConfigError about data.path to the setting that holds this path."""
     try:
         yield
     except ConfigError as error:
@@ -53,41 +53,39 @@ def blame_setting(setting: str) -> Iterator[None]:
         raise ConfigError(setting, error.rule) from None
 
 
-def _member(data: DataConfig, key: str, text: str) -> DataConfig:
-    kind, _, path = text.partition(":")
-    if kind not in KINDS:
-        raise ConfigError(key, f"expected KIND:PATH, KIND one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
-    if bool(path) == (kind == "python_stdlib") and kind != "chat":
-        raise ConfigError(key, "python_stdlib has no path" if path else f"expected a path behind {kind}:")
-    return replace(data, dataset=kind, path=path, datasets={}, mixture=())
+def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:
+    dataset, _, path = text.partition(":")
+    if dataset not in FORMATS:
+        formats = ", ".join(FORMATS)
+        raise ConfigError(key, f"expected FORMAT:PATH with FORMAT one of {formats}{did_you_mean(dataset, FORMATS)}")
+    if bool(path) == (dataset == "python_stdlib") and dataset != "chat":
+        raise ConfigError(key, "python_stdlib does not take a path" if path else f"expected a path after {dataset}:")
+    return replace(data, dataset=dataset, path=path, datasets={}, mixture=())
 
 
-# ---------------------------------------------------------------- made once
-
-
-def prepare_all(
+def prepare_datasets(
     data: DataConfig, sets: Mapping[str, str], tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, seq_len: int
 ) -> str:
-    """Make every store and packing that is not there. Returns where they are, for `open_all`: JSON, name -> folder."""
+    """Build the missing stores and packings. Returns the folders of the stores as JSON (name -> folder), for open_datasets."""
     stores = {}
-    for name, setting, member in all_dataset_configs(data, sets):
+    for name, setting, config in all_dataset_configs(data, sets):
         with blame_setting(setting):
-            folder = prepare(member, tokenizer_config, tokenizer)
-            pack_splits(member, folder, seq_len)
+            folder = prepare(config, tokenizer_config, tokenizer)
+            pack_splits(config, folder, seq_len)
         stores[name] = str(folder)
     return json.dumps(stores)
 
 
-def pack_splits(member: DataConfig, store: Path, seq_len: int) -> None:
-    """Make the packings of a dataset's store that are not there, where it is to be packed."""
-    if member.packing != "wrapped":
-        with writing(Path(member.store_folder)):
-            for split in splits(member):
-                pack(open_store(store, split), packing_folder(store, split, member, seq_len), seq_len, member)
+def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
+    """Build the missing packings of a store, unless its documents are wrapped."""
+    if config.packing != "wrapped":
+        with writing(Path(config.store_folder)):
+            for split in splits(config):
+                pack(open_store(store, split), packing_folder(store, split, config, seq_len), seq_len, config)
 
 
-def splits(member: DataConfig) -> tuple[str, ...]:
-    return ("train", "held_out") if member.held_out_fraction or member.dataset == "prepared" else ("train",)
+def splits(config: DataConfig) -> tuple[str, ...]:
+    return ("train", "held_out") if config.held_out_fraction or config.dataset == "prepared" else ("train",)
 
 
 def packing_folder(store: Path, split: str, data: DataConfig, seq_len: int) -> Path:
@@ -95,73 +93,64 @@ def packing_folder(store: Path, split: str, data: DataConfig, seq_len: int) -> P
     return Path(data.store_folder) / "packings" / name
 
 
-# ---------------------------------------------------------------- opened
-
-
 @dataclass(frozen=True)
 class Datasets:
     training: Samples
     sizes: tuple[int, ...]
-    """Samples of each dataset in it."""
-    stages: tuple[MixturePhase, ...]
-    held_out: dict[str, Samples]
-    """By name; those of the training datasets, then those for evaluation alone."""
+    """Number of samples of each training dataset."""
+    phases: tuple[MixturePhase, ...]
+    evaluation: dict[str, Samples]
+    """The held-out documents of the training datasets, then the datasets for evaluation alone."""
     name: str
-    """Changes with any content of the training datasets."""
-    held_out_names: dict[str, str]
-    """Of each dataset for evaluation alone; the same."""
+    """Name of the training data; changes with its content."""
+    evaluation_names: dict[str, str]
+    """Names of the datasets for evaluation alone; each changes with its content."""
 
 
-def open_all(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
-    """stores: as prepare_all gave it. Raises ConfigError where a dataset has less than one sample."""
+def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
+    """Open the stores and packings of a configuration. stores: the result of prepare_datasets. Raises ConfigError for a training
+    dataset of less than one sample."""
     folders = {name: Path(folder) for name, folder in json.loads(stores).items()}
-
-    def opened(name: str, split: str) -> Samples:
-        return _open(folders[name], split, data, seq_len)
-
-    chosen = members(data)
-    stages = phases_of(data.mixture, list(chosen))
-    training = {name: opened(f"train/{name}", "train") for name in chosen}
-    for number, (name, samples) in enumerate(training.items()):
-        if not len(samples) and any(stage.quotas[number] for stage in stages):
-            tokens = len(samples.store.tokens)
-            of = "" if name == SINGLE else f" of {name}"
-            if data.packing != "wrapped" and data.long_documents == "drop" and tokens:
-                rule = (
-                    f"drop leaves no training document{of}: all have more than seq_len {seq_len} tokens, or no target"
-                )
-                raise ConfigError("data.long_documents", rule)
-            raise ConfigError(
-                "training.seq_len", f"the training documents{of} have {tokens} tokens, less than one sample"
-            )
-    held_out = {name: opened(f"train/{name}", "held_out") for name in chosen if "held_out" in splits(chosen[name])}
-    # Stores that were prepared before may hold nothing out.
-    held_out = {
-        name: samples for name, samples in held_out.items() if chosen[name].dataset != "prepared" or len(samples)
-    }
-    if list(chosen) == [SINGLE] and held_out:
-        held_out = {"held_out": held_out[SINGLE]}
+    configs = dataset_configs(data)
+    single = list(configs) == [SINGLE]
+    phases = parse_mixture(data.mixture, list(configs))
+    training = {name: _open_split(folders[f"train/{name}"], "train", data, seq_len) for name in configs}
+    for i, (name, dataset) in enumerate(training.items()):
+        if not len(dataset) and any(phase.quotas[i] for phase in phases):
+            raise _no_sample_error(name, len(dataset.store.tokens), data, seq_len)
+    evaluation: dict[str, Samples] = {}
+    for name, config in configs.items():
+        if "held_out" in splits(config):
+            held_out = _open_split(folders[f"train/{name}"], "held_out", data, seq_len)
+            if len(held_out) or config.dataset != "prepared":  # a prepared store may have no held-out documents
+                evaluation["held_out" if single else name] = held_out
     for name in sets:
-        if name in held_out:
-            raise ConfigError(f"evaluation.datasets.{name}", "is the name of what a training dataset holds out")
-        held_out[name] = opened(f"evaluation/{name}", "train")
-    parts = list(training.values())
-    names = [folders[f"train/{name}"].name for name in chosen]
+        if name in evaluation:
+            raise ConfigError(f"evaluation.datasets.{name}", "names the held-out documents of a training dataset")
+        evaluation[name] = _open_split(folders[f"evaluation/{name}"], "train", data, seq_len)
+    samples = list(training.values())
+    names = {name: folders[f"train/{name}"].name for name in configs}
     return Datasets(
-        training=parts[0] if len(parts) == 1 else CombinedSamples(parts),
-        sizes=tuple(map(len, parts)),
-        stages=stages,
-        held_out=held_out,
-        held_out_names={name: folders[f"evaluation/{name}"].name for name in sets},
-        name=names[0]
-        if list(chosen) == [SINGLE]
-        else ", ".join(f"{n} {s}" for n, s in zip(chosen, names, strict=True)),
+        training=samples[0] if len(samples) == 1 else CombinedSamples(samples),
+        sizes=tuple(map(len, samples)),
+        phases=phases,
+        evaluation=evaluation,
+        name=names[SINGLE] if single else ", ".join(f"{name} {store}" for name, store in names.items()),
+        evaluation_names={name: folders[f"evaluation/{name}"].name for name in sets},
     )
 
 
-def _open(folder: Path, split: str, data: DataConfig, seq_len: int) -> ConcatSamples | PackedSamples:
-    store: TokenStore = open_store(folder, split)
+def _no_sample_error(name: str, num_tokens: int, data: DataConfig, seq_len: int) -> ConfigError:
+    documents = "the training documents" if name == SINGLE else f"the training documents of {name}"
+    if data.packing != "wrapped" and data.long_documents == "drop" and num_tokens:
+        message = f'"drop" removes all of {documents}: each has more than seq_len {seq_len} tokens or no target token'
+        return ConfigError("data.long_documents", message)
+    return ConfigError("training.seq_len", f"{documents} have {num_tokens} tokens, less than one sample")
+
+
+def _open_split(folder: Path, split: str, data: DataConfig, seq_len: int) -> ConcatSamples | PackedSamples:
+    store = open_store(folder, split)
     if data.packing == "wrapped":
-        return ConcatSamples(store, seq_len, restart=data.document_mask)
-    pieces = read_pieces(packing_folder(folder, split, data, seq_len))
-    return PackedSamples(store, seq_len, pieces, restart=data.document_mask)
+        return ConcatSamples(store, seq_len, reset_positions=data.document_mask)
+    index = read_packing(packing_folder(folder, split, data, seq_len))
+    return PackedSamples(store, seq_len, index, reset_positions=data.document_mask)

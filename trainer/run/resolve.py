@@ -10,7 +10,7 @@ from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
-from trainer.data.build import members
+from trainer.data.build import dataset_configs
 from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -76,7 +76,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
             "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.backend",
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
         )
-    chats = any(member.dataset == "chat" for member in members(config.data).values())
+    chats = any(member.dataset == "chat" for member in dataset_configs(config.data).values())
     chat = chat_format(config.data, tokenizer) if chats else None
     # Of the model, what counts are the sizes that its settings lead to.
     fingerprint = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")

@@ -5,7 +5,7 @@ import pytest
 
 from trainer.batch import IGNORE_INDEX
 from trainer.config import ConfigError, DataConfig
-from trainer.data.sampling.packing import best_fit, pack, read_pieces, split_documents
+from trainer.data.sampling.packing import best_fit, pack, read_packing, split_documents
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import TokenStore
 
@@ -17,7 +17,7 @@ def store_of(lengths, targets=None):
 
 def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split"):
     pack(store, tmp_path / "packed", seq_len, DataConfig(packing=packing, long_documents=long_documents))
-    return PackedSamples(store, seq_len, read_pieces(tmp_path / "packed"), restart=True)
+    return PackedSamples(store, seq_len, read_packing(tmp_path / "packed"), reset_positions=True)
 
 
 def whole(samples):
@@ -94,12 +94,12 @@ def test_best_fit_fills_like_the_definition():
 
 
 def test_a_sample_without_targets_is_asked_for_by_minus_one(tmp_path):
-    for samples in (packed(tmp_path, store_of([5, 4]), 4), ConcatSamples(store_of([9]), 4, restart=True)):
+    for samples in (packed(tmp_path, store_of([5, 4]), 4), ConcatSamples(store_of([9]), 4, reset_positions=True)):
         assert (samples.batch(np.array([-1, 0])).labels == IGNORE_INDEX).all(dim=1).tolist() == [True, False]
 
 
 def test_documents_in_a_row_restart_and_do_not_foretell_the_next():
-    batch = ConcatSamples(store_of([3, 4, 6]), 4, restart=True).batch(np.arange(3))
+    batch = ConcatSamples(store_of([3, 4, 6]), 4, reset_positions=True).batch(np.arange(3))
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[1, 2, -100, 4], [5, 6, -100, 8], [9, 10, 11, 12]]
@@ -120,5 +120,5 @@ def test_a_packing_that_is_damaged_is_named(tmp_path, file):
     packed(tmp_path, store, 8)
     (tmp_path / "packed" / file).write_bytes(b"")
     with pytest.raises(ConfigError) as error:
-        read_pieces(tmp_path / "packed")
+        read_packing(tmp_path / "packed")
     assert error.value.rule == f"{tmp_path}/packed cannot be read; delete it"

@@ -1,8 +1,8 @@
-"""The global order of samples, cut into the microbatches of each rank.
+"""The global order of samples and its partition into microbatches.
 
-A step that starts at cursor c consumes samples [c, c + G) of the global order, G the global batch. They are cut into
-leaves of local_batch_size; at accumulation j, data-parallel rank r of W takes leaf j * W + r. Neither the order nor the
-content of a step depends on W, so the whole state of the data is the cursor.
+A step at cursor c consumes samples [c, c + G) of the global order, where G is the global batch size. They are partitioned into
+microbatches of local_batch_size: at accumulation j, data-parallel rank r of W takes microbatch j * W + r. Neither the order nor
+the content of a step depends on W, so the data state is the cursor plus the sample ranges skipped on purpose.
 """
 
 import itertools
@@ -22,132 +22,134 @@ from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.samples import Samples
 from trainer.system.process import detach_signals
 
-_LEAVES_TOGETHER = 64
+_INDEX_CHUNK = 64
+"""Microbatches whose sample indices are computed together: permuting a few indices costs as much as permuting hundreds."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An endless order: of each dataset one permutation of its samples after the other, keyed by (seed, epoch, dataset), mixed
-    as the stages say."""
+    """An endless order of samples: one permutation per epoch of each dataset, keyed by (seed, epoch, dataset), mixed by the
+    weights of the phases."""
 
     sizes: tuple[int, ...]
-    """Samples of each dataset, which are numbered one dataset after the other."""
-    stages: tuple[MixturePhase, ...]
+    """Number of samples of each dataset. Sample indices run through the datasets one after the other."""
+    phases: tuple[MixturePhase, ...]
     seed: int
     shuffle: bool
     skipped_samples: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of places that are left out on purpose, in order."""
+    """Half-open ranges of global indices that are skipped on purpose, ascending."""
 
-    def place(self, consumed: np.ndarray) -> np.ndarray:
-        """Places in the order of all samples, of places in the order without those that are passed over. int64."""
-        place = consumed.copy()
+    def global_index(self, cursor: np.ndarray) -> np.ndarray:
+        """Return the global index at each cursor, int64. A cursor counts only the samples that are not skipped."""
+        index = cursor.copy()
         for start, stop in self.skipped_samples:
-            place += (place >= start) * (stop - start)
-        return place
+            index += (index >= start) * (stop - start)
+        return index
 
-    def __call__(self, index: np.ndarray) -> np.ndarray:
-        """Numbers of the samples at these places of the order without those that are passed over. int64."""
-        dataset, nth = self._drawn(self.place(index.ravel()))
-        epoch, place = np.divmod(nth, np.array(self.sizes)[dataset])
-        firsts = np.cumsum([0, *self.sizes])
-        result = place + firsts[dataset]
+    def __call__(self, cursor: np.ndarray) -> np.ndarray:
+        """Return the sample index at each cursor, int64, in the shape of `cursor`."""
+        dataset, count = self._dataset_and_count(self.global_index(cursor.ravel()))
+        epoch, index = np.divmod(count, np.array(self.sizes)[dataset])
+        offsets = np.cumsum([0, *self.sizes])
+        result = index + offsets[dataset]
         if self.shuffle:
             for d, e in np.unique(np.stack([dataset, epoch]), axis=1).T.tolist():  # a batch may span epochs
-                chosen = (dataset == d) & (epoch == e)
+                selected = (dataset == d) & (epoch == e)
                 key = (self.seed, e, d) if d else (self.seed, e)
-                result[chosen] = firsts[d] + permute(place[chosen], self.sizes[d], *key)
-        return result.reshape(index.shape)
+                result[selected] = offsets[d] + permute(index[selected], self.sizes[d], *key)
+        return result.reshape(cursor.shape)
 
-    def _drawn(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The dataset at each place, and how many of its samples come before, in all stages."""
-        dataset, nth = np.empty_like(place), np.empty_like(place)
-        stage_of = np.searchsorted([stage.start for stage in self.stages], place, side="right") - 1
+    def _dataset_and_count(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the dataset at each global index and the number of its samples before that index, over all phases."""
+        dataset, count = np.empty_like(index), np.empty_like(index)
+        phase_of = np.searchsorted([phase.start for phase in self.phases], index, side="right") - 1
         before = np.zeros(len(self.sizes), np.int64)
-        for number, stage in enumerate(self.stages):
-            chosen = stage_of == number
-            if chosen.any():
-                periods, slot = np.divmod(place[chosen] - stage.start, PERIOD)
-                which, nth_in_period = (table[slot] for table in stage.pattern)
-                dataset[chosen] = which
-                nth[chosen] = before[which] + periods * np.array(stage.quotas)[which] + nth_in_period
-            if number + 1 < len(self.stages):
-                before = before + stage.consumed(self.stages[number + 1].start - stage.start)
-        return dataset, nth
+        for i, phase in enumerate(self.phases):
+            selected = phase_of == i
+            if selected.any():
+                periods, slot = np.divmod(index[selected] - phase.start, PERIOD)
+                datasets, count_in_period = (table[slot] for table in phase.pattern)
+                dataset[selected] = datasets
+                count[selected] = before[datasets] + periods * np.array(phase.quotas)[datasets] + count_in_period
+            if i + 1 < len(self.phases):
+                before = before + phase.consumed(self.phases[i + 1].start - phase.start)
+        return dataset, count
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """How the global batch falls on the ranks."""
+    """The partition of a global batch over ranks."""
 
     global_batch_size: int
     local_batch_size: int
     rank: int
-    """Of the batch axis."""
+    """Rank on the batch axis."""
     ranks: int
 
     @property
     def grad_accum(self) -> int:
-        """Microbatches of one step."""
+        """Microbatches per step."""
         return self.global_batch_size // (self.local_batch_size * self.ranks)
 
-    def leaves(self, cursor: int) -> Iterator[int]:
-        """First place in the global order of each of this rank's microbatches, from the cursor on, without end."""
+    def microbatch_starts(self, cursor: int) -> Iterator[int]:
+        """Yield the cursor of the first sample of each of this rank's microbatches, endlessly."""
         while True:
             for j in range(self.grad_accum):
                 yield cursor + (j * self.ranks + self.rank) * self.local_batch_size
             cursor += self.global_batch_size
 
 
-class _Leaves(Dataset):
-    """Microbatches by the numbers of their samples."""
+class _MicrobatchDataset(Dataset):
+    """Microbatches, keyed by the indices of their samples."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
 
-    def __getitem__(self, numbers: np.ndarray) -> Batch:
-        return self.samples.batch(numbers)
+    def __getitem__(self, indices: np.ndarray) -> Batch:
+        return self.samples.batch(indices)
 
 
-class _LeafSampler(Sampler):
-    def __init__(self, order: SampleOrder, cut: BatchPartition, cursor: int):
+class _MicrobatchSampler(Sampler):
+    def __init__(self, order: SampleOrder, partition: BatchPartition, cursor: int):
         self.order = order
-        self.cut = cut
+        self.partition = partition
         self.cursor = cursor
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        leaves = self.cut.leaves(self.cursor)
+        starts = self.partition.microbatch_starts(self.cursor)
         while True:
-            # Many at once: to permute a few numbers costs as much as to permute hundreds.
-            first = np.fromiter(itertools.islice(leaves, _LEAVES_TOGETHER), np.int64, _LEAVES_TOGETHER)
-            yield from self.order(first[:, None] + np.arange(self.cut.local_batch_size))
+            chunk = np.fromiter(itertools.islice(starts, _INDEX_CHUNK), np.int64, _INDEX_CHUNK)
+            yield from self.order(chunk[:, None] + np.arange(self.partition.local_batch_size))
 
 
 def training_batches(
-    samples: Samples, order: SampleOrder, cut: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
+    samples: Samples, order: SampleOrder, partition: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
-    """This rank's microbatches from the cursor on, without end; grad_accum of them make a step.
+    """Yield this rank's microbatches from the cursor on, endlessly; `grad_accum` of them make a step.
 
-    The loader's own state is never saved: the cursor says all, whatever the number of workers and what they prefetched.
+    The state of the loader is never saved: the cursor determines the batches, for any number of workers and prefetched batches.
     """
     workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 calls what torch has deprecated
+        warnings.filterwarnings(
+            "ignore", message=".*set_vital.*"
+        )  # torchdata 0.11 calls a deprecated function of torch
         loader = StatefulDataLoader(
-            _Leaves(samples),
+            _MicrobatchDataset(samples),
             batch_size=None,
-            sampler=_LeafSampler(order, cut, cursor),
+            sampler=_MicrobatchSampler(order, partition, cursor),
             pin_memory=pin_memory,
             worker_init_fn=detach_signals,
-            generator=torch.Generator(),  # else it draws from the rank's own, whose state is part of a checkpoint
+            generator=torch.Generator(),  # the default is the rank's generator, whose state is part of a checkpoint
             **workers,
         )
     return iter(loader)
 
 
-def held_out_batches(samples: Samples, num_samples: int, cut: BatchPartition) -> Iterator[Batch]:
-    """The first num_samples samples in the order of the store, the same number of microbatches on every rank: where they
-    do not come out even, the rest has no targets."""
-    step = cut.local_batch_size * cut.ranks
-    for first in range(0, num_samples, step):
-        mine = first + cut.rank * cut.local_batch_size + np.arange(cut.local_batch_size)
-        yield samples.batch(np.where(mine < num_samples, mine, -1))
+def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
+    """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
+    microbatches; samples that pad the last ones have no targets."""
+    step = partition.local_batch_size * partition.ranks
+    for start in range(0, num_samples, step):
+        index = start + partition.rank * partition.local_batch_size + np.arange(partition.local_batch_size)
+        yield samples.batch(np.where(index < num_samples, index, -1))

@@ -1,4 +1,4 @@
-"""Several datasets in one order: exact shares, the same for every reader, from any place on without history."""
+"""A mixture of datasets with exact weights, computed for any global index without history."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,112 +12,122 @@ from trainer.config.fields import did_you_mean
 from trainer.data.sampling.samples import Samples
 
 PERIOD = 10_000
-"""Samples after which the shares come out exactly; weights are rounded to such parts."""
+"""Number of samples over which the weights hold exactly. Weights are rounded to multiples of 1 / PERIOD."""
 
 _KEY = "data.mixture"
 
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """A stretch of the order with the same shares."""
+    """A span of the global order with constant weights of the datasets."""
 
     start: int
-    """Its first place in the order."""
+    """Global index of its first sample."""
+    names: tuple[str, ...]
     quotas: tuple[int, ...]
-    """Of each dataset in PERIOD samples."""
+    """Number of samples of each dataset per PERIOD."""
+
+    def __str__(self) -> str:
+        pairs = zip(self.names, self.quotas, strict=True)
+        return f"{' '.join(f'{name}={quota / PERIOD:g}' for name, quota in pairs if quota)} from sample {self.start}"
 
     @cached_property
     def pattern(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a period: the dataset, and how many of its samples come before in the period. The samples of each
-        dataset stand as evenly as can be, so that any stretch has about the shares."""
+        """For each slot of a period: the dataset, and the number of its samples before the slot. The samples of each dataset
+        are spaced evenly, so that the weights hold approximately over any span."""
         ideal = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas if quota])
         dataset = np.repeat(np.arange(len(self.quotas)), self.quotas)
-        nth = np.concatenate([np.arange(quota) for quota in self.quotas])
+        count = np.concatenate([np.arange(quota) for quota in self.quotas])
         order = np.argsort(ideal, kind="stable")
-        return dataset[order], nth[order]
+        return dataset[order], count[order]
 
-    def consumed(self, samples: int) -> np.ndarray:
-        """(datasets,): of each dataset, in the first so many samples of the stage."""
-        periods, rest = divmod(samples, PERIOD)
+    def consumed(self, num_samples: int) -> np.ndarray:
+        """Return the number of samples of each dataset among the first num_samples of the phase, (datasets,)."""
+        periods, remainder = divmod(num_samples, PERIOD)
         dataset, _ = self.pattern
-        return periods * np.array(self.quotas) + np.bincount(dataset[:rest], minlength=len(self.quotas))
+        return periods * np.array(self.quotas) + np.bincount(dataset[:remainder], minlength=len(self.quotas))
 
 
-def phases_of(mixture: Sequence[str], names: Sequence[str]) -> tuple[MixturePhase, ...]:
-    """mixture: "START: NAME=WEIGHT NAME=WEIGHT ..." for each stage, START in samples; none: all datasets by equal weights.
-    Raises ConfigError."""
+def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[MixturePhase, ...]:
+    """Parse "START: NAME=WEIGHT NAME=WEIGHT ..." for each phase, START in samples. An empty mixture gives all datasets equal
+    weights. Raises ConfigError."""
     if not mixture:
-        return (MixturePhase(0, _quotas(dict.fromkeys(names, 1.0), names, "")),)
-    stages: list[MixturePhase] = []
+        return (MixturePhase(0, tuple(names), _quotas(dict.fromkeys(names, 1.0), names, "")),)
+    phases: list[MixturePhase] = []
     for text in mixture:
-        start, colon, shares = text.partition(":")
+        start, colon, weights_text = text.partition(":")
         if not colon or not start.strip().isdecimal():
             raise ConfigError(_KEY, f"{text!r}: expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'")
-        if int(start) != 0 if not stages else int(start) <= stages[-1].start:
-            rule = "must start behind the one before" if stages else "the first stage must start at 0"
-            raise ConfigError(_KEY, f"{text!r}: {rule}")
-        weights = dict(_weight(part, text, names) for part in shares.split())
-        if len(weights) < len(shares.split()):
-            raise ConfigError(_KEY, f"{text!r}: a dataset is named twice")
-        stages.append(MixturePhase(int(start), _quotas(weights, names, text)))
-    return tuple(stages)
+        if int(start) != 0 if not phases else int(start) <= phases[-1].start:
+            message = "must start after the previous phase" if phases else "the first phase must start at 0"
+            raise ConfigError(_KEY, f"{text!r}: {message}")
+        pairs = weights_text.split()
+        weights = dict(_weight(pair, text, names) for pair in pairs)
+        if len(weights) < len(pairs):
+            raise ConfigError(_KEY, f"{text!r}: names a dataset twice")
+        phases.append(MixturePhase(int(start), tuple(names), _quotas(weights, names, text)))
+    return tuple(phases)
 
 
-def _weight(part: str, text: str, names: Sequence[str]) -> tuple[str, float]:
-    name, _, number = part.partition("=")
+def _weight(pair: str, text: str, names: Sequence[str]) -> tuple[str, float]:
+    name, _, value = pair.partition("=")
     if name not in names:
-        raise ConfigError(_KEY, f"{text!r}: {name} is no dataset of [data] datasets{did_you_mean(name, names)}")
+        raise ConfigError(_KEY, f"{text!r}: {name} is not a dataset of [data] datasets{did_you_mean(name, names)}")
     try:
-        weight = float(number)
+        weight = float(value)
     except ValueError:
         weight = -1.0
     if not 0 <= weight < float("inf"):
-        raise ConfigError(_KEY, f"{text!r}: the weight of {name} must be a number from 0 on")
+        raise ConfigError(_KEY, f"{text!r}: the weight of {name} must be a finite number of at least 0")
     return name, weight
 
 
 def _quotas(weights: Mapping[str, float], names: Sequence[str], text: str) -> tuple[int, ...]:
-    """By largest remainders."""
+    """Round the weights to integers that sum to PERIOD, by the largest-remainder method."""
     total = sum(weights.values())
     if total <= 0:
-        raise ConfigError(_KEY, f"{text!r}: some weight must be above 0")
+        raise ConfigError(_KEY, f"{text!r}: at least one weight must be positive")
     exact = np.array([weights.get(name, 0.0) / total * PERIOD for name in names])
     quotas = np.floor(exact).astype(int)
-    most = np.argsort(-(exact - quotas), kind="stable")[: PERIOD - quotas.sum()]
-    quotas[most] += 1
+    rounded_up = np.argsort(-(exact - quotas), kind="stable")[: PERIOD - quotas.sum()]
+    quotas[rounded_up] += 1
     for name, quota in zip(names, quotas, strict=True):
         if weights.get(name) and not quota:
-            raise ConfigError(_KEY, f"{text!r}: the weight of {name} is less than 1/{PERIOD} of all")
+            raise ConfigError(_KEY, f"{text!r}: the weight of {name} is less than 1/{PERIOD} of the total")
     return tuple(quotas.tolist())
 
 
-def require_same_past(saved: Sequence[Sequence[int]], now: Sequence[MixturePhase], consumed: int) -> None:
-    """Raises ConfigError where stages that had begun when `consumed` samples were consumed are not what they were. saved: start
-    and quotas of each."""
-    past = [list(stage) for stage in saved if stage[0] < max(consumed, 1)]
-    given = [[stage.start, *stage.quotas] for stage in now if stage.start < max(consumed, 1)]
-    if past != given:
+def require_unchanged_phases(saved: Sequence[Sequence[int]], phases: Sequence[MixturePhase], consumed: int) -> None:
+    """Raise ConfigError if a phase that started within the first `consumed` samples differs from the saved one.
+
+    saved: start and quotas of each phase.
+    """
+    limit = max(consumed, 1)
+    before = [MixturePhase(start, phases[0].names, tuple(quotas)) for start, *quotas in saved if start < limit]
+    now = [phase for phase in phases if phase.start < limit]
+    if before != now:
+        was, given = ("; ".join(map(str, p)) for p in (before, now))
         raise ConfigError(
             _KEY,
-            f"stages that have begun cannot change: of {PERIOD} samples they had, from a sample on, {past}, and now {given}; a "
-            f"new stage may start from sample {consumed} on",
+            f"phases that have already started cannot be changed (was {was}, now {given}); add a new phase starting at sample "
+            f"{consumed} or later",
         )
 
 
 class CombinedSamples:
-    """The samples of several datasets, numbered one dataset after the other."""
+    """The samples of several datasets, indexed one dataset after the other."""
 
-    def __init__(self, parts: Sequence[Samples]):
-        self.parts = parts
-        self.firsts = np.cumsum([0, *map(len, parts)])
+    def __init__(self, datasets: Sequence[Samples]):
+        self.datasets = datasets
+        self.offsets = np.cumsum([0, *map(len, datasets)])
 
     def __len__(self) -> int:
-        return int(self.firsts[-1])
+        return int(self.offsets[-1])
 
     def batch(self, samples: np.ndarray) -> Batch:
         """See Samples."""
-        dataset = np.maximum(np.searchsorted(self.firsts, samples, side="right") - 1, 0)
+        dataset = np.maximum(np.searchsorted(self.offsets, samples, side="right") - 1, 0)
         if (dataset == dataset[0]).all():
-            number = int(dataset[0])
-            return self.parts[number].batch(np.where(samples < 0, -1, samples - self.firsts[number]))
+            i = int(dataset[0])
+            return self.datasets[i].batch(np.where(samples < 0, -1, samples - self.offsets[i]))
         return Batch.cat([self.batch(samples[i : i + 1]) for i in range(len(samples))])

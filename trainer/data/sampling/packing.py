@@ -160,7 +160,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
         )
 
 
-def read_pieces(folder: Path) -> PackedIndex:
+def read_packing(folder: Path) -> PackedIndex:
     """Raises ConfigError where the folder is not what `pack` writes."""
     try:
         counts = json.loads((folder / "pieces.json").read_text())

@@ -31,11 +31,11 @@ class ConcatSamples:
     """The tokens of all documents in a row, cut at every seq_len. Samples overlap by one token, so that each token but
     the first of the store is the label of one position; the tail that fills no sample is left out."""
 
-    def __init__(self, store: TokenStore, seq_len: int, restart: bool):
-        """restart: positions, at each document; else a sample is one document."""
+    def __init__(self, store: TokenStore, seq_len: int, reset_positions: bool):
+        """reset_positions: positions, at each document; else a sample is one document."""
         self.store = store
         self.seq_len = seq_len
-        self.restart = restart
+        self.reset_positions = reset_positions
 
     def __len__(self) -> int:
         return max(0, len(self.store.tokens) - 1) // self.seq_len
@@ -52,7 +52,7 @@ class ConcatSamples:
             if targets is not None:
                 labels[row][targets[stretch][1:] == 0] = IGNORE_INDEX
         labels[samples < 0] = IGNORE_INDEX
-        if not self.restart:
+        if not self.reset_positions:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
         documents = self._documents(begins)
         positions = np.arange(self.seq_len) - np.maximum(self.store.documents[documents] - begins[:, None], 0)
@@ -98,12 +98,12 @@ def _batch(*arrays: np.ndarray) -> Batch:
 class PackedSamples:
     """Samples that are made of pieces, filled up with padding. Documents are numbered in each sample anew."""
 
-    def __init__(self, store: TokenStore, seq_len: int, pieces: PackedIndex, restart: bool):
-        """restart: positions, at each piece."""
+    def __init__(self, store: TokenStore, seq_len: int, pieces: PackedIndex, reset_positions: bool):
+        """reset_positions: positions, at each piece."""
         self.store = store
         self.seq_len = seq_len
         self.pieces = pieces
-        self.restart = restart
+        self.reset_positions = reset_positions
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -120,7 +120,7 @@ class PackedSamples:
             size = int(lengths.sum())
             begins = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each position's piece, in the sample
             inside = np.arange(size) - begins
-            positions[row, :size] = inside if self.restart else np.arange(size)
+            positions[row, :size] = inside if self.reset_positions else np.arange(size)
             places = np.repeat(pieces.starts[mine], lengths) + inside
             tokens[row, :size] = self.store.tokens[places]
             if samples[row] >= 0:
