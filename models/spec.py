@@ -46,9 +46,9 @@ class ParallelPlan:
     blocks: str
     """The container of the blocks, named by their numbers, which pass one hidden state (batch, seq, dim) on: the unit of
     sharding, of recomputation, of compilation, and where a pipeline may be cut."""
-    before: tuple[str, ...]
+    pre_blocks: tuple[str, ...]
     """Modules that work ahead of the blocks, in order."""
-    after: tuple[str, ...]
+    post_blocks: tuple[str, ...]
     """Modules that work behind them, in order; the last one takes the head."""
     fsdp_units: tuple[tuple[str, ...], ...]
     """Modules outside the blocks that are sharded and gathered together."""
@@ -90,7 +90,7 @@ class ModelSpec:
     """A model family. Sizes are frozen dataclasses with at least `vocab_size`, `dim` and `head_dim`; bad dimensions raise
     SizeError."""
 
-    network: Callable[[Any], Model]
+    model: Callable[[Any], Model]
     sizes: Mapping[str, Any]
     plan: Callable[[Any], ParallelPlan]
     huggingface: HuggingFace

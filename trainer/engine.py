@@ -42,7 +42,7 @@ def build_model_parts(
     """The stages of the network that this rank holds, parallelised, on the meta device. Raises ConfigError for a layout that
     the optimizer cannot have."""
     parts = parallelize(
-        lambda: resolved.spec.network(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
+        lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
         resolved.spec.plan(resolved.sizes),
         stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
         meshes,

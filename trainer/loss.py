@@ -17,7 +17,7 @@ _ROWS = 8192
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _VocabShard:
     """The rows of the vocabulary that this rank has."""
 
     first: int
@@ -26,7 +26,7 @@ class _Rows:
     """The ranks that have the other rows; None: there are none."""
 
     @classmethod
-    def of(cls, weight: Tensor) -> "_Rows":
+    def of(cls, weight: Tensor) -> "_VocabShard":
         if not isinstance(weight, DTensor):
             return cls(0, weight.shape[0], None)
         mesh = weight.device_mesh
@@ -64,7 +64,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: _Rows, chunk_tokens: int, needs_gradient: bool
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: _VocabShard, chunk_tokens: int, needs_gradient: bool
     ) -> Tensor:
         """hidden: (tokens, dim); weight: (rows, dim); labels: (tokens,). needs_gradient: whether a backward follows. The
         gradient of hidden is this rank's part of a sum."""
@@ -112,7 +112,7 @@ class CrossEntropyHead:
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim); under tensor parallelism DTensors, the hidden states whole on every
         rank, the weight cut along the vocabulary. Returns the sum over all targets, fp32, a scalar."""
-        rows = _Rows.of(weight)
+        rows = _VocabShard.of(weight)
         if isinstance(weight, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows give a part of it
             weight = weight.to_local()

@@ -8,13 +8,13 @@ from models.spec import HuggingFace, ModelSpec
 _HUGGINGFACE = HuggingFace(
     name=hf.hf_name,
     is_rope_permuted=hf.is_rope_permuted,
-    permute_to_hf=hf.rows_to_hf,
-    permute_from_hf=hf.rows_from_hf,
-    config=hf.config_of,
-    sizes=hf.sizes_of,
+    permute_to_hf=hf.permute_to_hf,
+    permute_from_hf=hf.permute_from_hf,
+    config=hf.hf_config,
+    sizes=hf.sizes_from_hf,
 )
 
-LLAMA2 = ModelSpec(network=Llama, sizes=sizes.LLAMA2, plan=plan, huggingface=_HUGGINGFACE)
-LLAMA3 = ModelSpec(network=Llama, sizes=sizes.LLAMA3, plan=plan, huggingface=_HUGGINGFACE)
-LLAMA3_1 = ModelSpec(network=Llama, sizes=sizes.LLAMA3_1, plan=plan, huggingface=_HUGGINGFACE)
-LLAMA3_2 = ModelSpec(network=Llama, sizes=sizes.LLAMA3_2, plan=plan, huggingface=_HUGGINGFACE)
+LLAMA2 = ModelSpec(model=Llama, sizes=sizes.LLAMA2, plan=plan, huggingface=_HUGGINGFACE)
+LLAMA3 = ModelSpec(model=Llama, sizes=sizes.LLAMA3, plan=plan, huggingface=_HUGGINGFACE)
+LLAMA3_1 = ModelSpec(model=Llama, sizes=sizes.LLAMA3_1, plan=plan, huggingface=_HUGGINGFACE)
+LLAMA3_2 = ModelSpec(model=Llama, sizes=sizes.LLAMA3_2, plan=plan, huggingface=_HUGGINGFACE)

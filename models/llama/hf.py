@@ -57,17 +57,17 @@ def is_rope_permuted(name: str) -> bool:
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 
-def rows_to_hf(rows: Tensor, head_dim: int) -> Tensor:
+def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
     """rows: (whole heads * head_dim, columns). Here a pair that is turned together stands side by side (Meta's layout); there
     the first members of all pairs of a head come first, then the second ones."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def rows_from_hf(rows: Tensor, head_dim: int) -> Tensor:
+def permute_from_hf(rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def config_of(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
+def hf_config(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
     """What config.json says of the network. seq_len: that it was trained with."""
     scaled = sizes.rope_factor != 1.0
     scaling = {there: getattr(sizes, here) for here, there in _SCALING.items()} | {"rope_type": "llama3"}
@@ -83,7 +83,7 @@ def config_of(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
     }
 
 
-def sizes_of(config: Mapping[str, Any]) -> LlamaSizes:
+def sizes_from_hf(config: Mapping[str, Any]) -> LlamaSizes:
     """The sizes that a config.json describes. Raises ValueError (SizeError too) for what this network cannot be."""
     for key, value in _REQUIRED.items():
         if config.get(key, value) != value:

@@ -25,8 +25,8 @@ def plan(sizes: LlamaSizes) -> ParallelPlan:
     tied_units = (("tok_embeddings", "norm", "output"),)
     return ParallelPlan(
         blocks="layers",
-        before=("tok_embeddings",),
-        after=("norm", "output"),
+        pre_blocks=("tok_embeddings",),
+        post_blocks=("norm", "output"),
         fsdp_units=tied_units if sizes.tied_embeddings else (("tok_embeddings",), ("norm", "output")),
         tied=sizes.tied_embeddings,
         tensor=TENSOR,

@@ -81,7 +81,7 @@ from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline import stages
+from trainer.parallel.pipeline import partition_blocks
 from trainer.runtime.device import DTYPES, memory_now, memory_peak
 from trainer.system.process import cores
 from trainer.system.units import GIB
@@ -200,10 +200,12 @@ def _taken_over(folder: Path, tp: int) -> tuple[int, int, int]:
     weights = WeightSource(folder)
     spec, sizes = weights.spec, weights.sizes
     with torch.device("meta"):
-        whole_pipeline = stages(spec.network(sizes), spec.plan(sizes), parallel)
-    meshes = Meshes(ParallelDims.of(parallel, dist.get_world_size()), cpu)
+        whole_pipeline = partition_blocks(spec.model(sizes), spec.plan(sizes), parallel)
+    meshes = Meshes(ParallelDims.from_config(parallel, dist.get_world_size()), cpu)
     layout = (spec.plan(sizes), whole_pipeline, meshes, parallel, ActivationCheckpointConfig(), CompileConfig(), "fp32")
-    (network,) = parallelize(lambda: spec.network(sizes), *layout, document_mask=False, kernels=CPU_BACKEND).values()
+    (network,) = parallelize(
+        lambda: spec.model(sizes), *layout, document_mask=False, attention_backend=CPU_BACKEND
+    ).values()
     parameters = dict(network.named_parameters())
     initialize(network, cpu, 0, loaded=parameters)
     weights.load_into(parameters)

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.llama.hf import config_of, rows_from_hf, rows_to_hf, sizes_of
+from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, sizes_from_hf
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.conftest import ROOT
 from tests.training_runs import full, train
@@ -57,7 +57,7 @@ def trained(ranks, tiny, folder, kind, size, *layout):
 
 def our_logits(checkpoint, tokens):
     export = export_from_checkpoint(checkpoint, torch.float32)
-    network = export.spec.network(export.sizes)
+    network = export.spec.model(export.sizes)
     index = read_index(checkpoint)
     with torch.no_grad():
         for name, p in network.named_parameters():
@@ -236,17 +236,17 @@ def test_a_run_leaves_its_model_for_others_at_the_end(ranks, tiny, tmp_path):
 
 @pytest.mark.parametrize("sizes", [*LLAMA2.values(), *LLAMA3.values(), *LLAMA3_1.values(), *LLAMA3_2.values()])
 def test_sizes_survive_their_config(sizes):
-    assert sizes_of(config_of(sizes, 2048)) == (
+    assert sizes_from_hf(hf_config(sizes, 2048)) == (
         sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
     )
-    written = transformers.LlamaConfig(**config_of(sizes, 2048))
-    assert sizes_of(json.loads(written.to_json_string())) == sizes_of(config_of(sizes, 2048))
+    written = transformers.LlamaConfig(**hf_config(sizes, 2048))
+    assert sizes_from_hf(json.loads(written.to_json_string())) == sizes_from_hf(hf_config(sizes, 2048))
 
 
 def test_turning_rows_back_gives_what_was_there():
     rows = torch.arange(48.0).view(24, 2)
-    assert torch.equal(rows_from_hf(rows_to_hf(rows, 8), 8), rows)
-    assert rows_to_hf(rows, 8)[:8, 0].tolist() == [0, 4, 8, 12, 2, 6, 10, 14]
+    assert torch.equal(permute_from_hf(permute_to_hf(rows, 8), 8), rows)
+    assert permute_to_hf(rows, 8)[:8, 0].tolist() == [0, 4, 8, 12, 2, 6, 10, 14]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_turning_rows_back_gives_what_was_there():
     ],
 )
 def test_another_network_is_refused(tmp_path, change, problem):
-    config = config_of(LLAMA3["debug"], 128) | change
+    config = hf_config(LLAMA3["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         HfModelFolder(tmp_path, MODELS["llama3"])
@@ -278,7 +278,7 @@ def test_another_network_is_refused(tmp_path, change, problem):
 
 
 def folder_of(tmp_path, weight_map=None):
-    (tmp_path / "config.json").write_text(json.dumps(config_of(LLAMA3["debug"], 128)))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(LLAMA3["debug"], 128)))
     save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "model.safetensors")
     if weight_map is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

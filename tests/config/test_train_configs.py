@@ -52,7 +52,7 @@ def test_a_shipped_file_loads_and_names_a_model_that_is_there(file, tmp_path):
 def test_a_model_has_the_published_number_of_parameters(name, tmp_path):
     spec, sizes = resolve_model(load(ROOT / "train_configs" / f"{name}.toml", tmp_path).model)
     with torch.device("meta"):
-        model = spec.network(sizes)
+        model = spec.model(sizes)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 

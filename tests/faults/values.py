@@ -164,7 +164,7 @@ def row_42(bench: FaultHarness, draw: SeededRandom) -> None:
             others = replicate * cp * tp * pp
             fits = world % others == 0 if shard == -1 else others * shard == world
             try:
-                dims = ParallelDims.of(config, world)
+                dims = ParallelDims.from_config(config, world)
             except ConfigError as error:
                 expect(not fits and "\n" not in str(error), f"{config} on {world} ranks was refused: {error}")
             else:

@@ -110,7 +110,7 @@ def test_flops_are_counted_by_hand():
 
 def test_flops_of_8b_are_six_for_each_parameter_of_a_product_and_attention():
     with torch.device("meta"):
-        model = MODELS["llama3"].network(MODELS["llama3"].sizes["8b"])
+        model = MODELS["llama3"].model(MODELS["llama3"].sizes["8b"])
     in_products = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # neither the embedding nor the norms
     assert model.flops_per_token(8192) == 6 * in_products + 6 * 32 * 4096 * 8193
 

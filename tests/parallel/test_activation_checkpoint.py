@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
-from tests.parallel.networks import CPU, inputs, reference
+from tests.parallel.tiny_models import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig, CompileConfig
 from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.activation_checkpoint import SAVED, recompute_policy
+from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, recompute_policy
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.parallelize import block_forward
 from trainer.parallel.tensor import apply_tensor
@@ -132,7 +132,7 @@ def test_the_gated_activation_keeps_two_tensors_of_its_width():
 
 def test_the_words_of_the_save_list_are_those_of_the_settings():
     kind = settings()["activation_checkpoint"]["save"].kind
-    assert kind.__args__[0].__args__ == tuple(SAVED)
+    assert kind.__args__[0].__args__ == tuple(SAVEABLE_OPS)
 
 
 def test_blocks_are_chosen_by_their_number_in_the_whole_network():

@@ -71,7 +71,7 @@ def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
         patch.setattr(HostTransfer, "host_like", counted)
         patch.setattr(HostTransfer, "to_device", changed)
         inputs = InputOffloader(torch.device("cpu"))
-        cubes = [inputs.keeping(_Cube.apply, first=number == 0) for number in range(3)]
+        cubes = [inputs.wrap(_Cube.apply, first=number == 0) for number in range(3)]
         for _ in range(2):
             x = torch.tensor([1.1], requires_grad=True)
             out = x
@@ -80,7 +80,7 @@ def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
             out.backward()
         del out
         gc.collect()
-    return x.grad, len(made), len(made) - sum(map(len, inputs.unused.values()))
+    return x.grad, len(made), len(made) - sum(map(len, inputs.free_buffers.values()))
 
 
 class _Cube(torch.autograd.Function):

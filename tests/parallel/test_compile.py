@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.networks import inputs, reference, whole
+from tests.parallel.tiny_models import inputs, reference, whole
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel import compile

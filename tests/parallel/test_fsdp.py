@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.networks import whole
+from tests.parallel.tiny_models import whole
 from trainer.config import ParallelConfig
 from trainer.loss import CrossEntropyHead
 

@@ -6,7 +6,7 @@ from trainer.parallel.mesh import Meshes, ParallelDims
 
 
 def test_what_is_left_is_sharded_over():
-    dims = ParallelDims.of(ParallelConfig(dp_replicate=2), world_size=8)
+    dims = ParallelDims.from_config(ParallelConfig(dp_replicate=2), world_size=8)
     assert (dims.dp_shard, dims.fsdp, dims.batch) == (4, 4, 8)
     assert dims.pp * dims.dp_replicate * dims.dp_shard * dims.cp * dims.tp == dims.world_size == 8
 
@@ -18,15 +18,15 @@ def test_degrees_make_up_the_world_or_are_refused(world_size):
             fits = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
             config = ParallelConfig(dp_replicate=replicate, dp_shard=shard)
             if fits:
-                dims = ParallelDims.of(config, world_size)
+                dims = ParallelDims.from_config(config, world_size)
                 assert dims.dp_replicate * dims.dp_shard == world_size
             else:
                 with pytest.raises(ConfigError):
-                    ParallelDims.of(config, world_size)
+                    ParallelDims.from_config(config, world_size)
 
 
 def axes():
-    meshes = Meshes(ParallelDims.of(ParallelConfig(dp_replicate=2), world_size=4), torch.device("cpu"))
+    meshes = Meshes(ParallelDims.from_config(ParallelConfig(dp_replicate=2), world_size=4), torch.device("cpu"))
     sizes = [{n: mesh[n].size() for n in mesh.mesh_dim_names} for mesh in (meshes.model, meshes.data, meshes.loss)]
     model = meshes.model
     return sizes, (

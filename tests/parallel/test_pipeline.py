@@ -9,12 +9,19 @@ from torch.distributed.tensor import DTensor
 from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
-from tests.parallel.networks import inputs, parts, reference
+from tests.parallel.tiny_models import inputs, parts, reference
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.pipeline import SCHEDULES, PipelineStep, _balanced, check_microbatches, stages, stages_of_rank
+from trainer.parallel.pipeline import (
+    SCHEDULES,
+    PipelineStep,
+    _balance_stages,
+    check_microbatches,
+    partition_blocks,
+    stages_of_rank,
+)
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
 
@@ -22,11 +29,11 @@ SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, v
 def cut(sizes=SIZES, **config):
     with torch.device("meta"):
         model = Llama(sizes)
-    return stages(model, plan(sizes), ParallelConfig(**config))
+    return partition_blocks(model, plan(sizes), ParallelConfig(**config))
 
 
 def test_the_settings_name_the_schedules_that_there_are():
-    assert typing.get_args(settings()["parallel"]["pipeline_schedule"].kind) == tuple(SCHEDULES)
+    assert typing.get_args(settings()["parallel"]["pipeline_schedule"].cls) == tuple(SCHEDULES)
 
 
 def test_embedding_and_output_count_in_the_balance():
@@ -54,7 +61,7 @@ def test_no_other_cut_has_a_lighter_heaviest_stage(weights, before, after, count
         for end in range(first + 1, len(weights) - left + 2):
             yield from ((first, *rest) for rest in all_cuts(end, left - 1))
 
-    chosen = _balanced(weights, before, after, count)
+    chosen = _balance_stages(weights, before, after, count)
     assert len(chosen) == count
     assert heaviest(chosen) == min(map(heaviest, all_cuts(0, count)))
 
@@ -95,9 +102,9 @@ def test_every_stage_is_held_by_one_rank(name, pp):
     config = ParallelConfig(pp=pp, pipeline_schedule=name)
     whole = cut(pp=pp, pipeline_schedule=name)
     held = [stages_of_rank(whole, rank, config) for rank in range(pp)]
-    assert sorted(s.number for stages_ in held for s in stages_) == list(range(len(whole)))
+    assert sorted(s.index for stages_ in held for s in stages_) == list(range(len(whole)))
     if SCHEDULES[name].v_shape:
-        assert (held[0][0].number, held[0][1].number) == (0, len(whole) - 1)
+        assert (held[0][0].index, held[0][1].index) == (0, len(whole) - 1)
 
 
 def held_names(schedule):

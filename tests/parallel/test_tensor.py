@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.networks import inputs, reference
-from tests.parallel.networks import whole as cut_network
+from tests.parallel.tiny_models import inputs, reference
+from tests.parallel.tiny_models import whole as cut_network
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.tensor import styles

@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import WeightSource, newest
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.parallel.tensor import apply_tensor, tie, tied_names
+from trainer.parallel.tensor import apply_tensor, retie, tied_names
 from trainer.runtime.distributed import run_on_rank_0
 
 
@@ -83,13 +83,13 @@ class TextGenerator:
             if getattr(sizes, name) % ranks:
                 raise ConfigError("", f"{ranks} ranks must divide {name} {getattr(sizes, name)} of {folder}")
         with torch.device("meta"):
-            self.network = spec.network(sizes).to(dtype)
+            self.network = spec.model(sizes).to(dtype)
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
-            apply_tensor(self.network, plan, mesh, sequence_parallel=False, regather=lambda block: False)
+            apply_tensor(self.network, plan, mesh, sequence_parallel=False, recompute_gathers=lambda block: False)
         tied = tied_names(self.network)
         self.network.to_empty(device=device).eval()
-        tie(self.network, tied)
+        retie(self.network, tied)
         weights.load_into(dict(self.network.named_parameters()))
         self.caches = []
         try:

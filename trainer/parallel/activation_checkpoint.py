@@ -14,7 +14,7 @@ from trainer.config import ActivationCheckpointConfig
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
-SAVED = {
+SAVEABLE_OPS = {
     "matmuls": (aten.mm.default, aten.addmm.default, aten.bmm.default),
     "attention": (
         aten._scaled_dot_product_flash_attention.default,
@@ -40,7 +40,7 @@ _GATHERED = {
     aten.t.default,
 }
 
-Compute = Callable[..., Tensor]
+Forward = Callable[..., Tensor]
 
 
 RecomputePolicy = Literal["nothing", "gathers", "gathers_compiled", "selected", "all"]
@@ -55,15 +55,15 @@ def recompute_policy(number: int, config: ActivationCheckpointConfig, gathers: b
     return "gathers_compiled" if compiled else "gathers"
 
 
-def recompute_all(compute: Compute) -> Compute:
+def recompute_all(compute: Forward) -> Forward:
     """Keep the inputs of a block, nothing else."""
     return lambda *args: checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def recompute_except(saved: tuple[str, ...], every_matmul: int, compute: Compute) -> Compute:
+def recompute_except(saved: tuple[str, ...], every_matmul: int, compute: Forward) -> Forward:
     """Keep the results of the chosen operators. every_matmul: keep every n-th matmul only."""
-    kept = {operator for word in saved for operator in SAVED[word]}
-    matmuls = set(SAVED["matmuls"])
+    kept = {operator for word in saved for operator in SAVEABLE_OPS[word]}
+    matmuls = set(SAVEABLE_OPS["matmuls"])
 
     def policy_of_one_forward() -> Callable[..., CheckpointPolicy]:
         seen: Counter[bool] = Counter()  # forward and recomputation count for themselves
@@ -88,7 +88,7 @@ def _is_part_of_a_sum(args: tuple) -> bool:
     return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 
 
-def recompute_gathers(compute: Compute) -> Compute:
+def recompute_gathers(compute: Forward) -> Forward:
     """Keep all but gathered inputs. Only inside torch.compile, which keeps of the rest what backward needs; without it,
     recompute.py does this."""
 
@@ -98,12 +98,12 @@ def recompute_gathers(compute: Compute) -> Compute:
     return _selective(lambda: policy, compute)
 
 
-def _selective(make_policy: Callable[[], Callable[..., CheckpointPolicy]], compute: Compute) -> Compute:
+def _selective(make_policy: Callable[[], Callable[..., CheckpointPolicy]], compute: Forward) -> Forward:
     def contexts():
         return create_selective_checkpoint_contexts(make_policy())
 
     return partial(_checkpointed, compute, contexts)
 
 
-def _checkpointed(compute: Compute, contexts, *args: Tensor) -> Tensor:
+def _checkpointed(compute: Forward, contexts, *args: Tensor) -> Tensor:
     return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.activation_checkpoint import Compute
+from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.recompute import storage_id
 from trainer.runtime.host_memory import HostTransfer
 
@@ -18,10 +18,10 @@ class InputOffloader:
 
     def __init__(self, device: torch.device):
         self.link = HostTransfer(device)
-        self.unused: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self.newest: Callable[[], _Kept | None] = lambda: None
+        self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self.newest: Callable[[], _OffloadedInput | None] = lambda: None
 
-    def keeping(self, compute: Compute, first: bool) -> Compute:
+    def wrap(self, compute: Forward, first: bool) -> Forward:
         """compute: of a block; it keeps its first argument for backward, and of the others what all blocks have in common.
         first: of the blocks of its stage that are kept so."""
 
@@ -29,10 +29,10 @@ class InputOffloader:
             assert not isinstance(hidden, DTensor)  # blocks pass each other plain tensors
             storage = storage_id(hidden)  # pack, which the graph keeps, must not keep hidden
 
-            def pack(tensor: Tensor) -> Tensor | _Kept:
+            def pack(tensor: Tensor) -> Tensor | _OffloadedInput:
                 if storage_id(tensor) != storage:
                     return tensor
-                kept = _Kept(self, tensor.detach(), (lambda: None) if first else self.newest)
+                kept = _OffloadedInput(self, tensor.detach(), (lambda: None) if first else self.newest)
                 self.newest = weakref.ref(kept)
                 return kept
 
@@ -42,37 +42,37 @@ class InputOffloader:
         return compute_from_host
 
 
-class _Kept:
+class _OffloadedInput:
     """An input, from the forward of its block until autograd lets go of it."""
 
-    def __init__(self, inputs: InputOffloader, tensor: Tensor, before: Callable[[], "_Kept | None"]):
+    def __init__(self, inputs: InputOffloader, tensor: Tensor, before: Callable[[], "_OffloadedInput | None"]):
         """before: what is wanted next in backward, the input of the block before."""
-        unused = inputs.unused[tensor.shape, tensor.dtype]
-        self.buffer = unused.pop() if unused else inputs.link.host_like(tensor, tensor.dtype)
-        weakref.finalize(self, unused.append, self.buffer)
+        free_buffers = inputs.free_buffers[tensor.shape, tensor.dtype]
+        self.buffer = free_buffers.pop() if free_buffers else inputs.link.host_like(tensor, tensor.dtype)
+        weakref.finalize(self, free_buffers.append, self.buffer)
         self.link = inputs.link
         self.link.to_host(self.buffer, tensor)
         self.before = before
         self.device = tensor.device
         self.coming: tuple[Tensor, Callable[[], None]] | None = None
-        self.taken = False
+        self.consumed = False
 
-    def bring(self) -> None:
+    def prefetch(self) -> None:
         """Begin to copy it to the device."""
         if self.coming is None:
             target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.device)
             self.coming = target, self.link.to_device(target, self.buffer)
 
     def restore(self) -> Tensor:
-        self.bring()
+        self.prefetch()
         assert self.coming is not None
-        (tensor, arrived), self.coming, self.taken = self.coming, None, True
+        (tensor, arrived), self.coming, self.consumed = self.coming, None, True
         # A zero-bubble schedule goes through backward twice, the second time in another order.
-        if (before := self.before()) is not None and not before.taken:
-            before.bring()
+        if (before := self.before()) is not None and not before.consumed:
+            before.prefetch()
         arrived()
         return tensor
 
 
-def _restored(kept: Tensor | _Kept) -> Tensor:
-    return kept.restore() if isinstance(kept, _Kept) else kept
+def _restored(kept: Tensor | _OffloadedInput) -> Tensor:
+    return kept.restore() if isinstance(kept, _OffloadedInput) else kept

@@ -105,16 +105,16 @@ def apply_attention(
     cp: DeviceMesh,
     by_document: bool,
     dtype: torch.dtype,
-    kernels: AttentionBackend,
+    attention_backend: AttentionBackend,
     gather_again: Callable[[str], bool],
 ) -> None:
     """Where the plain kernel does not do, put others, and their mask, in its place. by_document: whether attention ends at the
     borders of documents; gather_again: whether a block keeps only its own keys and values for backward."""
     if cp.size() == 1 and not by_document:
         return
-    model.set_submodule(plan.mask, kernels.mask(cp, by_document, dtype))
+    model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))
     for name, block in model.get_submodule(plan.blocks).named_children():
-        kernel = kernels.attention(block.get_submodule(plan.attention))
+        kernel = attention_backend.attention(block.get_submodule(plan.attention))
         if cp.size() > 1:
             kernel = AllGatherAttention(kernel, cp, gather_again(name))
         block.set_submodule(plan.attention, kernel)

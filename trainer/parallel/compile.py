@@ -27,5 +27,5 @@ def configure(activation_checkpoint: ActivationCheckpointConfig, overlapped: Pro
         enable_symm_mem_for_group(overlapped.group_name)
 
 
-def compiled(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compile_block(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(compute, fullgraph=True)

@@ -20,7 +20,7 @@ class ParallelDims:
     world_size: int
 
     @classmethod
-    def of(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
+    def from_config(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
         """Fill in dp_shard = -1 and refuse degrees that do not make up the world."""
         given = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
         others = 1

@@ -9,7 +9,7 @@ from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 from trainer.parallel import compile
 from trainer.parallel.activation_checkpoint import (
-    Compute,
+    Forward,
     RecomputePolicy,
     recompute_all,
     recompute_except,
@@ -26,7 +26,7 @@ from trainer.runtime.device import DTYPES
 
 
 def parallelize(
-    make_network: Callable[[], nn.Module],
+    make_model: Callable[[], nn.Module],
     plan: ParallelPlan,
     stages: list[Stage],
     meshes: Meshes,
@@ -35,7 +35,7 @@ def parallelize(
     compiling: CompileConfig,
     dtype: str,
     document_mask: bool,
-    kernels: AttentionBackend,
+    attention_backend: AttentionBackend,
 ) -> dict[Stage, nn.Module]:
     """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
     is one stage. dtype: of the computation ("bf16", "fp32"); document_mask: attention ends at the borders of documents.
@@ -58,16 +58,16 @@ def parallelize(
     parts = {}
     for stage in stages:
         with torch.device("meta"):
-            model = make_network()
+            model = make_model()
         prune_to_stage(model, plan, stage)
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
-        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], kernels, gather_again)
+        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, gather_again)
         first = True
         for name, block in model.get_submodule(plan.blocks).named_children():
             block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
             if inputs is not None and again(name) == "all":
-                block.forward = inputs.keeping(block.forward, first)
+                block.forward = inputs.wrap(block.forward, first)
                 first = False
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         parts[stage] = model
@@ -75,15 +75,15 @@ def parallelize(
 
 
 def block_forward(
-    forward: Compute, again: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compiling: CompileConfig
-) -> Compute:
+    forward: Forward, again: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compiling: CompileConfig
+) -> Forward:
     """How a block computes, once its modules are cut."""
     if again == "selected":
         forward = recompute_except(checkpointing.save, checkpointing.save_every_nth_matmul, forward)
     if again == "gathers_compiled":
         forward = recompute_gathers(forward)
     if compiling.enabled:
-        forward = compile.compiled(forward)
+        forward = compile.compile_block(forward)
     if again == "all":
         # Around the compiled block: inside, torch 2.13 stumbles over DTensors.
         forward = recompute_all(forward)

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from models.spec import ParallelPlan
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
-from trainer.parallel.step import CutSequence, MakeHead, count_targets
+from trainer.parallel.step import MakeHead, ShardSequence, count_targets
 from trainer.runtime.distributed import sum_over
 
 
@@ -32,30 +32,36 @@ from trainer.runtime.distributed import sum_over
 class Schedule:
     """What torch's schedule of that name asks for."""
 
-    kind: type
+    cls: type
     stages_per_rank: int
-    more_stages: bool = False
+    allows_more_stages: bool = False
     """Whether a rank may hold more stages than that."""
     v_shape: bool = False
     """The stages go down the ranks and up again, so that the first rank has the last stage."""
-    rounds: bool = False
+    requires_rounds: bool = False
     """Microbatches go in rounds of equal size."""
-    fills: bool = True
+    bounds_memory: bool = True
     """Whether a rank holds the activations of so many microbatches at most as the pipeline has room for."""
     splits_backward: bool = False
     """Gradients of inputs and of weights are computed at different times ("zero bubble", Qi et al. 2023, arXiv:2401.10241)."""
 
 
 SCHEDULES = {
-    "GPipe": Schedule(kind=ScheduleGPipe, stages_per_rank=1, fills=False),
-    "1F1B": Schedule(kind=Schedule1F1B, stages_per_rank=1),
-    "Interleaved1F1B": Schedule(kind=ScheduleInterleaved1F1B, stages_per_rank=2, more_stages=True, rounds=True),
-    "LoopedBFS": Schedule(kind=ScheduleLoopedBFS, stages_per_rank=2, more_stages=True, fills=False),
-    "InterleavedZeroBubble": Schedule(
-        kind=ScheduleInterleavedZeroBubble, stages_per_rank=2, more_stages=True, rounds=True, splits_backward=True
+    "GPipe": Schedule(cls=ScheduleGPipe, stages_per_rank=1, bounds_memory=False),
+    "1F1B": Schedule(cls=Schedule1F1B, stages_per_rank=1),
+    "Interleaved1F1B": Schedule(
+        cls=ScheduleInterleaved1F1B, stages_per_rank=2, allows_more_stages=True, requires_rounds=True
     ),
-    "ZBVZeroBubble": Schedule(kind=ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
-    "DualPipeV": Schedule(kind=ScheduleDualPipeV, stages_per_rank=2, v_shape=True, splits_backward=True),
+    "LoopedBFS": Schedule(cls=ScheduleLoopedBFS, stages_per_rank=2, allows_more_stages=True, bounds_memory=False),
+    "InterleavedZeroBubble": Schedule(
+        cls=ScheduleInterleavedZeroBubble,
+        stages_per_rank=2,
+        allows_more_stages=True,
+        requires_rounds=True,
+        splits_backward=True,
+    ),
+    "ZBVZeroBubble": Schedule(cls=ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
+    "DualPipeV": Schedule(cls=ScheduleDualPipeV, stages_per_rank=2, v_shape=True, splits_backward=True),
 }
 """[parallel] pipeline_schedule."""
 
@@ -64,18 +70,18 @@ SCHEDULES = {
 class Stage:
     """A run of consecutive blocks, and what comes before or after all blocks where the run is at an end."""
 
-    number: int
+    index: int
     count: int
     """Stages of the whole pipeline."""
     blocks: range
 
     @property
     def is_first(self) -> bool:
-        return self.number == 0
+        return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        return self.number == self.count - 1
+        return self.index == self.count - 1
 
 
 # ---------------------------------------------------------------- where to cut
@@ -85,7 +91,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
     return config.pipeline_stages_per_rank or SCHEDULES[config.pipeline_schedule].stages_per_rank
 
 
-def stages(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
+def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
     """All stages of the pipeline, in order; one without a pipeline. Raises ConfigError for splits that cannot be made.
 
     model: the whole one, on the meta device.
@@ -99,7 +105,7 @@ def stages(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list
     if config.pp > 1 and config.pipeline_split_points:
         starts = [0, *_split_points(config.pipeline_split_points, [f"{plan.blocks}.{name}" for name in names], count)]
     else:
-        starts = _balanced(*_weights(model, plan), count)
+        starts = _balance_stages(*_weights(model, plan), count)
     return [
         Stage(number, count, range(first, end))
         for number, (first, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True))
@@ -131,11 +137,13 @@ def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]
         return sum(p.numel() for p in module.parameters())
 
     blocks = [parameters(block) for block in model.get_submodule(plan.blocks).children()]
-    before, after = (sum(parameters(model.get_submodule(n)) for n in names) for names in (plan.before, plan.after))
+    before, after = (
+        sum(parameters(model.get_submodule(n)) for n in names) for names in (plan.pre_blocks, plan.post_blocks)
+    )
     return blocks, before, after
 
 
-def _balanced(weights: list[int], before: int, after: int, count: int) -> list[int]:
+def _balance_stages(weights: list[int], before: int, after: int, count: int) -> list[int]:
     """First blocks of the stages, each with a block at least, so that the heaviest stage is as light as can be."""
     ends = len(weights)
 
@@ -170,7 +178,7 @@ def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -
     return [stage for stage, holder in zip(all_stages, ranks, strict=True) if holder == rank]
 
 
-class _Absent(nn.Module):
+class _PassThrough(nn.Module):
     """In the place of a module that another stage has: passes the hidden state on."""
 
     def forward(self, hidden: Tensor, *others) -> Tensor:
@@ -179,9 +187,9 @@ class _Absent(nn.Module):
 
 def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
     """Leave a stage of the model, in place. What stays keeps its name."""
-    absent = plan.before * (not stage.is_first) + plan.after * (not stage.is_last)
+    absent = plan.pre_blocks * (not stage.is_first) + plan.post_blocks * (not stage.is_last)
     for name in absent:
-        model.set_submodule(name, _Absent())
+        model.set_submodule(name, _PassThrough())
     blocks = model.get_submodule(plan.blocks)
     for number, name in enumerate([name for name, _ in blocks.named_children()]):
         if number not in stage.blocks:
@@ -203,7 +211,7 @@ def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
     if microbatches < least:
         raise ConfigError("parallel.pp", f"{have}, but {config.pipeline_schedule} needs at least {least}")
     rounds = microbatches // config.pp
-    if SCHEDULES[config.pipeline_schedule].rounds and microbatches % rounds:
+    if SCHEDULES[config.pipeline_schedule].requires_rounds and microbatches % rounds:
         rule = f"{have}, which must be a multiple of the {rounds} rounds through {config.pp} ranks"
         raise ConfigError("parallel.pipeline_schedule", rule)
 
@@ -218,7 +226,7 @@ class PipelineStep:
         microbatches: int,
         hidden: Tensor,
         make_head: MakeHead,
-        shard_sequence: CutSequence,
+        shard_sequence: ShardSequence,
         pipeline_group: ProcessGroup,
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
@@ -237,7 +245,7 @@ class PipelineStep:
         for part in parts.values():
             part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
         built = [self._torch_stage(part, stage) for stage, part in parts.items()]
-        kind = SCHEDULES[schedule].kind
+        kind = SCHEDULES[schedule].cls
         one = issubclass(kind, PipelineScheduleSingle)
         # The loss is a sum over targets already divided by their number: nothing is left to scale.
         self.schedule = kind(built[0] if one else built, microbatches, loss_fn=self._mean_loss, scale_grads=False)
@@ -251,7 +259,7 @@ class PipelineStep:
         loss = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
         return PipelineStage(
             part,
-            stage.number,
+            stage.index,
             stage.count,
             hidden.device,
             input_args=tokens if stage.is_first else hidden,
@@ -302,16 +310,16 @@ class PipelineStep:
         for stage, part in self.parts.items():
             if stage.is_first:
                 arrived = batch.tokens
-            elif ranks[stage.number - 1] == rank:
+            elif ranks[stage.index - 1] == rank:
                 arrived = out
             else:
                 arrived = torch.empty_like(self.hidden)
-                dist.recv(arrived, group=self.pipeline_group, group_src=ranks[stage.number - 1])
+                dist.recv(arrived, group=self.pipeline_group, group_src=ranks[stage.index - 1])
             out = part(arrived, positions=batch.positions, documents=batch.documents, labels=batch.labels)
             if stage.is_last:
                 return out
-            if ranks[stage.number + 1] != rank:
-                dist.send(out.contiguous(), group=self.pipeline_group, group_dst=ranks[stage.number + 1])
+            if ranks[stage.index + 1] != rank:
+                dist.send(out.contiguous(), group=self.pipeline_group, group_dst=ranks[stage.index + 1])
         return None
 
     def _sum(self, losses: list[Tensor]) -> Tensor:

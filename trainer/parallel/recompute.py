@@ -32,7 +32,7 @@ class _Recomputed:
         return tensor
 
 
-class _View:
+class _SavedView:
     """What stands in the graph in place of a saved view of the tensor."""
 
     def __init__(self, of: _Recomputed, tensor: Tensor):
@@ -62,11 +62,11 @@ class recompute_in_backward(torch.autograd.graph.saved_tensors_hooks):
         """recipes: (tensor, what makes the same local values in the same memory layout)."""
         by_storage = {storage_id(tensor): _Recomputed(recipe) for tensor, recipe in recipes}
 
-        def pack(tensor: Tensor) -> Tensor | _View:
+        def pack(tensor: Tensor) -> Tensor | _SavedView:
             recomputed = by_storage.get(storage_id(tensor))
-            return tensor if recomputed is None else _View(recomputed, tensor)
+            return tensor if recomputed is None else _SavedView(recomputed, tensor)
 
-        super().__init__(pack, lambda kept: kept.restore() if isinstance(kept, _View) else kept)
+        super().__init__(pack, lambda kept: kept.restore() if isinstance(kept, _SavedView) else kept)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
 """Labels (batch, seq) -> what the output module applies to (hidden, weight), giving the summed loss."""
 
 
-CutSequence = Callable[[Batch], Batch]
+ShardSequence = Callable[[Batch], Batch]
 """Whole sequences -> what this rank has of them."""
 
 
@@ -43,7 +43,7 @@ class SpmdStep:
         self,
         model: FSDPModule,
         make_head: MakeHead,
-        shard_sequence: CutSequence,
+        shard_sequence: ShardSequence,
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
         reduce_every_microbatch: bool,

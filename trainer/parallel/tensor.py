@@ -59,11 +59,11 @@ class _Gather(ParallelStyle):
         compute = module.forward
 
         def gathered(x: DTensor, *rest: Tensor) -> Tensor:
-            return compute(_whole(x), *rest)
+            return compute(_replicate(x), *rest)
 
         def gathered_again_in_backward(x: DTensor, *rest: Tensor) -> Tensor:
-            whole, part = _whole(x), x.detach()
-            with recompute_in_backward((whole, lambda: _whole(part).to_local())):
+            whole, part = _replicate(x), x.detach()
+            with recompute_in_backward((whole, lambda: _replicate(part).to_local())):
                 return compute(whole, *rest)
 
         module.forward = gathered_again_in_backward if self.recompute else gathered
@@ -79,14 +79,14 @@ class _Output(ParallelStyle):
         compute = module.forward
 
         def forward(hidden: DTensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-            result = compute(_whole(hidden), head)
-            return _whole(result).to_local() if isinstance(result, DTensor) else result
+            result = compute(_replicate(hidden), head)
+            return _replicate(result).to_local() if isinstance(result, DTensor) else result
 
         module.forward = forward
         return module
 
 
-def _whole(x: DTensor) -> DTensor:
+def _replicate(x: DTensor) -> DTensor:
     return x.redistribute(placements=[Replicate()])
 
 
@@ -104,11 +104,15 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
 
 
 def apply_tensor(
-    model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence_parallel: bool, regather: Callable[[str], bool]
+    model: nn.Module,
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    recompute_gathers: Callable[[str], bool],
 ) -> None:
     """Cut the modules that the plan names, in place. mesh: the tp axis.
 
-    regather: name of a block -> whether it shall gather the inputs of its column-wise matrices again in backward.
+    recompute_gathers: name of a block -> whether it shall gather the inputs of its column-wise matrices again in backward.
     """
     tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
@@ -116,14 +120,14 @@ def apply_tensor(
         module = model.get_submodule(name)
         if any(True for _ in module.parameters()):  # a pipeline stage has not all of them
             parallelize_module(module, mesh, outside[word], src_data_rank=None)
-    tie(model, tied)
+    retie(model, tied)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
-        inside = styles(sequence_parallel, regather(block_name))
+        inside = styles(sequence_parallel, recompute_gathers(block_name))
         for name, word in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[word], src_data_rank=None)
 
 
-def tie(model: nn.Module, tied: Mapping[str, str]) -> None:
+def retie(model: nn.Module, tied: Mapping[str, str]) -> None:
     """One parameter under both names again, where what was done to the model has parted them. tied: by tied_names, before."""
     for name, first in tied.items():
         owner, _, attribute = name.rpartition(".")

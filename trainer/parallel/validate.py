@@ -52,8 +52,10 @@ def check_supported(
         return
     name, schedule = parallel.pipeline_schedule, SCHEDULES[parallel.pipeline_schedule]
     given = parallel.pipeline_stages_per_rank
-    if given and (given < schedule.stages_per_rank or (given > schedule.stages_per_rank and not schedule.more_stages)):
-        rule = f"{name} takes {schedule.stages_per_rank}" + " or more" * schedule.more_stages
+    if given and (
+        given < schedule.stages_per_rank or (given > schedule.stages_per_rank and not schedule.allows_more_stages)
+    ):
+        rule = f"{name} takes {schedule.stages_per_rank}" + " or more" * schedule.allows_more_stages
         raise ConfigError("parallel.pipeline_stages_per_rank", rule)
     if schedule.splits_backward and torch.__version__ < (2, 13):
         # 2.11 cannot take a backward apart that has functions written in Python in it, as ours and DTensor's are.

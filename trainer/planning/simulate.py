@@ -139,8 +139,8 @@ def _shown(config: Config, resolved: ResolvedRun) -> int:
         return min(resolved.grad_accum, _SHOWN)
     # From so many on a pipeline is filled, and what it holds grows no more.
     filled = resolved.dims.pp * (2 if stages_per_rank(config.parallel) == 1 else 3)
-    fills = SCHEDULES[config.parallel.pipeline_schedule].fills
-    return min(resolved.grad_accum, filled) if fills else resolved.grad_accum
+    bounds_memory = SCHEDULES[config.parallel.pipeline_schedule].bounds_memory
+    return min(resolved.grad_accum, filled) if bounds_memory else resolved.grad_accum
 
 
 def _weighted(run: Callable, recorder: Recorder, weight: float) -> Callable:

@@ -17,7 +17,7 @@ from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
-from trainer.parallel.pipeline import Stage, check_microbatches, stages
+from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks
 from trainer.parallel.validate import check_divisibility, check_supported, hidden_shape
 from trainer.runtime import device as devices
 
@@ -49,7 +49,7 @@ class ResolvedRun:
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Raises ConfigError for every combination that cannot run."""
     spec, sizes = resolve_model(config.model)
-    dims = ParallelDims.of(config.parallel, world_size)
+    dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     plan = spec.plan(sizes)
     on_gpu = config.run.device != "cpu" and devices.count() > 0
@@ -57,7 +57,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     with torch.device("meta"):
-        network = spec.network(sizes)
+        network = spec.model(sizes)
     together = training.local_batch_size * dims.batch
     if training.global_batch_size % together:
         raise ConfigError(
@@ -88,7 +88,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         spec=spec,
         sizes=sizes,
         dims=dims,
-        stages=stages(network, plan, config.parallel),
+        stages=partition_blocks(network, plan, config.parallel),
         hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
         parameter_names=parameter_names(spec, sizes),
         grad_accum=training.global_batch_size // together,
@@ -104,7 +104,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
 def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
     """Of the whole network; a parameter that is used twice has one."""
     with torch.device("meta"):
-        return frozenset(name for name, _ in spec.network(sizes).named_parameters())
+        return frozenset(name for name, _ in spec.model(sizes).named_parameters())
 
 
 def _values(config: Config, chosen: Callable[[Setting], bool]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline import Stage, stages, stages_of_rank
+from trainer.parallel.pipeline import Stage, partition_blocks, stages_of_rank
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,14 @@ def parts(
     dtype: str = "fp32",
 ) -> tuple[dict[Stage, Llama], Meshes]:
     """What this rank holds of the network, with its initial weights."""
-    meshes = Meshes(ParallelDims.of(config, dist.get_world_size()), CPU)
+    meshes = Meshes(ParallelDims.from_config(config, dist.get_world_size()), CPU)
     with torch.device("meta"):
         network = Llama(sizes)
-    held = stages_of_rank(stages(network, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
+    held = stages_of_rank(partition_blocks(network, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
     settings = (held, meshes, config, checkpointing, compilation, dtype)
-    built = parallelize(lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, kernels=CPU_BACKEND)
+    built = parallelize(
+        lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, attention_backend=CPU_BACKEND
+    )
     for part in built.values():
         initialize(part, CPU, seed=0)
     return built, meshes
