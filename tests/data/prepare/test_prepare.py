@@ -250,7 +250,7 @@ def test_a_token_that_the_tokenizer_has_not_ends_it_whoever_finds_it(data, tmp_p
     monkeypatch.setattr(tokenize, "PART_BYTES", 40)
     np.array([5] * 99 + [2048], "<u2").tofile(tmp_path / "x.bin")
     data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_workers=processes)
-    rule = f"{tmp_path}/x.bin: token 2048 at byte 198 is none of the tokenizer's 2048 (read as uint16)"
+    rule = f"{tmp_path}/x.bin: token 2048 at byte 198 (read as uint16) is outside the tokenizer's vocabulary of 2048"
     assert refused(data) == ("data.path", rule)
 
 

@@ -1,4 +1,4 @@
-"""Which files a path names."""
+"""Resolution of data.path to files."""
 
 import os
 
@@ -15,28 +15,28 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_searched_through_and_a_file_or_pattern_names_itself(folder):
+def test_a_folder_is_searched_recursively_and_a_file_or_pattern_is_taken_literally(folder):
     assert read("text", folder) == ["b.txt", "deep/a.md", "deep/c.txt"]
     assert read("text", folder / "b.txt") == ["b.txt"]
     assert read("text", f"{folder}/**/*.md") == ["deep/a.md"]
     assert read("text", f"{folder}/*") == ["b.txt", "other.bin"]
 
 
-def test_patterns_of_the_current_folder(folder, monkeypatch):
+def test_patterns_are_relative_to_the_current_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert read("text", "*.txt") == ["b.txt"]
     assert read("text", "deep/*") == ["deep/a.md", "deep/c.txt"]
 
 
-def test_what_holds_no_file_is_refused(tmp_path):
+def test_a_path_without_matching_files_is_rejected(tmp_path):
     (tmp_path / "x.csv").touch()
-    packed = {
+    compressed = {
         "text": ".txt.gz or .md.gz or .txt.zst or .md.zst",
         "jsonl": ".jsonl.gz or .json.gz or .jsonl.zst or .json.zst",
     }
     for dataset, suffixes in (
-        ("text", f".txt or .md or {packed['text']}"),
-        ("jsonl", f".jsonl or .json or {packed['jsonl']}"),
+        ("text", f".txt or .md or {compressed['text']}"),
+        ("jsonl", f".jsonl or .json or {compressed['jsonl']}"),
         ("parquet", ".parquet"),
         ("tokens", ".bin or .npy"),
     ):
@@ -44,7 +44,7 @@ def test_what_holds_no_file_is_refused(tmp_path):
         assert error_of(dataset, f"{tmp_path}/*.none") == ("data.path", f"holds no file ending in {suffixes}")
 
 
-def test_a_manifest_names_files_folders_and_patterns_from_where_it_lies(folder, monkeypatch):
+def test_a_manifest_lists_files_folders_and_patterns_relative_to_itself(folder, monkeypatch):
     (folder / "list.manifest").write_text("# the corpus\n\nb.txt\ndeep\n")
     assert read("text", folder / "list.manifest") == ["b.txt", "deep/a.md", "deep/c.txt"]
     (folder / "list.manifest").write_text(f"deep/*.md\r\n{folder}/b.txt\r\n")
@@ -52,19 +52,19 @@ def test_a_manifest_names_files_folders_and_patterns_from_where_it_lies(folder, 
     assert read("text", "list.manifest") == ["b.txt", "deep/a.md"]
 
 
-def test_a_manifest_that_is_wrong_is_told_by_its_line(folder):
+def test_an_error_in_a_manifest_names_its_line(folder):
     manifest = folder / "list.manifest"
     manifest.write_text("b.txt\n\nnone/*.txt\n")
-    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: none/*.txt names no file")
+    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: none/*.txt matches no file")
     manifest.write_text("b.txt\ndeep/a.md\n*.txt\n")
-    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is named in line 1 too")
+    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is already listed in line 1")
     manifest.write_text("# nothing\n")
     assert error_of("text", manifest)[1].startswith("holds no file ending in .txt or .md")
     manifest.write_bytes(b"b\xff.txt\n")
     assert error_of("text", manifest) == ("data.path", f"{manifest}: not UTF-8 text (byte 1)")
 
 
-def test_a_folder_that_cannot_be_read_is_told_not_passed_over(folder, monkeypatch):
+def test_an_unreadable_folder_is_an_error(folder, monkeypatch):
     scandir = os.scandir
 
     def locked(path):
@@ -76,6 +76,6 @@ def test_a_folder_that_cannot_be_read_is_told_not_passed_over(folder, monkeypatc
     assert error_of("text", folder) == ("data.path", f"{folder}/deep cannot be read (Permission denied)")
 
 
-def test_a_link_to_nothing_is_told_not_passed_over(folder):
+def test_a_broken_link_is_an_error(folder):
     (folder / "broken.txt").symlink_to(folder / "nowhere")
-    assert error_of("text", folder) == ("data.path", f"{folder}/broken.txt is a link to nothing")
+    assert error_of("text", folder) == ("data.path", f"{folder}/broken.txt is a broken link")

@@ -1,4 +1,4 @@
-"""Compressed files."""
+"""Compressed files of documents."""
 
 import gzip
 import io
@@ -15,10 +15,10 @@ TEXT = "".join(f'{{"text": "document {i}"}}\n' for i in range(5000))
 DOCUMENTS = [f"document {i}" for i in range(5000)]
 
 
-def packed(suffix: str, content: bytes) -> bytes:
+def compress(suffix: str, content: bytes) -> bytes:
     if suffix == ".gz":
         return gzip.compress(content)
-    out = io.BytesIO()  # in blocks, as a stream is written
+    out = io.BytesIO()  # in blocks, as streaming writers do
     with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
         for start in range(0, len(content), 10_000):
             writer.write(content[start : start + 10_000])
@@ -31,53 +31,53 @@ def suffix(request) -> str:
     return request.param
 
 
-def test_compressed_lines_and_texts_are_read_as_if_they_were_plain(tmp_path, suffix):
-    (tmp_path / f"x.jsonl{suffix}").write_bytes(packed(suffix, TEXT.encode()))
-    (tmp_path / f"x.txt{suffix}").write_bytes(packed(suffix, b"a text"))
+def test_compressed_lines_and_texts_read_like_plain_ones(tmp_path, suffix):
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(compress(suffix, TEXT.encode()))
+    (tmp_path / f"x.txt{suffix}").write_bytes(compress(suffix, b"a text"))
     assert read("jsonl", tmp_path) == DOCUMENTS
-    assert read("jsonl", tmp_path, chunk_bytes=100) == DOCUMENTS, "such a file is never cut"
+    assert read("jsonl", tmp_path, chunk_bytes=100) == DOCUMENTS, "a compressed file is never split"
     assert read("text", tmp_path) == ["a text"]
 
 
-def test_streams_in_a_row_are_one_file(tmp_path, suffix):
+def test_concatenated_streams_are_one_file(tmp_path, suffix):
     lines = TEXT.encode().splitlines(keepends=True)
     pieces = [b"".join(lines[i : i + 900]) for i in range(0, 5000, 900)]
-    (tmp_path / f"x.jsonl{suffix}").write_bytes(b"".join(packed(suffix, piece) for piece in pieces) + b"\0" * 700)
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(b"".join(compress(suffix, piece) for piece in pieces) + b"\0" * 700)
     assert read("jsonl", tmp_path) == DOCUMENTS
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
-def test_a_file_that_ends_too_early_gives_what_it_has_and_is_told(tmp_path, suffix, share):
+@pytest.mark.parametrize("fraction", [0.3, 0.7, 0.999])
+def test_a_truncated_file_yields_its_documents_and_one_bad_document(tmp_path, suffix, fraction):
     file = tmp_path / f"x.jsonl{suffix}"
-    whole = packed(suffix, TEXT.encode())
-    file.write_bytes(whole[: int(len(whole) * share)])
+    content = compress(suffix, TEXT.encode())
+    file.write_bytes(content[: int(len(content) * fraction)])
     found = read("jsonl", file)
-    documents, problems = [f for f in found if isinstance(f, str)], messages(found)
+    documents = [document for document in found if isinstance(document, str)]
     assert documents == DOCUMENTS[: len(documents)]
-    kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
-    assert problems == [f"{file}:{len(documents) + 1}: its {kind} data ends too early"]
+    format = {".gz": "gzip", ".zst": "zstd"}[suffix]
+    assert messages(found) == [f"{file}:{len(documents) + 1}: the {format} data is truncated"]
 
 
 @pytest.mark.parametrize("content", [b"plain text", b"\0" * 100])
-def test_a_file_that_is_not_compressed_is_told(tmp_path, suffix, content):
-    kind = {".gz": "gzip", ".zst": "zstd"}[suffix]
+def test_a_file_that_is_not_compressed_is_a_bad_document(tmp_path, suffix, content):
+    format = {".gz": "gzip", ".zst": "zstd"}[suffix]
     for name in (f"x.txt{suffix}", f"x.jsonl{suffix}"):
         (tmp_path / name).write_bytes(content)
-    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: not {kind} data, or damaged"]
-    assert messages(read("jsonl", tmp_path)) == [f"{tmp_path}/x.jsonl{suffix}:1: not {kind} data, or damaged"]
+    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: not {format} data, or damaged"]
+    assert messages(read("jsonl", tmp_path)) == [f"{tmp_path}/x.jsonl{suffix}:1: not {format} data, or damaged"]
     (tmp_path / f"x.txt{suffix}").write_bytes(b"")
-    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: its {kind} data ends too early"]
+    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: the {format} data is truncated"]
 
 
-def test_numbers_of_lines_count_in_compressed_files_too(tmp_path, suffix):
+def test_line_numbers_count_in_compressed_files(tmp_path, suffix):
     file = tmp_path / f"x.jsonl{suffix}"
-    file.write_bytes(packed(suffix, b'{"text": "a"}\n\n{\n'))
+    file.write_bytes(compress(suffix, b'{"text": "a"}\n\n{\n'))
     expected = "not valid JSON: Expecting property name enclosed in double quotes (column 2)"
     assert messages(read("jsonl", file)) == [f"{file}:3: {expected}"]
 
 
-def test_a_bomb_is_unpacked_in_small_pieces(tmp_path, suffix):
-    """256 MiB of zeros: the text is too long, and most of it is never unpacked."""
+def test_a_decompression_bomb_is_read_in_small_chunks(tmp_path, suffix):
+    """256 MiB of zeros: the text is too long, and most of it is never decompressed."""
     file = tmp_path / f"x.txt{suffix}"
     with open(file, "wb") as out:
         writer = (
@@ -92,8 +92,8 @@ def test_a_bomb_is_unpacked_in_small_pieces(tmp_path, suffix):
         assert len(stream.raw._out) <= 2**26
 
 
-def test_without_the_package_a_zst_file_is_refused_in_one_line(tmp_path, monkeypatch):
-    (tmp_path / "x.txt.zst").write_bytes(packed(".zst", b"a"))
+def test_a_zst_file_without_its_package_is_a_one_line_error(tmp_path, monkeypatch):
+    (tmp_path / "x.txt.zst").write_bytes(compress(".zst", b"a"))
 
     def missing(name):
         raise ModuleNotFoundError(name=name)
@@ -104,8 +104,8 @@ def test_without_the_package_a_zst_file_is_refused_in_one_line(tmp_path, monkeyp
     assert str(error.value) == "data.path: needs the package zstandard: pip install zstandard"
 
 
-def test_a_source_tells_which_files_it_can_cut(tmp_path, suffix):
+def test_only_uncompressed_files_are_split(tmp_path, suffix):
     for name in ("a.jsonl", f"b.jsonl{suffix}"):
-        (tmp_path / name).write_bytes(packed(suffix, json.dumps({"text": "a"}).encode()))
+        (tmp_path / name).write_bytes(compress(suffix, json.dumps({"text": "a"}).encode()))
     source = open_dataset("jsonl", tmp_path)
     assert [len(list(source.spans(path, 100, 30))) for path in source.files] == [4, 1]

@@ -14,18 +14,18 @@ from trainer.data.sources import BadDocument
 TEXTS = [f"row {i} ünï" for i in range(1000)]
 
 
-def write_parquet(path, column, name="text", **more):
-    pyarrow.parquet.write_table(pa.table({"id": list(range(len(column))), name: column}), path, **more)
+def write_parquet(path, column, name="text", **options):
+    pyarrow.parquet.write_table(pa.table({"id": list(range(len(column))), name: column}), path, **options)
 
 
 @pytest.mark.parametrize("chunk_bytes", [700, 5000, 2**40])
-def test_each_row_is_read_once_however_the_file_is_cut(tmp_path, chunk_bytes):
+def test_each_row_is_read_once_in_spans_of_any_size(tmp_path, chunk_bytes):
     write_parquet(tmp_path / "x.parquet", TEXTS, row_group_size=70)
     write_parquet(tmp_path / "y.parquet", ["one more"])
     assert read("parquet", tmp_path, chunk_bytes) == [*TEXTS, "one more"]
 
 
-def test_a_piece_reads_its_own_groups_of_rows_only(tmp_path):
+def test_a_span_reads_only_its_own_row_groups(tmp_path):
     file = tmp_path / "x.parquet"
     write_parquet(file, TEXTS, row_group_size=100)
     size = os.path.getsize(file)
@@ -47,7 +47,7 @@ def test_text_of_any_arrow_type(tmp_path, kind):
     assert messages(found) == [f"{file}:3: null in column 'text'", f"{file}:5: empty"]
 
 
-def test_rows_that_are_no_documents_have_their_numbers(tmp_path):
+def test_bad_rows_are_reported_by_number(tmp_path):
     file = tmp_path / "x.parquet"
     broken = pa.Array.from_buffers(
         pa.string(), 3, [None, pa.array([0, 2, 4, 7], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xff\xfelon")]
@@ -62,23 +62,23 @@ def test_rows_that_are_no_documents_have_their_numbers(tmp_path):
     ]
 
 
-def test_a_file_that_is_no_parquet_or_damaged_is_told(tmp_path):
+def test_a_damaged_parquet_file_is_a_bad_document(tmp_path):
     file = tmp_path / "x.parquet"
-    for content in (b"", b"no parquet at all", b"PAR1" + b"\0" * 100 + b"PAR1"):
+    for content in (b"", b"not a parquet file", b"PAR1" + b"\0" * 100 + b"PAR1"):
         file.write_bytes(content)
-        (problem,) = read("parquet", file)
-        assert str(problem).startswith(f"{file}: not a parquet file, or damaged (")
+        (bad,) = read("parquet", file)
+        assert str(bad).startswith(f"{file}: not a parquet file, or damaged (")
     write_parquet(file, TEXTS, row_group_size=100, compression="zstd")
     content = bytearray(file.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 200] = b"\xff" * 200
     file.write_bytes(content)
-    *documents, problem = read("parquet", file)
-    assert isinstance(problem, BadDocument) and documents == TEXTS[: len(documents)]
-    assert "not a parquet file, or damaged (" in str(problem)
+    *documents, bad = read("parquet", file)
+    assert isinstance(bad, BadDocument) and documents == TEXTS[: len(documents)]
+    assert "not a parquet file, or damaged (" in str(bad)
 
 
 @pytest.mark.parametrize("chunk_bytes", [50, 2**40])
-def test_a_damaged_table_is_told_once_however_it_is_cut(tmp_path, chunk_bytes):
+def test_a_damaged_table_is_reported_once_in_spans_of_any_size(tmp_path, chunk_bytes):
     file = tmp_path / "x.parquet"
     file.write_bytes(b"PAR1" + b"\0" * 1000 + b"PAR1")
     assert len(messages(read("parquet", file, chunk_bytes))) == 1
@@ -90,7 +90,7 @@ def test_a_damaged_table_is_told_once_however_it_is_cut(tmp_path, chunk_bytes):
     assert len(messages(read("huggingface", tmp_path / "saved", chunk_bytes))) == 1
 
 
-def test_a_table_without_the_column_or_with_another_type_is_refused(tmp_path):
+def test_a_table_without_a_text_column_of_that_name_is_rejected(tmp_path):
     file = tmp_path / "x.parquet"
     write_parquet(file, ["a"], name="body")
     key, rule = error_of("parquet", file)
@@ -104,7 +104,7 @@ def test_a_table_without_the_column_or_with_another_type_is_refused(tmp_path):
     assert error_of("parquet", file)[1].startswith(f"column 'text' of {file} holds list<")
 
 
-def test_without_the_package_tables_are_refused_in_one_line(tmp_path, monkeypatch):
+def test_tables_without_pyarrow_are_a_one_line_error(tmp_path, monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(name=name)
 
@@ -117,7 +117,7 @@ def test_without_the_package_tables_are_refused_in_one_line(tmp_path, monkeypatc
 
 
 def save_to_disk(folder, texts, shards=1):
-    """As the package datasets does."""
+    """Write the files of the package datasets."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
     for i, name in enumerate(names):
@@ -125,11 +125,11 @@ def save_to_disk(folder, texts, shards=1):
         with pa.ipc.new_stream(folder / name, table.schema) as stream:
             stream.write_table(table, max_chunksize=100)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    (folder / "cache-of-a-map.arrow").write_bytes(b"none of the dataset's")
+    (folder / "cache-of-a-map.arrow").write_bytes(b"not a file of the dataset")
 
 
 @pytest.mark.parametrize("chunk_bytes", [700, 5000, 2**40])
-def test_a_saved_dataset_is_read_once_however_its_files_are_cut(tmp_path, chunk_bytes):
+def test_a_saved_dataset_is_read_once_in_spans_of_any_size(tmp_path, chunk_bytes):
     save_to_disk(tmp_path / "saved", TEXTS, shards=3)
     assert read("huggingface", tmp_path / "saved", chunk_bytes) == TEXTS
 
@@ -140,7 +140,10 @@ def test_a_dataset_of_several_splits_gives_the_one_that_is_set(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert read("huggingface", tmp_path) == ["a"]
     assert read("huggingface", tmp_path, split="test") == ["b"]
-    assert error_of("huggingface", tmp_path, split="dev") == ("data.split", f"{tmp_path} has the splits train, test")
+    assert error_of("huggingface", tmp_path, split="dev") == (
+        "data.split",
+        f"not a split of {tmp_path}; available: train, test",
+    )
 
 
 def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_path):
@@ -154,33 +157,33 @@ def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_pa
     assert f"{file}:{len(found) - 1}: not an Arrow stream, or damaged (" in str(found[-1])
 
 
-def test_damage_anywhere_in_a_mapped_file_is_a_problem_and_never_leads_out_of_it(tmp_path):
-    """Offsets that point beyond the file would end the process."""
+def test_damage_anywhere_in_a_mapped_file_is_a_bad_document_not_a_crash(tmp_path):
+    """Offsets that point beyond the file would crash the process."""
     save_to_disk(tmp_path / "saved", TEXTS[:300])
     file = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    whole = file.read_bytes()
+    content = file.read_bytes()
     damaged = 0
-    for at in range(0, len(whole) - 4, 52):
-        file.write_bytes(whole[:at] + b"\xff\xff\xff\x7f" + whole[at + 4 :])
+    for at in range(0, len(content) - 4, 52):
+        file.write_bytes(content[:at] + b"\xff\xff\xff\x7f" + content[at + 4 :])
         try:
-            problems = messages(read("huggingface", tmp_path / "saved"))
+            reasons = messages(read("huggingface", tmp_path / "saved"))
         except ConfigError as error:
-            assert error.key == "data.text_field", "what is damaged is the name or the type of the column"
+            assert error.key == "data.text_field", "the damage is in the name or the type of the column"
         else:
-            damaged += "not an Arrow stream, or damaged (" in "".join(problems)
+            damaged += "not an Arrow stream, or damaged (" in "".join(reasons)
     assert damaged > 20
-    file.write_bytes(whole)
+    file.write_bytes(content)
     assert read("huggingface", tmp_path / "saved") == TEXTS[:300]
 
 
-def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
-    no_state = f"{tmp_path} is no dataset that save_to_disk of datasets wrote: it has no state.json"
+def test_a_folder_without_a_dataset_is_rejected(tmp_path):
+    no_state = f"{tmp_path} was not written by datasets' save_to_disk: it has no state.json"
     assert error_of("huggingface", tmp_path) == ("data.path", no_state)
     state = tmp_path / "state.json"
     for content, rule in {
-        "{": f"{state} is no JSON object",
-        "{}": f"{state} names no files of the dataset",
-        '{"_data_files": [{"filename": "../../etc/passwd"}]}': f"{state} names no files of the dataset",
+        "{": f"{state} is not a JSON object",
+        "{}": f"{state} does not list the dataset's files",
+        '{"_data_files": [{"filename": "../../etc/passwd"}]}': f"{state} does not list the dataset's files",
         '{"_data_files": [{"filename": "a.arrow"}]}': f"{tmp_path}/a.arrow is missing",
     }.items():
         state.write_text(content)
@@ -189,7 +192,7 @@ def test_a_folder_that_is_no_dataset_is_refused(tmp_path):
 
 
 class Datasets:
-    """Stands for the package: it knows one dataset."""
+    """A stand-in for the package, with one dataset."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -201,7 +204,7 @@ class Datasets:
         return self
 
 
-def test_a_name_is_looked_up_by_the_package_datasets(tmp_path, monkeypatch):
+def test_a_dataset_name_is_loaded_by_the_package_datasets(tmp_path, monkeypatch):
     save_to_disk(tmp_path / "cache", TEXTS)
     require_package = packages.require_package
     package = Datasets(tmp_path / "cache")
@@ -210,16 +213,16 @@ def test_a_name_is_looked_up_by_the_package_datasets(tmp_path, monkeypatch):
         lambda name, key: package if name == "datasets" else require_package(name, key),
     )
     assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS
-    rule = "no folder, and the package datasets does not find it: Couldn't find user/other on the Hub"
+    rule = "not a folder, and the package datasets cannot load it: Couldn't find user/other on the Hub"
     assert error_of("huggingface", "user/other") == ("data.path", rule)
-    rule = "names a part of a split, or several; its files hold all of it"
+    rule = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
     assert error_of("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", rule)
     package.cache_files = []
-    rule = "the package datasets keeps it in memory only; save_to_disk it, and name the folder"
+    rule = "the package datasets holds it only in memory: write it with save_to_disk and name that folder"
     assert error_of("huggingface", "user/name", subset="en", split="validation") == ("data.path", rule)
 
 
-def test_what_the_package_datasets_writes_is_read(tmp_path):
+def test_a_dataset_written_by_the_package_datasets_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict({"train": dataset, "test": dataset.select([5])}).save_to_disk(

@@ -14,7 +14,7 @@ from trainer.data.sources.source import InvalidDocument, Span
 from trainer.data.tokenizer.backends import load_tokenizer
 
 
-def test_the_standard_library_is_there_without_what_was_installed():
+def test_the_standard_library_excludes_installed_packages():
     source = open_source(DataConfig(), load_tokenizer(TokenizerConfig()))
     root = Path(sysconfig.get_path("stdlib"))
     names = {Path(p).relative_to(root).as_posix() for p in source.files}
@@ -25,7 +25,7 @@ def test_the_standard_library_is_there_without_what_was_installed():
 
 TEXTS = {
     b"plain": "plain",
-    b"\xef\xbb\xbfwith a mark of byte order": "with a mark of byte order",
+    b"\xef\xbb\xbfwith a BOM": "with a BOM",
     b"zeros \x00 are text": "zeros \x00 are text",
     b"\n": "\n",
     b"": "FILE: empty",
@@ -38,7 +38,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("content", TEXTS, ids=lambda c: ascii(c[:12]))
-def test_a_text_file_is_a_document_or_a_problem(tmp_path, content):
+def test_a_text_file_is_a_document_or_a_bad_document(tmp_path, content):
     file = tmp_path / "x.txt"
     file.write_bytes(content)
     found = read("text", file, max_document_bytes=100)
@@ -58,14 +58,14 @@ LINES = {
     b'{"body": "b"}': "no field 'text'",
     b"[1]": "expected an object, found a list",
     b"null": "expected an object, found null",
-    b'"text"': "expected an object, found text",
-    b'{"text": 5}': "field 'text' holds a number, not text",
-    b'{"text": null}': "field 'text' holds null, not text",
-    b'{"text": ["a"]}': "field 'text' holds a list, not text",
-    b'{"text": true}': "field 'text' holds true or false, not text",
-    b'{"text": {"text": "a"}}': "field 'text' holds an object, not text",
+    b'"text"': "expected an object, found a string",
+    b'{"text": 5}': "field 'text' is a number, not a string",
+    b'{"text": null}': "field 'text' is null, not a string",
+    b'{"text": ["a"]}': "field 'text' is a list, not a string",
+    b'{"text": true}': "field 'text' is a boolean, not a string",
+    b'{"text": {"text": "a"}}': "field 'text' is an object, not a string",
     b'{"text": "\xff"}': "not UTF-8 text (byte 10 of the line)",
-    b'{"text": "\\ud800"}': "holds half of a surrogate pair",
+    b'{"text": "\\ud800"}': "contains an unpaired surrogate",
     b'{"text": ""}': "empty",
     b'{"text": "' + b"x" * 200_000 + b'"}': "longer than data.max_document_bytes = 150000",
 }
@@ -73,7 +73,7 @@ LINES = {
 
 @pytest.mark.parametrize("chunk_bytes", [2**40, 64])
 @pytest.mark.parametrize("line", LINES, ids=lambda c: ascii(c[:24]))
-def test_a_line_is_a_document_or_a_problem_with_its_number(tmp_path, line, chunk_bytes):
+def test_a_line_is_a_document_or_a_bad_document_with_its_number(tmp_path, line, chunk_bytes):
     file = tmp_path / "x.jsonl"
     before, after = b'{"text": "before"}\n\n  \n', b'\n{"text": "after"}'
     file.write_bytes(before + line + after)
@@ -83,14 +83,14 @@ def test_a_line_is_a_document_or_a_problem_with_its_number(tmp_path, line, chunk
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 30, 1000, 2**40])
-def test_each_json_line_is_read_once_however_the_file_is_cut(tmp_path, chunk_bytes):
+def test_each_json_line_is_read_once_in_spans_of_any_size(tmp_path, chunk_bytes):
     texts = ["one", "two\nlines", "ünï", "long " * 20, "last"]
     (tmp_path / "x.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": t}) for t in texts))
     assert read("jsonl", tmp_path, chunk_bytes) == texts
 
 
 @pytest.mark.parametrize("chunk_bytes", [50, 333, 2**40])
-def test_problems_have_the_numbers_of_their_lines_in_any_piece(tmp_path, chunk_bytes):
+def test_bad_documents_have_their_line_numbers_in_spans_of_any_size(tmp_path, chunk_bytes):
     file = tmp_path / "x.jsonl"
     lines = [f'{{"text": "{i}"}}' if i % 7 else "{" for i in range(1, 100)]
     file.write_text("\n".join(lines))
@@ -98,7 +98,7 @@ def test_problems_have_the_numbers_of_their_lines_in_any_piece(tmp_path, chunk_b
     assert [line.partition(": Expecting")[0] for line in messages(read("jsonl", file, chunk_bytes))] == expected
 
 
-def test_a_line_of_50_mb_is_left_out_and_never_held_whole(tmp_path):
+def test_a_line_of_50_mb_is_skipped_without_loading_it(tmp_path):
     file = tmp_path / "x.jsonl"
     with file.open("wb") as out:
         out.write(b'{"text": "before"}\n{"text": "')
@@ -115,20 +115,20 @@ def test_a_line_of_50_mb_is_left_out_and_never_held_whole(tmp_path):
     assert peak < 2**23
 
 
-def test_another_field_can_hold_the_text(tmp_path):
+def test_the_text_field_can_be_chosen(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"body": "b"}\n')
     assert read("jsonl", tmp_path, text_field="body") == ["b"]
 
 
-def test_a_document_of_which_nothing_can_be_made_has_its_line_too(tmp_path):
+def test_a_document_rejected_by_the_transform_has_its_line_number(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text('\n{"text": "a"}\n{"text": "b"}\n')
 
-    def refuse_b(document):
+    def reject_b(document):
         if document == "b":
             raise InvalidDocument("no b here")
         return document.upper()
 
-    found = list(open_dataset("jsonl", file).read(Span(str(file), 0, 2**40), refuse_b))
+    found = list(open_dataset("jsonl", file).read(Span(str(file), 0, 2**40), reject_b))
     assert found[0] == "A"
     assert messages(found) == [f"{file}:3: no b here"]

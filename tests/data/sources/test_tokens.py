@@ -1,4 +1,4 @@
-"""Files of tokens. The default tokenizer has 2048, and 1793 ends a text."""
+"""Token files. The default tokenizer has 2048 tokens, and 1793 is EOS."""
 
 import struct
 
@@ -13,24 +13,24 @@ DOCUMENTS = [[5, 6, EOS], [7, EOS], [EOS], [*range(200), EOS], [8, 9]]
 CHUNK_SIZES = [2, 6, 50, 2**40]
 
 
-def lists(found):
-    return [f.tolist() if isinstance(f, np.ndarray) else str(f) for f in found]
+def lists(documents):
+    return [f.tolist() if isinstance(f, np.ndarray) else str(f) for f in documents]
 
 
-def write_index(path, lengths, bounds=None, version=1, kind=8, item=2):
+def write_index(path, lengths, boundaries=None, version=1, code=8, item=2):
     pointers = np.cumsum([0, *lengths])[:-1] * item
-    bounds = range(len(lengths) + 1) if bounds is None else bounds
+    boundaries = range(len(lengths) + 1) if boundaries is None else boundaries
     path.write_bytes(
-        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", version, kind, len(lengths), len(bounds))
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", version, code, len(lengths), len(boundaries))
         + np.array(lengths, "<i4").tobytes()
         + np.array(pointers, "<i8").tobytes()
-        + np.array(bounds, "<i8").tobytes()
+        + np.array(boundaries, "<i8").tobytes()
     )
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_raw_file_is_cut_behind_each_end_of_text_however_it_is_read(tmp_path, chunk_bytes, dtype):
+def test_a_raw_file_is_split_after_each_eos_in_spans_of_any_size(tmp_path, chunk_bytes, dtype):
     np.array(ROW, dtype).tofile(tmp_path / "x.bin")
     assert lists(read("tokens", tmp_path / "x.bin", chunk_bytes, token_dtype=dtype)) == DOCUMENTS
     np.array([*ROW, EOS], dtype).tofile(tmp_path / "x.bin")
@@ -39,37 +39,37 @@ def test_a_raw_file_is_cut_behind_each_end_of_text_however_it_is_read(tmp_path, 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
-def test_the_head_of_llm_c_is_no_tokens(tmp_path, chunk_bytes, magic, version, dtype):
-    head = np.zeros(256, "<i4")
-    head[:3] = magic, version, len(ROW)
+def test_the_header_of_llm_c_is_not_read_as_tokens(tmp_path, chunk_bytes, magic, version, dtype):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ROW)
     file = tmp_path / "x.bin"
-    file.write_bytes(head.tobytes() + np.array(ROW, dtype).tobytes())
+    file.write_bytes(header.tobytes() + np.array(ROW, dtype).tobytes())
     assert lists(read("tokens", file, chunk_bytes)) == DOCUMENTS
-    file.write_bytes(head.tobytes() + np.array(ROW[:-1], dtype).tobytes())
-    assert error_of("tokens", file) == ("data.path", f"{file}: has 208 tokens of the 209 that its head names")
+    file.write_bytes(header.tobytes() + np.array(ROW[:-1], dtype).tobytes())
+    assert error_of("tokens", file) == ("data.path", f"{file}: holds 208 tokens, but its header states 209")
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">u2", "|u1"])
-def test_an_npy_file_is_cut_likewise(tmp_path, chunk_bytes, dtype):
+def test_an_npy_file_is_split_after_each_eos(tmp_path, chunk_bytes, dtype):
     row, documents = (ROW, DOCUMENTS) if dtype != "|u1" else ([*range(200)], [[*range(200)]])
     np.save(tmp_path / "x.npy", np.array(row, dtype))
     assert lists(read("tokens", tmp_path, chunk_bytes)) == documents
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
-@pytest.mark.parametrize(("dtype", "kind"), [("<u2", 8), ("<i4", 4)])
-def test_megatrons_documents_end_where_its_index_says(tmp_path, chunk_bytes, dtype, kind):
-    """Documents of one, two and no sequences, and one without tokens."""
+@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4)])
+def test_megatron_documents_end_where_the_index_says(tmp_path, chunk_bytes, dtype, code):
+    """The documents have one, two, zero and one sequences; one sequence has no tokens."""
     np.array(ROW, dtype).tofile(tmp_path / "x.bin")
-    write_index(tmp_path / "x.idx", [100, 50, 40, 0, 19], [0, 1, 3, 3, 4, 5], kind=kind, item=np.dtype(dtype).itemsize)
+    write_index(tmp_path / "x.idx", [100, 50, 40, 0, 19], [0, 1, 3, 3, 4, 5], code=code, item=np.dtype(dtype).itemsize)
     found = lists(read("tokens", tmp_path / "x.bin", chunk_bytes))
     empty = [f"{tmp_path}/x.bin:{n}: empty" for n in (3, 4)]
     assert found == [ROW[:100], ROW[100:190], *empty, ROW[190:]]
     assert open_dataset("tokens", tmp_path / "x.bin").auxiliary_files == (str(tmp_path / "x.idx"),)
 
 
-def test_megatrons_last_document_may_be_empty(tmp_path):
+def test_the_last_megatron_document_may_be_empty(tmp_path):
     np.array(ROW, "<u2").tofile(tmp_path / "x.bin")
     write_index(tmp_path / "x.idx", [len(ROW), 0])
     for chunk_bytes in CHUNK_SIZES:
@@ -83,65 +83,65 @@ def test_an_index_with_a_mode_for_each_sequence_is_read(tmp_path):
     assert lists(read("tokens", tmp_path / "x.bin")) == [ROW[:200], ROW[200:]]
 
 
-def test_indices_that_do_not_fit_are_refused(tmp_path):
+def test_an_inconsistent_index_is_rejected(tmp_path):
     file, idx = tmp_path / "x.bin", tmp_path / "x.idx"
     np.array(ROW, "<u2").tofile(file)
     idx.write_bytes(b"MMIDIDX")
     assert error_of("tokens", file) == ("data.path", f"{idx}: not a Megatron index")
     idx.write_bytes(b"TNTIDX\0\0" + b"\0" * 100)
     assert error_of("tokens", file) == ("data.path", f"{idx}: not a Megatron index")
-    for version, kind in ((2, 8), (1, 7)):
-        write_index(idx, [209], version=version, kind=kind)
-        rule = f"{idx}: a Megatron index of version {version} and type {kind}, which holds no tokens"
+    for version, code in ((2, 8), (1, 7)):
+        write_index(idx, [209], version=version, code=code)
+        rule = f"{idx}: a Megatron index of version {version} and type {code}; expected 1 and an integer type"
         assert error_of("tokens", file) == ("data.path", rule)
     write_index(idx, [209])
     idx.write_bytes(idx.read_bytes()[:-1])
-    assert error_of("tokens", file) == ("data.path", f"{idx}: has 61 bytes, which 1 sequences and 2 bounds do not make")
+    assert error_of("tokens", file) == ("data.path", f"{idx}: 1 sequences and 2 boundaries need 62 bytes, not 61")
     write_index(idx, [200])
-    assert error_of("tokens", file) == ("data.path", f"{file}: has 418 bytes, but its index tells of 400")
+    assert error_of("tokens", file) == ("data.path", f"{file}: has 418 bytes, but its index describes 400")
     write_index(idx, [-1, 210])
-    assert error_of("tokens", file)[1] == f"{file}: has 418 bytes, but its index tells of 418"
-    for bounds in ([0, 1], [0, 2, 1, 2], [1, 2], []):
-        write_index(idx, [200, 9], bounds)
+    assert error_of("tokens", file) == ("data.path", f"{file}: the sequences in its index are not contiguous")
+    for boundaries in ([0, 1], [0, 2, 1, 2], [1, 2], []):
+        write_index(idx, [200, 9], boundaries)
         rule = f"{file}: the documents in its index do not cover its 2 sequences"
         assert error_of("tokens", file) == ("data.path", rule)
     idx.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**60, 2**60))
-    assert error_of("tokens", file)[1].startswith(f"{idx}: has 34 bytes, which {2**60} sequences")
+    assert error_of("tokens", file)[1].startswith(f"{idx}: {2**60} sequences and {2**60} boundaries need ")
 
 
-def test_truncated_files_are_refused(tmp_path):
+def test_truncated_files_are_rejected(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u2").tofile(file)
     file.write_bytes(file.read_bytes()[:-1])
-    rule = f"{file}: 417 bytes of tokens are no multiple of 2: truncated, or not uint16"
+    rule = f"{file}: 417 bytes of tokens are not a multiple of 2: truncated, or not uint16"
     assert error_of("tokens", file) == ("data.path", rule)
     npy = tmp_path / "x.npy"
     np.save(npy, np.array(ROW, "<u2"))
     npy.write_bytes(npy.read_bytes()[:-1])
-    assert error_of("tokens", npy) == ("data.path", f"{npy}: has 417 bytes of tokens of 418")
+    assert error_of("tokens", npy) == ("data.path", f"{npy}: expected 418 bytes of tokens, found 417")
 
 
-def test_tokens_that_the_tokenizer_has_not_are_refused_with_their_place(tmp_path):
+def test_tokens_outside_the_vocabulary_are_rejected_with_their_offset(tmp_path):
     file = tmp_path / "x.bin"
     np.array([*ROW, 2048], "<u2").tofile(file)
-    rule = f"{file}: token 2048 at byte 418 is none of the tokenizer's 2048 (read as uint16)"
+    rule = f"{file}: token 2048 at byte 418 (read as uint16) is outside the tokenizer's vocabulary of 2048"
     assert error_of("tokens", file) == ("data.path", rule)
     np.save(tmp_path / "x.npy", np.array([5, -1, 5], "<i4"))
-    rule = f"{tmp_path}/x.npy: token -1 at byte 132 is none of the tokenizer's 2048 (read as int32)"
+    rule = f"{tmp_path}/x.npy: token -1 at byte 132 (read as int32) is outside the tokenizer's vocabulary of 2048"
     assert error_of("tokens", tmp_path / "x.npy") == ("data.path", rule)
 
 
-def test_a_raw_file_of_another_width_is_refused(tmp_path):
+def test_a_raw_file_of_another_width_is_rejected(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u4").tofile(file)
-    rule = f"{file}: every second number is 0 or less: it holds uint32"
+    rule = f"{file}: looks like uint32 data (every second uint16 is at most 0)"
     assert error_of("tokens", file) == ("data.token_dtype", rule)
     np.array(ROW[:-1], "<u2").tofile(file)
-    rule = f"{file}: token 393221 at byte 0 is none of the tokenizer's 2048 (read as uint32)"
+    rule = f"{file}: token 393221 at byte 0 (read as uint32) is outside the tokenizer's vocabulary of 2048"
     assert error_of("tokens", file, token_dtype="uint32") == ("data.path", rule)
 
 
-def test_npy_files_that_hold_no_row_of_tokens_are_refused(tmp_path):
+def test_npy_files_without_a_row_of_tokens_are_rejected(tmp_path):
     file = tmp_path / "x.npy"
     np.save(file, np.zeros(3))
     found = f"{file}: expected one row of integers, found"
@@ -153,7 +153,7 @@ def test_npy_files_that_hold_no_row_of_tokens_are_refused(tmp_path):
     for content in (
         b"",
         b"\x93NUMPY\x01",
-        b"nothing of it",
+        b"something else",
         b"\x93NUMPY\x09\x00" + b"\0" * 100,
         b"\x93NUMPY\x01\x00\x06\x00((((((",
     ):
@@ -161,21 +161,21 @@ def test_npy_files_that_hold_no_row_of_tokens_are_refused(tmp_path):
         assert error_of("tokens", file) == ("data.path", f"{file}: not a .npy file")
 
 
-def test_documents_that_are_too_long_are_told_with_their_place(tmp_path):
+def test_documents_that_are_too_long_are_reported_with_their_offset(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u2").tofile(file)
-    found = read("tokens", file, max_document_bytes=100)
-    assert messages(found) == [f"{file}: the document at byte 12 is longer than data.max_document_bytes = 100"]
-    assert len(found) == 5
+    documents = read("tokens", file, max_document_bytes=100)
+    assert messages(documents) == [f"{file}: the document at byte 12 is longer than data.max_document_bytes = 100"]
+    assert len(documents) == 5
 
 
-def test_only_files_of_tokens_may_be_named(tmp_path):
+def test_only_token_files_may_be_named(tmp_path):
     (tmp_path / "x.idx").touch()
     rule = f"{tmp_path}/x.idx: expected the name of a .bin or .npy file"
     assert error_of("tokens", tmp_path / "x.idx") == ("data.path", rule)
 
 
-def test_an_empty_file_of_tokens_holds_no_documents(tmp_path):
+def test_an_empty_token_file_holds_no_documents(tmp_path):
     (tmp_path / "x.bin").touch()
     np.save(tmp_path / "y.npy", np.zeros(0, "<u2"))
     assert read("tokens", tmp_path) == []

@@ -1,4 +1,4 @@
-"""Readers of documents. A source is a list of files and a way to read a piece of one."""
+"""Readers of documents. A source is a list of files and a function that reads a span of one file."""
 
 from collections.abc import Callable
 
@@ -21,5 +21,8 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> Source:
-    """tokenizer: whose tokens a file of tokens holds. Raises ConfigError where there is nothing to read."""
+    """Return the source of one dataset. Raises ConfigError when no file matches or a file has the wrong format.
+
+    tokenizer: the one that produced the tokens of a token file.
+    """
     return DATASETS[config.dataset](config, tokenizer)

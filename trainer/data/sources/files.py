@@ -1,4 +1,4 @@
-"""Which files a path names: a file, a folder, a glob pattern, or a list of these."""
+"""Resolution of data.path: a file, a folder, a glob pattern, or a manifest that lists these."""
 
 import glob
 import itertools
@@ -13,61 +13,66 @@ MANIFEST = ".manifest"
 
 
 def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    return suffixes + tuple(suffix + packed for packed in COMPRESSED for suffix in suffixes)
+    return suffixes + tuple(suffix + compressed for compressed in COMPRESSED for suffix in suffixes)
 
 
-def matching(path: str, suffixes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Root and files of data.path, in order. suffixes: of the files that a folder is searched through for. Raises
-    ConfigError where there are none."""
-    root, files = _listed(path, suffixes) if path.endswith(MANIFEST) else _matching(path, suffixes)
+def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return the root folder and the sorted files of data.path. Raises ConfigError when there are none.
+
+    suffixes: only files with one of them are taken from folders.
+    """
+    root, files = _from_manifest(path, suffixes) if path.endswith(MANIFEST) else _find(path, suffixes)
     if not files:
         raise ConfigError("data.path", f"holds no file ending in {' or '.join(suffixes)}")
     return root, tuple(sorted(files))
 
 
-def _matching(path: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
+def _find(path: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
     if os.path.isdir(path):
         root, files = path, (file for file in _walk(path) if file.endswith(suffixes))
     elif os.path.isfile(path):
         root, files = os.path.dirname(path), iter([path])
     else:
-        # The folders before the first wildcard.
-        fixed = itertools.takewhile(lambda part: not glob.has_magic(part), os.path.dirname(path).split("/"))
+        # The root consists of the folders before the first wildcard.
+        fixed = itertools.takewhile(lambda name: not glob.has_magic(name), os.path.dirname(path).split("/"))
         root, files = "/".join(fixed) or ("/" if path.startswith("/") else ""), glob.iglob(path, recursive=True)
     return root, [file for file in files if os.path.isfile(file)]
 
 
 def _walk(folder: str) -> Iterator[str]:
-    for root, _, names in os.walk(folder, onerror=_unreadable):
+    for root, _, names in os.walk(folder, onerror=_raise_unreadable):
         for path in (os.path.join(root, name) for name in names):
             if os.path.islink(path) and not os.path.exists(path):
-                raise ConfigError("data.path", f"{path} is a link to nothing")
+                raise ConfigError("data.path", f"{path} is a broken link")
             yield path
 
 
-def _unreadable(error: OSError) -> NoReturn:
+def _raise_unreadable(error: OSError) -> NoReturn:
     raise ConfigError("data.path", f"{error.filename} cannot be read ({error.strerror})")
 
 
-def _listed(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Of a file with a path or pattern on each line, relative to its own folder; lines that begin with # say nothing."""
+def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
+    """Return the common folder and the files of a manifest.
+
+    Each line holds a path or pattern, relative to the manifest's folder. Lines that begin with # are comments.
+    """
     try:
         with open(manifest, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError("data.path", f"{manifest}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        _unreadable(error)
-    named: dict[str, int] = {}
+        _raise_unreadable(error)
+    listed: dict[str, int] = {}  # file -> line
     for number, line in enumerate(lines, start=1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
             continue
-        _, files = _matching(os.path.join(os.path.dirname(manifest), entry), suffixes)
+        _, files = _find(os.path.join(os.path.dirname(manifest), entry), suffixes)
         if not files:
-            raise ConfigError("data.path", f"{manifest}:{number}: {entry} names no file")
+            raise ConfigError("data.path", f"{manifest}:{number}: {entry} matches no file")
         for name in map(os.path.abspath, files):
-            if name in named:
-                raise ConfigError("data.path", f"{manifest}:{number}: {name} is named in line {named[name]} too")
-            named[name] = number
-    return os.path.commonpath([os.path.dirname(name) for name in named]) if named else "", list(named)
+            if name in listed:
+                raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed in line {listed[name]}")
+            listed[name] = number
+    return os.path.commonpath([os.path.dirname(name) for name in listed]) if listed else "", list(listed)

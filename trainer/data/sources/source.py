@@ -1,4 +1,4 @@
-"""What a source of documents is."""
+"""The interface between files of documents and preparation."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,13 +12,12 @@ from trainer.data.sources.streams import is_compressed
 T = TypeVar("T")
 
 Document = str | np.ndarray | dict[str, Any]
-"""Text, tokens as they are, or the fields of a record; one kind for all of a source."""
+"""Text, tokens, or the fields of a record. All documents of a source have the same type."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a file that can be read without the rest: bytes [start, stop). A document belongs to the span in which it
-    begins."""
+    """Bytes [start, stop) of a file, readable on their own. A document belongs to the span in which it begins."""
 
     path: str
     start: int
@@ -31,7 +30,7 @@ class BadDocument:
 
     file: str
     line: int
-    """Line of a text, row of a table, document of an index, counted from 1; 0: the file as a whole."""
+    """Line of a text, row of a table or document of an index, counted from 1. 0 means the entire file."""
     reason: str
 
     def __str__(self) -> str:
@@ -39,38 +38,40 @@ class BadDocument:
 
 
 class InvalidDocument(Exception):
-    """A record that holds no document, or a document of which nothing can be made: the reason."""
+    """The reason why a record does not hold a usable document."""
 
 
 class Reader(Protocol):
-    def __call__(self, span: Span, take: Callable[[Any], T]) -> Iterator[T | BadDocument]:
-        """What take makes of the documents of a span, in order; none of them is empty. Where take raises InvalidDocument, that is the
-        document's problem. Raises ConfigError for what no other document can make good."""
+    def __call__(self, span: Span, transform: Callable[[Any], T]) -> Iterator[T | BadDocument]:
+        """Yield transform(document) for each document of a span, in order. Documents are never empty.
+
+        An InvalidDocument raised by `transform` is yielded as a BadDocument. Raises ConfigError when the fault concerns more
+        than one document, such as a missing column.
+        """
 
 
 @dataclass(frozen=True)
 class Source:
-    """It travels to worker processes."""
+    """The files of a dataset. Picklable, since worker processes receive it."""
 
     root: str
-    """What the names of the files are relative to."""
+    """Folder to which file names are relative."""
     files: tuple[str, ...]
-    """In an order that does not depend on the machine. Not Path: there may be millions."""
+    """Sorted, so that all nodes agree. Strings rather than Paths, since there may be millions."""
     splittable: bool
-    """Whether a span may be less than a file."""
+    """Whether uncompressed files can be split into several spans."""
     read: Reader
     auxiliary_files: tuple[str, ...] = ()
-    """Files that belong to the content, but are not read by themselves."""
+    """Files that belong to the content but hold no documents themselves, such as an index."""
 
-    def spans(self, path: str, size: int, step: int) -> Iterator[Span]:
-        """The file, of size bytes, in pieces of at most step bytes, or in one where it cannot be cut."""
+    def spans(self, path: str, num_bytes: int, chunk_bytes: int) -> Iterator[Span]:
+        """Split a file of num_bytes into spans of at most chunk_bytes, or into a single span if it cannot be split."""
         if not self.splittable or is_compressed(path):
-            step = max(size, 1)
-        for start in range(0, max(size, 1), step):  # an empty file too, so that it is counted
-            yield Span(path, start, min(start + step, size))
+            chunk_bytes = max(num_bytes, 1)
+        for start in range(0, max(num_bytes, 1), chunk_bytes):  # an empty file has one span, so that it is counted
+            yield Span(path, start, min(start + chunk_bytes, num_bytes))
 
     def documents(self) -> Iterator[Document | BadDocument]:
-        """Of all files."""
         for path in self.files:
             yield from self.read(Span(path, 0, os.path.getsize(path)), lambda document: document)
 

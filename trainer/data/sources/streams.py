@@ -1,4 +1,4 @@
-"""Files as streams of bytes, compressed ones too, in bounded memory."""
+"""Files as streams of bytes, decompressed in bounded memory."""
 
 import io
 import zlib
@@ -8,12 +8,12 @@ from typing import Any, BinaryIO
 from trainer.config.packages import require_package
 
 COMPRESSED = (".gz", ".zst")
-_BLOCK = 2048
-"""Compressed bytes that are unpacked at a time. zstd can make 32,000 of one, so a few dozen MiB come out at the most."""
+_READ_BYTES = 2048
+"""Compressed bytes that are decompressed at a time. One byte of zstd can become 32,000, so this yields at most 64 MiB."""
 
 
 class BrokenStream(Exception):
-    """What is wrong with a compressed file."""
+    """The reason why a compressed file cannot be read."""
 
 
 def is_compressed(path: str) -> bool:
@@ -21,53 +21,53 @@ def is_compressed(path: str) -> bool:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """The content, unpacked. Reading raises BrokenStream. Raises ConfigError where the package for it is missing."""
+    """Open a file, decompressed. Reading raises BrokenStream. Raises ConfigError when the package it needs is missing."""
     if path.endswith(".gz"):
-        return io.BufferedReader(_Unpacked(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
+        return io.BufferedReader(_Decompressor(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
     if path.endswith(".zst"):
         zstandard = require_package("zstandard", "data.path")
-        new = zstandard.ZstdDecompressor().decompressobj
-        return io.BufferedReader(_Unpacked(path, "zstd", new, zstandard.ZstdError))
+        new_stream = zstandard.ZstdDecompressor().decompressobj
+        return io.BufferedReader(_Decompressor(path, "zstd", new_stream, zstandard.ZstdError))
     return open(path, "rb")
 
 
-class _Unpacked(io.RawIOBase):
-    """One compressed stream after the other, to the end of the file."""
+class _Decompressor(io.RawIOBase):
+    """The concatenated content of all compressed streams of a file."""
 
-    def __init__(self, path: str, kind: str, new: Callable[[], Any], error: type[Exception]):
-        self._file = open(path, "rb")  # noqa: SIM115  closed with this
-        self._kind, self._new, self._error = kind, new, error
-        self._stream = new()
-        self._begun = True  # of the stream: an empty file is none
+    def __init__(self, path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]):
+        self._file = open(path, "rb")  # noqa: SIM115  closed with this object
+        self._format, self._new_stream, self._error = format, new_stream, error
+        self._stream = new_stream()
+        self._in_stream = True  # at the start too: an empty file is truncated
         self._out = memoryview(b"")
-        self._packed = b""
+        self._compressed = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._out:
-            packed = self._packed or self._file.read(_BLOCK)
-            if not packed:
-                if self._begun:
-                    raise BrokenStream(f"its {self._kind} data ends too early")
+            compressed = self._compressed or self._file.read(_READ_BYTES)
+            if not compressed:
+                if self._in_stream:
+                    raise BrokenStream(f"the {self._format} data is truncated")
                 return 0
-            self._unpack(packed)
+            self._decompress(compressed)
         count = min(len(buffer), len(self._out))
         buffer[:count] = self._out[:count]
         self._out = self._out[count:]
         return count
 
-    def _unpack(self, packed: bytes) -> None:
+    def _decompress(self, compressed: bytes) -> None:
         try:
-            self._out = memoryview(self._stream.decompress(packed))
+            self._out = memoryview(self._stream.decompress(compressed))
         except self._error:
-            raise BrokenStream(f"not {self._kind} data, or damaged") from None
-        self._packed, self._begun = b"", True
+            raise BrokenStream(f"not {self._format} data, or damaged") from None
+        self._compressed, self._in_stream = b"", True
         if self._stream.eof:
-            # Zeros at the end fill a tape's block; anything else is another stream.
-            self._packed = self._stream.unused_data.lstrip(b"\0")
-            self._stream, self._begun = self._new(), bool(self._packed)
+            # Trailing zeros are padding, as tape drives write it. Anything else starts another stream.
+            self._compressed = self._stream.unused_data.lstrip(b"\0")
+            self._stream, self._in_stream = self._new_stream(), bool(self._compressed)
 
     def close(self) -> None:
         self._file.close()

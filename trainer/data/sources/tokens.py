@@ -1,4 +1,4 @@
-"""Documents from files of tokens that others have made: raw .bin (nanoGPT, llm.c), Megatron's .bin with .idx, and .npy."""
+"""Documents of token files from other tools: raw .bin (nanoGPT, llm.c), Megatron's .bin with .idx, and .npy."""
 
 import bisect
 import os
@@ -10,94 +10,93 @@ from typing import TypeVar
 import numpy as np
 
 from trainer.config import ConfigError, DataConfig
-from trainer.data.sources.files import matching
+from trainer.data.sources.files import find_files
 from trainer.data.sources.source import BadDocument, Source, Span, too_long
 from trainer.data.tokenizer.protocol import Tokenizer
 
 T = TypeVar("T")
 
-_BLOCK = 2**20
-"""Tokens that are looked at together."""
+_CHUNK_TOKENS = 2**20
+"""Tokens that are searched for EOS at a time."""
 
-# What Megatron's .idx begins with, and its numbers of types; 6 and 7 are of fractions.
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
-_IDX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, document bounds
-_IDX_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_IDX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, number of sequences, number of document boundaries
+_IDX_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point types
 
-# What llm.c's .bin begins with: (magic, version) -> type. 256 numbers, the third the count of tokens.
+# (magic, version) -> type of the tokens. The header has 256 integers. The third is the number of tokens.
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-_LLM_C_BYTES = 1024
+_LLM_C_HEADER_BYTES = 1024
 
 
-def _refuse(rule: str) -> ConfigError:
-    return ConfigError("data.path", rule)
+def _error(message: str) -> ConfigError:
+    return ConfigError("data.path", message)
 
 
 @dataclass(frozen=True)
 class _Index:
-    """Of Megatron: documents are made of sequences."""
+    """Megatron's index: a document consists of sequences."""
 
     lengths: np.ndarray
     """(sequences,) tokens"""
     pointers: np.ndarray
-    """(sequences,) first byte of each in the .bin"""
-    bounds: np.ndarray
-    """(documents + 1,) first sequence of each document, and the end of the last"""
+    """(sequences,) offset of each sequence in the .bin, in bytes"""
+    boundaries: np.ndarray
+    """(documents + 1,) first sequence of each document, and the number of sequences"""
 
-    def begin(self, document: int) -> int:
-        """First byte of a document; of the one behind the last, the end of the file."""
-        sequence = int(self.bounds[document])
+    def start(self, document: int) -> int:
+        """Return the offset of a document in bytes, or a value beyond any file if no sequence follows."""
+        sequence = int(self.boundaries[document])
         return int(self.pointers[sequence]) if sequence < len(self.pointers) else 2**63
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _TokenFile:
     tokens: np.ndarray
-    """(tokens,), mapped"""
+    """(tokens,), memory-mapped"""
     start: int
-    """Byte of the first token."""
+    """Offset of the first token in bytes."""
     index: _Index | None
 
-    def place(self, byte: int) -> int:
-        """Number of the first token that begins at this byte or later."""
+    def token_at(self, byte: int) -> int:
+        """Return the index of the first token that begins at this byte or later."""
         return min(max(-((self.start - byte) // self.tokens.itemsize), 0), len(self.tokens))
+
+    def byte_of(self, token: int) -> int:
+        return self.start + token * self.tokens.itemsize
 
 
 def _map(path: str, dtype: str, start: int) -> np.ndarray:
-    """The rest of a file from byte `start` on."""
-    size, item = os.path.getsize(path) - start, np.dtype(dtype).itemsize
-    if size % item:
-        raise _refuse(f"{path}: {size} bytes of tokens are no multiple of {item}: truncated, or not {_name(dtype)}")
-    return np.memmap(path, dtype, "r", start, (size // item,)) if size else np.empty(0, dtype)
+    """Map a file from byte `start` to its end."""
+    num_bytes, item = os.path.getsize(path) - start, np.dtype(dtype).itemsize
+    if num_bytes % item:
+        name = np.dtype(dtype).name
+        raise _error(f"{path}: {num_bytes} bytes of tokens are not a multiple of {item}: truncated, or not {name}")
+    return np.memmap(path, dtype, "r", start, (num_bytes // item,)) if num_bytes else np.empty(0, dtype)
 
 
-def _name(dtype: str) -> str:
-    return np.dtype(dtype).name
-
-
-def _open(path: str, raw_dtype: str) -> _Opened:
-    """Raises ConfigError for what is no file of tokens."""
+def _open(path: str, raw_dtype: str) -> _TokenFile:
+    """Raises ConfigError for a file that does not hold tokens."""
     if path.endswith(".npy"):
         return _open_npy(path)
-    idx = _index_of(path)
+    idx = _index_path(path)
     if os.path.exists(idx):
         index, dtype = _read_index(idx)
-        return _Opened(_map(path, dtype, 0), 0, index)
+        return _TokenFile(_map(path, dtype, 0), 0, index)
     with open(path, "rb") as file:
-        head = np.frombuffer(file.read(12), "<i4")
-    if len(head) == 3 and (dtype := _LLM_C.get((int(head[0]), int(head[1])))):
-        tokens = _map(path, dtype, _LLM_C_BYTES)
-        if len(tokens) != head[2]:
-            raise _refuse(f"{path}: has {len(tokens)} tokens of the {head[2]} that its head names")
-        return _Opened(tokens, _LLM_C_BYTES, None)
-    return _Opened(_map(path, raw_dtype, 0), 0, None)
+        header = np.frombuffer(file.read(12), "<i4")
+    if len(header) == 3 and (dtype := _LLM_C.get((int(header[0]), int(header[1])))):
+        tokens = _map(path, dtype, _LLM_C_HEADER_BYTES)
+        if len(tokens) != header[2]:
+            raise _error(f"{path}: holds {len(tokens)} tokens, but its header states {header[2]}")
+        return _TokenFile(tokens, _LLM_C_HEADER_BYTES, None)
+    return _TokenFile(_map(path, raw_dtype, 0), 0, None)
 
 
-def _index_of(path: str) -> str:
+def _index_path(path: str) -> str:
     return path.removesuffix(".bin") + ".idx"
 
 
-def _open_npy(path: str) -> _Opened:
+def _open_npy(path: str) -> _TokenFile:
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
         with open(path, "rb") as file:
@@ -105,66 +104,66 @@ def _open_npy(path: str) -> _Opened:
             start = file.tell()
     except OSError:
         raise
-    except Exception:  # numpy reads the head as Python, and fails in as many ways
-        raise _refuse(f"{path}: not a .npy file") from None
+    except Exception:  # numpy evaluates the header as Python, which raises exceptions of many types
+        raise _error(f"{path}: not a .npy file") from None
     if dtype.hasobject:
-        raise _refuse(f"{path}: holds Python objects, which are never loaded")
+        raise _error(f"{path}: holds Python objects, which are never loaded")
     if dtype.kind not in "iu" or len(shape) != 1:
-        raise _refuse(f"{path}: expected one row of integers, found {dtype} of shape {shape}")
-    there = os.path.getsize(path) - start
-    if there != shape[0] * dtype.itemsize:
-        raise _refuse(f"{path}: has {there} bytes of tokens of {shape[0] * dtype.itemsize}")
-    return _Opened(_map(path, dtype.str, start), start, None)
+        raise _error(f"{path}: expected one row of integers, found {dtype} of shape {shape}")
+    num_bytes, expected = os.path.getsize(path) - start, shape[0] * dtype.itemsize
+    if num_bytes != expected:
+        raise _error(f"{path}: expected {expected} bytes of tokens, found {num_bytes}")
+    return _TokenFile(_map(path, dtype.str, start), start, None)
 
 
 def _read_index(path: str) -> tuple[_Index, str]:
-    """A Megatron .idx, mapped, and the type of its tokens."""
+    """Map a Megatron .idx file, and return it with the type of the tokens."""
     with open(path, "rb") as file:
-        head = file.read(_IDX_HEADER.size)
-    if len(head) < _IDX_HEADER.size or not head.startswith(_IDX_MAGIC):
-        raise _refuse(f"{path}: not a Megatron index")
-    _, version, kind, sequences, bounds = _IDX_HEADER.unpack(head)
-    if version != 1 or kind not in _IDX_TYPES:
-        raise _refuse(f"{path}: a Megatron index of version {version} and type {kind}, which holds no tokens")
-    size, item = os.path.getsize(path), len(head)
-    if size not in (
-        item + 12 * sequences + 8 * bounds,
-        item + 13 * sequences + 8 * bounds,
-    ):  # some have a mode for each
-        raise _refuse(f"{path}: has {size} bytes, which {sequences} sequences and {bounds} bounds do not make")
-    arrays = []
-    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", bounds)):
-        arrays.append(np.memmap(path, dtype, "r", item, (count,)) if count else np.empty(0, dtype))
-        item += arrays[-1].nbytes
-    return _Index(*arrays), _IDX_TYPES[kind]
+        header = file.read(_IDX_HEADER.size)
+    if len(header) < _IDX_HEADER.size or not header.startswith(_IDX_MAGIC):
+        raise _error(f"{path}: not a Megatron index")
+    _, version, code, sequences, boundaries = _IDX_HEADER.unpack(header)
+    if version != 1 or code not in _IDX_TYPES:
+        raise _error(f"{path}: a Megatron index of version {version} and type {code}; expected 1 and an integer type")
+    num_bytes = os.path.getsize(path)
+    expected = len(header) + 12 * sequences + 8 * boundaries
+    if num_bytes not in (expected, expected + sequences):  # some files end with a mode for each sequence
+        raise _error(
+            f"{path}: {sequences} sequences and {boundaries} boundaries need {expected} bytes, not {num_bytes}"
+        )
+    arrays, start = [], len(header)
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", boundaries)):
+        arrays.append(np.memmap(path, dtype, "r", start, (count,)) if count else np.empty(0, dtype))
+        start += arrays[-1].nbytes
+    return _Index(*arrays), _IDX_TYPES[code]
 
 
-def _check_index(index: _Index, opened: _Opened, path: str) -> None:
-    ends = np.cumsum(index.lengths, dtype=np.int64) * opened.tokens.itemsize
-    whole = int(ends[-1]) if len(ends) else 0
-    consecutive_skips = (index.lengths >= 0).all() and (
-        index.pointers == ends - index.lengths * opened.tokens.itemsize
-    ).all()
-    if not consecutive_skips or whole != opened.tokens.nbytes:
-        raise _refuse(f"{path}: has {opened.tokens.nbytes} bytes, but its index tells of {whole}")
-    bounds = index.bounds
-    if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(ends) or (np.diff(bounds) < 0).any():
-        raise _refuse(f"{path}: the documents in its index do not cover its {len(ends)} sequences")
+def _check_index(index: _Index, file: _TokenFile, path: str) -> None:
+    ends = np.cumsum(index.lengths, dtype=np.int64) * file.tokens.itemsize
+    starts = ends - index.lengths * file.tokens.itemsize
+    if (index.lengths < 0).any() or (index.pointers != starts).any():
+        raise _error(f"{path}: the sequences in its index are not contiguous")
+    num_bytes = int(ends[-1]) if len(ends) else 0
+    if num_bytes != file.tokens.nbytes:
+        raise _error(f"{path}: has {file.tokens.nbytes} bytes, but its index describes {num_bytes}")
+    boundaries = index.boundaries
+    covers_all = len(boundaries) and boundaries[0] == 0 and boundaries[-1] == len(ends)
+    if not covers_all or (np.diff(boundaries) < 0).any():
+        raise _error(f"{path}: the documents in its index do not cover its {len(ends)} sequences")
 
 
-def _check_width(opened: _Opened, path: str, vocab_size: int) -> None:
-    """Refuse uint32 that is read as uint16: every second number is the upper half of one, and as good as always 0."""
-    sample = np.asarray(opened.tokens[: 2**16])
+def _check_width(file: _TokenFile, path: str, vocab_size: int) -> None:
+    """Raise ConfigError for uint32 read as uint16: every second value is the upper half of a token, nearly always 0."""
+    sample = np.asarray(file.tokens[: 2**16])
     upper = sample[1::2]
     if sample.itemsize == 2 and len(upper) >= 32 and upper.max() <= (vocab_size - 1) >> 16 and sample[::2].any():
-        raise ConfigError(
-            "data.token_dtype", f"{path}: every second number is {int(upper.max())} or less: it holds uint32"
-        )
+        message = f"{path}: looks like uint32 data (every second uint16 is at most {int(upper.max())})"
+        raise ConfigError("data.token_dtype", message)
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Documents end where an index says so, or behind each end-of-text token."""
+    """Reads documents that end where an index says so, or else after each EOS."""
 
     raw_dtype: str
     eos: int
@@ -172,79 +171,75 @@ class TokenFiles:
     max_bytes: int
 
     def check(self, path: str) -> None:
-        """Raises ConfigError for what can be seen without reading all tokens."""
-        opened = _open(path, self.raw_dtype)
-        if opened.index is not None:
-            _check_index(opened.index, opened, path)
+        """Raise ConfigError for faults that can be found without reading all tokens."""
+        file = _open(path, self.raw_dtype)
+        if file.index is not None:
+            _check_index(file.index, file, path)
         else:
-            _check_width(opened, path, self.vocab_size)
+            _check_width(file, path, self.vocab_size)
 
-    def __call__(self, span: Span, take: Callable[[np.ndarray], T]) -> Iterator[T | BadDocument]:
-        opened = _open(span.path, self.raw_dtype)
-        cut = self._by_index(opened, span) if opened.index is not None else self._by_end_of_text(opened, span)
-        for number, begin, end in cut:
-            if (end - begin) * opened.tokens.itemsize > self.max_bytes:
-                at = opened.start + begin * opened.tokens.itemsize
-                yield BadDocument(span.path, number, f"the document at byte {at} is {too_long(self.max_bytes)}")
-            elif begin == end:
-                yield BadDocument(span.path, number, "empty")
+    def __call__(self, span: Span, transform: Callable[[np.ndarray], T]) -> Iterator[T | BadDocument]:
+        file = _open(span.path, self.raw_dtype)
+        documents = self._by_index(file, file.index, span) if file.index is not None else self._by_eos(file, span)
+        for line, start, end in documents:
+            if (end - start) * file.tokens.itemsize > self.max_bytes:
+                reason = f"the document at byte {file.byte_of(start)} is {too_long(self.max_bytes)}"
+                yield BadDocument(span.path, line, reason)
+            elif start == end:
+                yield BadDocument(span.path, line, "empty")
             else:
-                yield take(self._checked(opened, begin, end, span.path))
+                yield transform(self._checked(file, start, end, span.path))
 
-    def _checked(self, opened: _Opened, begin: int, end: int, path: str) -> np.ndarray:
-        document = np.asarray(opened.tokens[begin:end])
+    def _checked(self, file: _TokenFile, start: int, end: int, path: str) -> np.ndarray:
+        document = np.asarray(file.tokens[start:end])
         if document.max() >= self.vocab_size or document.min() < 0:
             first = int(np.flatnonzero((document < 0) | (document >= self.vocab_size))[0])
-            at = opened.start + (begin + first) * document.itemsize
-            rule = f"token {document[first]} at byte {at} is none of the tokenizer's {self.vocab_size}"
-            raise _refuse(f"{path}: {rule} (read as {document.dtype.name})")
+            found = f"token {document[first]} at byte {file.byte_of(start + first)} (read as {document.dtype.name})"
+            raise _error(f"{path}: {found} is outside the tokenizer's vocabulary of {self.vocab_size}")
         return document
 
-    def _by_index(self, opened: _Opened, span: Span) -> Iterator[tuple[int, int, int]]:
-        """(number, begin, end) of the documents that begin in the span, in tokens."""
-        index = opened.index
-        assert index is not None
-        documents = range(len(index.bounds) - 1)
-        item = opened.tokens.itemsize
-        size = opened.tokens.nbytes
-        for number in documents[bisect.bisect_left(documents, span.start, key=index.begin) :]:
-            begin, end = min(index.begin(number), size), min(index.begin(number + 1), size)
-            if begin >= span.stop and span.stop < size:
+    def _by_index(self, file: _TokenFile, index: _Index, span: Span) -> Iterator[tuple[int, int, int]]:
+        """Yield (number, start, end) of the documents that begin in the span. start and end count tokens."""
+        documents = range(len(index.boundaries) - 1)
+        item, num_bytes = file.tokens.itemsize, file.tokens.nbytes
+        for i in documents[bisect.bisect_left(documents, span.start, key=index.start) :]:
+            start, end = min(index.start(i), num_bytes), min(index.start(i + 1), num_bytes)
+            if start >= span.stop and span.stop < num_bytes:
                 return
-            yield number + 1, begin // item, end // item
+            yield i + 1, start // item, end // item
 
-    def _by_end_of_text(self, opened: _Opened, span: Span) -> Iterator[tuple[int, int, int]]:
-        """(0, begin, end) of the documents that begin in the span."""
-        first, stop = opened.place(span.start), opened.place(span.stop)
+    def _by_eos(self, file: _TokenFile, span: Span) -> Iterator[tuple[int, int, int]]:
+        """Yield (0, start, end) of the documents that begin in the span. start and end count tokens."""
+        first, stop = file.token_at(span.start), file.token_at(span.stop)
         if first == stop:
             return
-        begin = None if first else 0
-        for end in _ends(opened.tokens, self.eos, first - 1 if first else 0):
-            if begin is not None:
-                yield 0, begin, end
-            begin = end
-            if begin >= stop:
+        start = None if first else 0
+        for end in _document_ends(file.tokens, self.eos, first - 1 if first else 0):
+            if start is not None:
+                yield 0, start, end
+            start = end
+            if start >= stop:
                 return
 
 
-def _ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
-    """Where documents end, from token `first` on: behind each end-of-text token, and at the end of the file."""
+def _document_ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
+    """Yield the end of each document from token `first` on: after each EOS, and at the end of the file."""
     end = first
-    for start in range(first, len(tokens), _BLOCK):
-        for end in (np.flatnonzero(tokens[start : start + _BLOCK] == eos) + (start + 1)).tolist():
+    for start in range(first, len(tokens), _CHUNK_TOKENS):
+        for end in (np.flatnonzero(tokens[start : start + _CHUNK_TOKENS] == eos) + (start + 1)).tolist():
             yield end
     if end < len(tokens):
         yield len(tokens)
 
 
 def tokens(config: DataConfig, tokenizer: Tokenizer) -> Source:
-    root, files = matching(config.path, (".bin", ".npy"))
+    root, files = find_files(config.path, (".bin", ".npy"))
     wrong = next((file for file in files if not file.endswith((".bin", ".npy"))), None)
     if wrong is not None:
-        raise _refuse(f"{wrong}: expected the name of a .bin or .npy file")
+        raise _error(f"{wrong}: expected the name of a .bin or .npy file")
     dtype = {"uint16": "<u2", "uint32": "<u4"}[config.token_dtype]
     read = TokenFiles(dtype, tokenizer.eos, tokenizer.vocab_size, config.max_document_bytes)
     for path in files:
         read.check(path)
-    indices = tuple(idx for path in files if os.path.exists(idx := _index_of(path)))
+    indices = tuple(idx for path in files if os.path.exists(idx := _index_path(path)))
     return Source(root, files, True, read, auxiliary_files=indices)
