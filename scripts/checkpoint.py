@@ -113,7 +113,7 @@ def main() -> None:
             die(f"{chosen.path}: no checkpoint in it")
         good = list(KINDS[chosen.what](checkpoints))
     except ConfigError as error:
-        die(error.rule)
+        die(error.message)
     sys.exit(0 if all(good) else 1)
 
 

@@ -146,7 +146,7 @@ def main() -> None:
     except (ConfigError, TemplateFailure) as error:
         of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
         named = f"--template {chosen.template}: " if of_template and chosen.template else ""
-        die(named + (error.rule if isinstance(error, ConfigError) else str(error)))
+        die(named + (error.message if isinstance(error, ConfigError) else str(error)))
     sys.stdout.flush()
     os._exit(0)  # without the interpreter's clean-up, in which gloo's threads abort now and then
 

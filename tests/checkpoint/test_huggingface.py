@@ -271,7 +271,7 @@ def test_another_network_is_refused(tmp_path, change, problem):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         HfModelFolder(tmp_path, MODELS["llama3"])
-    assert error.value.rule == f"{tmp_path}/config.json: {problem}"
+    assert error.value.message == f"{tmp_path}/config.json: {problem}"
 
 
 # ------------------------------------------------------------ what may not be trusted

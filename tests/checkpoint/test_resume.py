@@ -158,7 +158,7 @@ def test_differences_are_told_all_at_once(tmp_path):
     saved = resume.ResumePoint(tmp_path, {"fingerprint": {"a": 1, "b": "x", "c": [1, 2]}})
     with pytest.raises(ConfigError) as error:
         resume.require_compatible(saved, {"a": 2, "b": "x", "d": True})
-    assert error.value.rule == (
+    assert error.value.message == (
         f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; another --run.name starts a new run"
     )
     resume.require_compatible(saved, {"b": "x", "c": (1, 2)})

@@ -82,7 +82,7 @@ COMMAND_LINES = {
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: is longer than the name of a folder can be (255 bytes)",
     "--evaluation.datasets.wiki jsonl:/nope": "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no match as a pattern",
     f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with no [data] datasets",
-    f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, no folder",
+    f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
         "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
@@ -262,7 +262,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_special_tokens_are_taken_over_by_any_name_and_come_back(tmp_path):
-    text = """[tokenizer]\ntake_over = { "<|im_start|>" = "<|reserved_special_token_0|>" }\n"""
+    text = """[tokenizer]\nreuse_reserved_tokens = { "<|im_start|>" = "<|reserved_special_token_0|>" }\n"""
     (tmp_path / "run.toml").write_text(text)
     config = load_config(["--config", str(tmp_path / "run.toml")])
     assert dict(config.tokenizer.reuse_reserved_tokens) == {"<|im_start|>": "<|reserved_special_token_0|>"}

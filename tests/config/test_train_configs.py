@@ -32,7 +32,7 @@ def load(file, tmp_path):
     (tmp_path / "tokenizer.model").touch()
     if document["data"].get("path"):
         names += ["--data.path", str(tmp_path / "data")]
-    if document.get("checkpoint", {}).get("initial"):
+    if document.get("checkpoint", {}).get("init_from"):
         names += ["--checkpoint.init_from", str(tmp_path / "data")]
     if document.get("tokenizer", {}).get("path"):
         names += ["--tokenizer.path", str(tmp_path / "tokenizer.model")]

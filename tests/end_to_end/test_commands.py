@@ -177,7 +177,7 @@ def test_a_run_folder_that_cannot_be_written_is_told_before_the_work(tiny, tmp_p
     (tmp_path / "outputs" / "tiny").touch()
     done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == '[run] name = "tiny" (default): outputs/tiny is a file, no folder\n'
+    assert done.stderr == '[run] name = "tiny" (default): outputs/tiny is a file, not a folder\n'
     (tmp_path / "outputs" / "tiny").unlink()
     (tmp_path / "outputs" / "tiny").mkdir()
     (tmp_path / "outputs" / "tiny" / "checkpoints").touch()

@@ -140,7 +140,7 @@ VALUES = (
 def row_41(bench: FaultHarness, draw: SeededRandom) -> None:
     """250 configurations with up to three settings of any value: a plan, or one line."""
     flags = [
-        setting.flag for members in settings().values() for setting in members.values() if not is_table(setting.kind)
+        setting.flag for members in settings().values() for setting in members.values() if not is_table(setting.type)
     ]
     for _ in range(250):
         chosen = draw.sample(flags, draw.randrange(1, 4))

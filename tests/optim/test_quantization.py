@@ -109,14 +109,14 @@ def test_a_layout_that_cuts_blocks_is_refused():
     with pytest.raises(ConfigError) as error:
         simulate([(load_config(words), 0)], 2, on_gpu=False)
     rule = "8bit keeps blocks of 256 values, and tp leaves rows of 128 of layers.0.attention.wo.weight; or bf16"
-    assert (error.value.key, error.value.rule) == ("optimizer.state_dtype", rule)
+    assert (error.value.key, error.value.message) == ("optimizer.state_dtype", rule)
 
 
 def test_a_network_without_blocks_is_refused():
     with pytest.raises(ConfigError) as error:
         resolve(load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT]), 1)
     rule = "8bit keeps matrices whose rows are multiples of 256, and llama3/debug has none"
-    assert (error.value.key, error.value.rule) == ("optimizer.state_dtype", rule)
+    assert (error.value.key, error.value.message) == ("optimizer.state_dtype", rule)
 
 
 def test_state_takes_a_quarter():

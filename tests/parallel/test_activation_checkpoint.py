@@ -131,7 +131,7 @@ def test_the_gated_activation_keeps_two_tensors_of_its_width():
 
 
 def test_the_words_of_the_save_list_are_those_of_the_settings():
-    kind = settings()["activation_checkpoint"]["save"].kind
+    kind = settings()["activation_checkpoint"]["save"].type
     assert kind.__args__[0].__args__ == tuple(SAVEABLE_OPS)
 
 

@@ -33,7 +33,7 @@ def cut(sizes=SIZES, **config):
 
 
 def test_the_settings_name_the_schedules_that_there_are():
-    assert typing.get_args(settings()["parallel"]["pipeline_schedule"].kind) == tuple(SCHEDULES)
+    assert typing.get_args(settings()["parallel"]["pipeline_schedule"].type) == tuple(SCHEDULES)
 
 
 def test_embedding_and_output_count_in_the_balance():

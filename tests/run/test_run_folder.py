@@ -40,9 +40,9 @@ NO_OTHER = {"optimizer.name"}
 
 def another(setting):
     """A value of its kind; whether a run could have it does not matter."""
-    kind, value = setting.kind, setting.default
+    kind, value = setting.type, setting.default
     if is_table(kind):
-        return {"other": 7 if setting.value_kind is not str else "text"}
+        return {"other": 7 if setting.value_type is not str else "text"}
     options = [option for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Literal
                for option in typing.get_args(part)]  # fmt: skip
     if options:
@@ -67,14 +67,14 @@ def test_every_setting_that_changes_is_told(tmp_path, key):
     now = changed(Config(), SETTINGS[key])
     before, after = (toml_value(config.value(key)) for config in (Config(), now))
     lines = changed_settings(ResumePoint(tmp_path, {}), now)
-    if is_table(SETTINGS[key].kind):
+    if is_table(SETTINGS[key].type):
         assert len(lines) == 1 and lines[0].startswith(key)
     else:
         assert lines == [f"{key} {before} -> {after}"]
 
 
 def test_those_without_which_it_would_be_another_run_are_refused():
-    assert {key for key, setting in SETTINGS.items() if setting.rule.fixed} == FIXED
+    assert {key for key, setting in SETTINGS.items() if setting.constraint.fixed_on_resume} == FIXED
     fingerprint = resolve(Config(), 1).fingerprint
     fingerprint = json.loads(json.dumps(fingerprint))  # as a checkpoint holds it
     saved = ResumePoint(Path("step-00000001"), {"fingerprint": fingerprint})

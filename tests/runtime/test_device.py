@@ -16,7 +16,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as error:
         devices.select_device("auto")
-    assert error.value.rule == "NGPU=4: this machine has 2 GPUs; --run.device cpu uses none"
+    assert error.value.message == "NGPU=4: this machine has 2 GPUs; --run.device cpu uses none"
     assert devices.select_device("cpu") == torch.device("cpu")
 
 

@@ -27,7 +27,7 @@ def refused():
     try:
         run_on_rank_0(work)
     except ConfigError as error:
-        return error.key, error.rule
+        return error.key, error.message
 
 
 def test_what_rank_0_refuses_is_refused_on_all(ranks):

@@ -79,5 +79,5 @@ def test_a_missing_file_is_named_by_all(run):
 
 def test_what_holds_no_checkpoint_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").touch()
-    for path, problem in (("no", "no such folder"), ("file", "is a file, no folder"), (".", "no checkpoint in it")):
+    for path, problem in (("no", "no such folder"), ("file", "is a file, not a folder"), (".", "no checkpoint in it")):
         assert script("list", tmp_path / path) == (2, [], [f"{tmp_path / path}: {problem}"])

@@ -123,7 +123,7 @@ def init_weights_from(
         chosen = {name: p for name, p in parameters.items() if name not in excluded}
         weights.load_into(chosen, grow=config.resize_embeddings)
     except ConfigError as error:
-        raise ConfigError(_KEY, error.rule) from None
+        raise ConfigError(_KEY, error.message) from None
     kept = f", without {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
     logging.info(f"weights of {weights.folder}{kept}")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""The declarations of config.py, read: each setting with its type, rule, default and meaning, and what a single value
+"""The declarations of config.py, read: each setting with its type, constraint, default and meaning, and what a single value
 of it may be."""
 
 import ast
@@ -19,12 +19,12 @@ from trainer.config.schema import Config, Constraint
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One declared setting; `kind` is its type without annotations."""
+    """One declared setting; `type` is its type without annotations."""
 
     section: str
     name: str
-    kind: Any
-    rule: Constraint
+    type: Any
+    constraint: Constraint
     default: Any
     doc: str
 
@@ -33,9 +33,9 @@ class Setting:
         return f"--{self.section}.{self.name}"
 
     @property
-    def value_kind(self) -> Any:
+    def value_type(self) -> Any:
         """The type of one value: of the entries, where the setting is a table."""
-        return typing.get_args(self.kind)[1] if is_table(self.kind) else self.kind
+        return typing.get_args(self.type)[1] if is_table(self.type) else self.type
 
 
 @functools.cache
@@ -57,11 +57,11 @@ def settings() -> Mapping[str, Mapping[str, Setting]]:
 
 
 def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> Setting:
-    rule = Constraint()
+    constraint = Constraint()
     if typing.get_origin(hint) is typing.Annotated:
-        hint, rule = typing.get_args(hint)
+        hint, constraint = typing.get_args(hint)
     default = getattr(getattr(defaults, section), name)
-    return Setting(section=section, name=name, kind=hint, rule=rule, default=default, doc=doc)
+    return Setting(section=section, name=name, type=hint, constraint=constraint, default=default, doc=doc)
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
@@ -82,77 +82,77 @@ def _docstrings() -> dict[str, dict[str, str]]:
 # ---------------------------------------------------------------- one value
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
+def _options(type_: Any) -> tuple[Any, ...]:
     """The members of a union; any other type alone."""
-    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return typing.get_args(type_) if typing.get_origin(type_) in (typing.Union, types.UnionType) else (type_,)
 
 
-def is_table(kind: Any) -> bool:
+def is_table(type_: Any) -> bool:
     """Whether the setting is a table of entries that a user names."""
-    return typing.get_origin(kind) is Mapping
+    return typing.get_origin(type_) is Mapping
 
 
-def is_list(kind: Any) -> bool:
+def is_list(type_: Any) -> bool:
     """Whether the setting is a list of any length."""
-    return typing.get_origin(kind) is tuple and typing.get_args(kind)[1:] == (...,)
+    return typing.get_origin(type_) is tuple and typing.get_args(type_)[1:] == (...,)
 
 
-def type_name(kind: Any) -> str:
+def type_name(type_: Any) -> str:
     """The type in a user's words, as it stands behind 'expected'."""
-    if len(_options(kind)) > 1:
-        return " or ".join(type_name(k) for k in _options(kind) if not (k is int and float in _options(kind)))
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    if is_list(kind):
-        member = typing.get_args(kind)[0]
+    if len(_options(type_)) > 1:
+        return " or ".join(type_name(k) for k in _options(type_) if not (k is int and float in _options(type_)))
+    if typing.get_origin(type_) is typing.Literal:
+        return "one of " + ", ".join(typing.get_args(type_))
+    if is_list(type_):
+        member = typing.get_args(type_)[0]
         return "a list of " + (" | ".join(typing.get_args(member)) if member is not str else "names")
-    if typing.get_origin(kind) is tuple:
-        return f"a list of {len(typing.get_args(kind))} numbers"
-    if is_table(kind):
+    if typing.get_origin(type_) is tuple:
+        return f"a list of {len(typing.get_args(type_))} numbers"
+    if is_table(type_):
         return "a table"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}
-    return names[kind]
+    return names[type_]
 
 
-def coerce(raw: Any, kind: Any) -> Any:
-    """The value of `kind` that a TOML value means. Raises ValueError where there is none."""
-    if len(_options(kind)) > 1:
-        for option in _options(kind):
+def coerce(raw: Any, type_: Any) -> Any:
+    """The value of `type_` that a TOML value means. Raises ValueError where there is none."""
+    if len(_options(type_)) > 1:
+        for option in _options(type_):
             try:
                 return coerce(raw, option)
             except ValueError:
                 continue
         raise ValueError
-    if typing.get_origin(kind) is typing.Literal:
-        if isinstance(raw, str) and raw in typing.get_args(kind):
+    if typing.get_origin(type_) is typing.Literal:
+        if isinstance(raw, str) and raw in typing.get_args(type_):
             return raw
         raise ValueError
-    if typing.get_origin(kind) is tuple:
-        members = typing.get_args(kind)
-        if is_list(kind) and isinstance(raw, list | tuple):
+    if typing.get_origin(type_) is tuple:
+        members = typing.get_args(type_)
+        if is_list(type_) and isinstance(raw, list | tuple):
             members = members[:1] * len(raw)
         if not isinstance(raw, list | tuple) or len(raw) != len(members):
             raise ValueError
         return tuple(coerce(r, m) for r, m in zip(raw, members, strict=True))
-    if kind is type(None):
+    if type_ is type(None):
         if raw == "none":
             return None
         raise ValueError
-    if kind is float and type(raw) is int and abs(raw) < 10**300:
+    if type_ is float and type(raw) is int and abs(raw) < 10**300:
         return float(raw)
-    if type(raw) is not kind:
+    if type(raw) is not type_:
         raise ValueError
     return raw
 
 
-def parse_text(text: str, kind: Any) -> Any:
-    """The value of `kind` that a command-line word means. Raises ValueError where there is none."""
-    if is_list(kind):
-        return coerce(_words(text), kind)
+def parse_text(text: str, type_: Any) -> Any:
+    """The value of `type_` that a command-line word means. Raises ValueError where there is none."""
+    if is_list(type_):
+        return coerce(_words(text), type_)
     try:
-        return coerce(text, kind)  # text, a choice, none
+        return coerce(text, type_)  # text, a choice, none
     except ValueError:
-        return coerce(_literal(text), kind)
+        return coerce(_literal(text), type_)
 
 
 def _words(text: str) -> list[str]:
@@ -172,22 +172,22 @@ def _literal(text: str) -> Any:
     return float(text)
 
 
-def range_error(value: Any, rule: Constraint) -> str:
+def range_error(value: Any, constraint: Constraint) -> str:
     """What is wrong with a value of the right type, or ""."""
     if isinstance(value, tuple):
-        return next(filter(None, (range_error(v, rule) for v in value)), "")
+        return next(filter(None, (range_error(v, constraint) for v in value)), "")
     if isinstance(value, str) and not value.isprintable():
         return "must be printable text"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if not math.isfinite(value):
         return "must be finite"
-    if rule.low is not None and value < rule.low:
-        return f"must be at least {rule.low}"
-    if rule.high is not None and value > rule.high:
-        return f"must be at most {rule.high}"
-    if rule.above is not None and value <= rule.above:
-        return f"must be above {rule.above}"
+    if constraint.min is not None and value < constraint.min:
+        return f"must be at least {constraint.min}"
+    if constraint.max is not None and value > constraint.max:
+        return f"must be at most {constraint.max}"
+    if constraint.exclusive_min is not None and value <= constraint.exclusive_min:
+        return f"must be above {constraint.exclusive_min}"
     return ""
 
 
@@ -198,11 +198,11 @@ def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> st
     return f"; did you mean {show.format(names[near[0]])}?" if near else ""
 
 
-def type_error(kind: Any, raw: Any) -> str:
+def type_error(type_: Any, raw: Any) -> str:
     """What stands behind the value that `coerce` or `from_text` refused."""
     given = [raw] if isinstance(raw, str) else []
-    if is_list(kind):
-        kinds = typing.get_args(kind)[:1]
+    if is_list(type_):
+        types_ = typing.get_args(type_)[:1]
         given = (
             _words(raw)
             if isinstance(raw, str)
@@ -211,7 +211,7 @@ def type_error(kind: Any, raw: Any) -> str:
             else []
         )
     else:
-        kinds = _options(kind)
-    choices = [w for k in kinds if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
+        types_ = _options(type_)
+    choices = [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
     unknown = next((word for word in given if word not in choices), "")
-    return f"expected {type_name(kind)}" + did_you_mean(unknown, choices)
+    return f"expected {type_name(type_)}" + did_you_mean(unknown, choices)

@@ -33,7 +33,7 @@ class _Values:
 
     def put_member(self, setting: Setting, member: str, value: Any, origin: str) -> None:
         """One entry of a table setting."""
-        if not (member.isidentifier() or (setting.rule.any_key and member.isprintable() and member)):
+        if not (member.isidentifier() or (setting.constraint.free_keys and member.isprintable() and member)):
             raise ConfigError("", f"{origin}: {member!r} is no name")
         self.values[setting.section].setdefault(setting.name, {})[member] = value
         self.origins[f"{setting.section}.{setting.name}.{member}"] = origin
@@ -79,7 +79,7 @@ def _put_file(into: _Values, document: Mapping[str, Any], shown: str) -> None:
 
 def _put_toml_value(into: _Values, setting: Setting, raw: Any, shown: str) -> None:
     origin = f"{shown} [{setting.section}] {setting.name} = {toml_value(raw)}"
-    if is_table(setting.kind):
+    if is_table(setting.type):
         if not isinstance(raw, dict):
             raise ConfigError("", f"{origin}: expected a table")
         for member, value in raw.items():
@@ -91,10 +91,10 @@ def _put_toml_value(into: _Values, setting: Setting, raw: Any, shown: str) -> No
 
 def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
     try:
-        value = parse(raw, setting.value_kind)
+        value = parse(raw, setting.value_type)
     except ValueError:
-        raise ConfigError("", f"{origin}: {type_error(setting.value_kind, raw)}") from None
-    problem = range_error(value, setting.rule)
+        raise ConfigError("", f"{origin}: {type_error(setting.value_type, raw)}") from None
+    problem = range_error(value, setting.constraint)
     if problem:
         raise ConfigError("", f"{origin}: {problem}")
     return value
@@ -132,7 +132,7 @@ def _find(flag: str) -> tuple[Setting, str]:
     section, _, rest = flag[2:].partition(".")
     name, _, member = rest.partition(".")
     setting = settings().get(section, {}).get(name)
-    if setting is not None and bool(member) == is_table(setting.kind):
+    if setting is not None and bool(member) == is_table(setting.type):
         return setting, member
     if setting is not None and not member:
         raise ConfigError("", f"{flag}: a table; set one entry of it: {flag}.NAME VALUE")

@@ -19,15 +19,15 @@ def to_toml(config: Config) -> str:
 
 def _limits(setting: Setting) -> str:
     """Unit and range, as they stand in brackets behind a default."""
-    rule = setting.rule
-    parts = [rule.unit] if rule.unit else []
-    if rule.low is not None:
-        parts.append(f"at least {rule.low}")
-    if rule.above is not None:
-        parts.append(f"above {rule.above}")
-    if rule.high is not None:
-        parts.append(f"at most {rule.high}")
-    if rule.fixed:
+    constraint = setting.constraint
+    parts = [constraint.unit] if constraint.unit else []
+    if constraint.min is not None:
+        parts.append(f"at least {constraint.min}")
+    if constraint.exclusive_min is not None:
+        parts.append(f"above {constraint.exclusive_min}")
+    if constraint.max is not None:
+        parts.append(f"at most {constraint.max}")
+    if constraint.fixed_on_resume:
         parts.append("fixed on resume")
     return ", ".join(parts)
 
@@ -42,10 +42,10 @@ def help_text() -> str:
     for section, members in settings().items():
         lines += ["", f"[{section}]"]
         for s in members.values():
-            flag = s.flag + (".NAME" if is_table(s.kind) else "")
+            flag = s.flag + (".NAME" if is_table(s.type) else "")
             limits = _limits(s)
             lines.append(
-                f"  {flag}: {type_name(s.kind)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits))
+                f"  {flag}: {type_name(s.type)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits))
             )
             lines.append(f"      {s.doc}")
     return "\n".join(lines)
@@ -57,7 +57,7 @@ def settings_as_markdown() -> str:
     for section, members in settings().items():
         lines += [f"## [{section}]", "", "| key | type | default | unit, range | meaning |", "|---|---|---|---|---|"]
         for s in members.values():
-            cells = (f"`{s.name}`", type_name(s.kind), f"`{toml_value(s.default)}`", _limits(s), s.doc)
+            cells = (f"`{s.name}`", type_name(s.type), f"`{toml_value(s.default)}`", _limits(s), s.doc)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         lines.append("")
     return "\n".join(lines)

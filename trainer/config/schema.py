@@ -14,48 +14,50 @@ from typing import Annotated, Any, Literal
 class ConfigError(Exception):
     """A setting that cannot be honoured: one clear line for the user, exit code 2.
 
-    key: "section.name" of the setting at fault, or "" where `rule` already says everything.
-    rule: what is wrong, in words. `Config.explain` puts the value and its origin in front.
+    key: "section.name" of the setting at fault, or "" where `message` already says everything.
+    message: what is wrong, in words. `Config.explain` puts the value and its origin in front.
     """
 
-    def __init__(self, key: str, rule: str):
+    def __init__(self, key: str, message: str):
         self.key = key
-        self.rule = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in rule)  # one line, whatever was typed
-        super().__init__(f"{key}: {self.rule}" if key else self.rule)
+        self.message = "".join(
+            c if c.isprintable() else ascii(c)[1:-1] for c in message
+        )  # one line, whatever was typed
+        super().__init__(f"{key}: {self.message}" if key else self.message)
 
     def __reduce__(self) -> tuple:
-        return ConfigError, (self.key, self.rule)  # worker processes raise it too
+        return ConfigError, (self.key, self.message)  # worker processes raise it too
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
     """What a single value must satisfy. Bounds are inclusive, except `above`."""
 
-    low: float | None = None
-    above: float | None = None
-    high: float | None = None
+    min: float | None = None
+    exclusive_min: float | None = None
+    max: float | None = None
     unit: str = ""
-    fixed: bool = False
+    fixed_on_resume: bool = False
     """A run that resumes from a checkpoint must have the same value: the saved state means something else without it."""
-    local: bool = False
+    per_node: bool = False
     """The machines of one run may differ in it."""
-    any_key: bool = False
+    free_keys: bool = False
     """Of a table: its entries may have any name."""
 
 
-FIXED = Constraint(fixed=True)
-LOCAL = Constraint(local=True)
+FIXED = Constraint(fixed_on_resume=True)
+LOCAL = Constraint(per_node=True)
 
-Count = Annotated[int, Constraint(low=1, high=4096)]
-CountOrZero = Annotated[int, Constraint(low=0, high=4096, local=True)]
-CountOrDefault = Annotated[int, Constraint(low=0, high=4096)]
-Steps = Annotated[int, Constraint(low=1, high=10**12, unit="steps")]
-StepsOrZero = Annotated[int, Constraint(low=0, high=10**12, unit="steps")]
-Documents = Annotated[int, Constraint(low=0, high=10**15, unit="documents")]
-Samples = Annotated[int, Constraint(low=1, high=10**7, unit="samples")]
-Seconds = Annotated[float, Constraint(low=1, high=10**7, unit="seconds")]
-Degree = Annotated[int, Constraint(low=1, high=10**6, unit="ranks")]
-Fraction = Annotated[float, Constraint(low=0, high=1)]
+Count = Annotated[int, Constraint(min=1, max=4096)]
+CountOrZero = Annotated[int, Constraint(min=0, max=4096, per_node=True)]
+CountOrDefault = Annotated[int, Constraint(min=0, max=4096)]
+Steps = Annotated[int, Constraint(min=1, max=10**12, unit="steps")]
+StepsOrZero = Annotated[int, Constraint(min=0, max=10**12, unit="steps")]
+Documents = Annotated[int, Constraint(min=0, max=10**15, unit="documents")]
+Samples = Annotated[int, Constraint(min=1, max=10**7, unit="samples")]
+Seconds = Annotated[float, Constraint(min=1, max=10**7, unit="seconds")]
+Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
+Fraction = Annotated[float, Constraint(min=0, max=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class RunConfig:
     """Folder of this run inside output_folder; empty: the name of the configuration file."""
     output_folder: str = "outputs"
     """Where the folders of runs are made."""
-    seed: Annotated[int, Constraint(low=0, high=2**63 - 1, fixed=True)] = 0
+    seed: Annotated[int, Constraint(min=0, max=2**63 - 1, fixed_on_resume=True)] = 0
     """Seed of the initial weights and of the order of samples."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Bit-identical repetition of a run, at some cost in speed on GPUs; auto: on for CPU, off for GPUs."""
@@ -87,7 +89,7 @@ class TokenizerConfig:
     backend: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
     """default: the small shipped one; tiktoken: a Llama-3 rank file; sentencepiece: a Llama-2 model file; huggingface: a
     tokenizer.json, by the package tokenizers."""
-    reuse_reserved_tokens: Annotated[Mapping[str, str], Constraint(fixed=True, any_key=True)] = field(
+    reuse_reserved_tokens: Annotated[Mapping[str, str], Constraint(fixed_on_resume=True, free_keys=True)] = field(
         default_factory=dict
     )
     """New special tokens on the ids of reserved ones: { "<|im_start|>" = "<|reserved_special_token_0|>" }; only with backend =
@@ -134,9 +136,9 @@ class DataConfig:
     """What a document that cannot be read does. skip: it is left out, counted and listed in the store; stop: none may be."""
     max_bad_documents: Documents = 1000
     """Documents left out beyond which preparing stops; only with on_bad_document = skip."""
-    max_document_bytes: Annotated[int, Constraint(low=1, high=2**31, unit="bytes")] = 2**25
+    max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
     """A longer document is a problem: each process that prepares holds a few times as much."""
-    held_out_fraction: Annotated[float, Constraint(low=0, high=0.5)] = 0.01
+    held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
     """Share of the documents kept out of training for evaluation; chosen by their content. Stores that were
     prepared before keep theirs."""
     chat_template: str = "llama3"
@@ -168,7 +170,7 @@ class DataConfig:
 class TrainingConfig:
     steps: Steps = 1000
     """Optimizer steps of the whole run."""
-    seq_len: Annotated[int, Constraint(low=1, high=10**8, unit="tokens", fixed=True)] = 2048
+    seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
     """Length of a sample."""
     global_batch_size: Samples = 16
     """Samples of one optimizer step, over all ranks and microbatches."""
@@ -179,11 +181,11 @@ class TrainingConfig:
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
     """Precision in which parameters are kept between steps. bf16: half the memory, but small updates are lost to rounding, unless
     [optimizer] offload keeps an fp32 copy."""
-    max_norm: Annotated[float | None, Constraint(above=0)] = 1.0
+    max_norm: Annotated[float | None, Constraint(exclusive_min=0)] = 1.0
     """Global gradient norm above which gradients are scaled down to it; none: no clipping."""
     reduce_every_microbatch: bool = False
     """Reduce gradients after each microbatch instead of once a step: less memory, more traffic."""
-    loss_chunk_tokens: Annotated[int, Constraint(low=1, high=10**8, unit="tokens")] = 1024
+    loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Tokens whose logits exist at the same time."""
     cpu_threads: CountOrZero = 0
     """Threads of each rank for operators on the CPU; 0: the cores divided by the ranks of the machine."""
@@ -193,13 +195,13 @@ class TrainingConfig:
 class OptimizerConfig:
     name: Annotated[Literal["adamw"], FIXED] = "adamw"
     """Optimizer."""
-    lr: Annotated[float, Constraint(above=0)] = 3e-4
+    lr: Annotated[float, Constraint(exclusive_min=0)] = 3e-4
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], Constraint(low=0, high=0.999999)] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Constraint(min=0, max=0.999999)] = (0.9, 0.95)
     """Decay of the averages of gradient and squared gradient."""
-    eps: Annotated[float, Constraint(above=0)] = 1e-8
+    eps: Annotated[float, Constraint(exclusive_min=0)] = 1e-8
     """Added to the denominator."""
-    weight_decay: Annotated[float, Constraint(low=0)] = 0.1
+    weight_decay: Annotated[float, Constraint(min=0)] = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the averages that the optimizer keeps; updates are computed in fp32. bf16: half the memory, rounded to the
@@ -229,7 +231,7 @@ class LrScheduleConfig:
 class ParallelConfig:
     dp_replicate: Degree = 1
     """Groups of ranks that each hold all parameters (hybrid sharding)."""
-    dp_shard: Annotated[int, Constraint(low=-1, high=10**6, unit="ranks")] = -1
+    dp_shard: Annotated[int, Constraint(min=-1, max=10**6, unit="ranks")] = -1
     """Ranks the parameters are sharded over; -1 takes every rank that the other degrees leave."""
     cp: Degree = 1
     """Ranks that cut each sequence between them (context parallelism)."""
@@ -293,7 +295,7 @@ class CheckpointConfig:
     async_mode: Literal["off", "thread", "process"] = "off"
     """Who writes a checkpoint. off: training waits; thread, process: training goes on when a copy in host memory is made, and
     a thread or a process of its own writes it (process: Linux only)."""
-    keep: Annotated[int, Constraint(low=0, high=10**9, unit="checkpoints")] = 0
+    keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints")] = 0
     """Newest whole checkpoints that are kept when a new one is written; 0: all."""
     keep_interval_steps: StepsOrZero = 0
     """Of the older ones, keep those whose step is a multiple of this; 0: none; only with keep > 0."""
@@ -316,7 +318,7 @@ class CheckpointConfig:
 class EvaluationConfig:
     interval_steps: StepsOrZero = 0
     """Steps between evaluations on the held-out documents; the last step is then evaluated too; 0: never."""
-    max_samples: Annotated[int, Constraint(low=0, high=10**9, unit="samples")] = 0
+    max_samples: Annotated[int, Constraint(min=0, max=10**9, unit="samples")] = 0
     """Samples of each set that one evaluation looks at; 0: all."""
     datasets: Annotated[Mapping[str, str], LOCAL] = field(default_factory=dict)
     """Datasets for evaluation alone, beside the held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
@@ -343,12 +345,12 @@ class ResilienceConfig:
     on_loss_spike: Literal["off", "skip", "rollback"] = "off"
     """A loss or gradient norm far above those of the last 128 updates. skip: leave the update out; rollback: go back to the
     newest checkpoint and pass over its samples."""
-    spike_threshold_sigma: Annotated[float, Constraint(above=0, high=10**6)] = 6.0
+    spike_threshold_sigma: Annotated[float, Constraint(exclusive_min=0, max=10**6)] = 6.0
     """How far, in standard deviations; only with on_loss_spike = skip or rollback."""
-    straggler_ratio: Annotated[float | None, Constraint(above=1)] = 1.5
+    straggler_ratio: Annotated[float | None, Constraint(exclusive_min=1)] = 1.5
     """Warn of a rank whose blocks take so many times as long as the median rank's, or for whose data the others wait until a
     step takes so many times as long; none: never."""
-    hang_timeout_s: Annotated[float, Constraint(low=0, high=10**7, unit="seconds")] = 300.0
+    hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
     """End the job, with every rank's stack, when no step has ended for so long, nor for five times the longest step so far; the
     first step, evaluations and checkpoints are not timed, but a rank that gives no sign of life in them ends the job too;
     0: never."""
@@ -385,12 +387,12 @@ class Config:
     def explain(self, error: ConfigError) -> str:
         """The one line for the user: where the value at fault was set, then the rule."""
         if not error.key:
-            return error.rule
+            return error.message
         origin = self.origins.get(error.key)
         if origin is None:
             section, _, name = error.key.partition(".")
             origin = f"[{section}] {name} = {toml_value(self.value(error.key))} (default)"
-        return f"{origin}: {error.rule}"
+        return f"{origin}: {error.message}"
 
 
 def _toml_key(key: str) -> str:

@@ -50,7 +50,7 @@ def blame_setting(setting: str) -> Iterator[None]:
     except ConfigError as error:
         if error.key != "data.path":
             raise
-        raise ConfigError(setting, error.rule) from None
+        raise ConfigError(setting, error.message) from None
 
 
 def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:

@@ -28,7 +28,7 @@ def canvas(path: Path) -> Any:
     try:
         return require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
     except ConfigError as error:
-        raise ConfigError("", f"--picture {path}: {error.rule}") from None
+        raise ConfigError("", f"--picture {path}: {error.message}") from None
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:

@@ -79,7 +79,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     chats = any(member.dataset == "chat" for member in dataset_configs(config.data).values())
     chat = chat_format(config.data, tokenizer) if chats else None
     # Of the model, what counts are the sizes that its settings lead to.
-    fingerprint = _values(config, lambda setting: setting.rule.fixed and setting.section != "model")
+    fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
     fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
     if training.parameter_dtype == "bf16":
         # It would be lost, or missing, when the run goes on otherwise.
@@ -97,7 +97,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         tokenizer=tokenizer,
         chat=chat,
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
-        shared=_values(config, lambda setting: not setting.rule.local),
+        shared=_values(config, lambda setting: not setting.constraint.per_node),
     )
 
 

@@ -50,7 +50,7 @@ def acquire_lock(config: Config) -> TextIO | None:
             raise ConfigError("run.name", f"{folder} {problem}")
         with _writing(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            held = try_lock(folder / _LOCK, patience_s=5)
+            held = try_lock(folder / _LOCK, timeout_s=5)
         if isinstance(held, str):
             raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
         lock = held

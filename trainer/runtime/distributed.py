@@ -158,7 +158,7 @@ def run_on_rank_0(work: Callable[[], T]) -> T:
         try:
             result = work()
         except ConfigError as error:
-            refusal = (error.key, error.rule)
+            refusal = (error.key, error.message)
     result, refusal = broadcast((result, refusal), source=0)
     if refusal is not None:
         raise ConfigError(*refusal)

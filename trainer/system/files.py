@@ -16,7 +16,7 @@ def folder_error(path: str | Path) -> str:
     """Why there is no folder there, or "" where there is one."""
     if os.path.isdir(path):
         return ""
-    return "is a file, no folder" if os.path.exists(path) else "no such folder"
+    return "is a file, not a folder" if os.path.exists(path) else "no such folder"
 
 
 def sync(path: Path) -> None:
@@ -48,13 +48,13 @@ def atomic_write(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def try_lock(path: Path, patience_s: float) -> TextIO | str:
+def try_lock(path: Path, timeout_s: float) -> TextIO | str:
     """Take the lock that a file is, for as long as the returned file stays open and this process lives; or say who has it.
     The lock goes with the process, however that ends: there are no stale ones. Raises OSError.
 
-    patience_s: how long to wait for a holder that is just ending.
+    timeout_s: how long to wait for a holder that is just ending.
     """
-    end = time.monotonic() + patience_s
+    end = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")

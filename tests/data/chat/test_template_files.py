@@ -35,7 +35,7 @@ def test_files_without_a_template_are_refused(tmp_path):
         with pytest.raises(ConfigError) as error:
             load_chat_format(str(choice), DEFAULT)
         assert error.value.key == "data.chat_template"
-        return error.value.rule
+        return error.value.message
 
     config = tmp_path / "tokenizer_config.json"
     assert rule("llama4") == "is neither of llama2, llama3, chatml nor a file or folder"

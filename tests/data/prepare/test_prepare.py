@@ -193,7 +193,7 @@ def test_more_problems_than_allowed_stop_it_with_the_first_of_them(data, tmp_pat
 def refused(data) -> tuple[str, str]:
     with pytest.raises(ConfigError) as error:
         prepare(data, DEFAULT)
-    return error.value.key, error.value.rule
+    return error.value.key, error.value.message
 
 
 def test_a_corpus_without_documents_is_refused(data, tmp_path):
@@ -202,7 +202,9 @@ def test_a_corpus_without_documents_is_refused(data, tmp_path):
     (folder / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, path=str(folder)), DEFAULT)
-    assert error.value.rule == (f"holds no readable document; {folder}/bad.txt:1: not UTF-8 text (byte 0 of the file)")
+    assert error.value.message == (
+        f"holds no readable document; {folder}/bad.txt:1: not UTF-8 text (byte 0 of the file)"
+    )
     (folder / "bad.txt").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"holds no readable document; .*bad\.txt: empty"):
         prepare(replace(data, path=str(folder)), DEFAULT)
@@ -215,7 +217,7 @@ def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, store_folder=str(tmp_path / "file")), DEFAULT)
-    assert (error.value.key, error.value.rule) == (
+    assert (error.value.key, error.value.message) == (
         "data.store_folder",
         f"cannot be written (File exists: {tmp_path}/file)",
     )

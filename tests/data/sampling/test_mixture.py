@@ -79,7 +79,7 @@ def test_a_mixture_of_one_dataset_has_the_order_of_that_dataset():
 def test_an_invalid_mixture_is_an_error(mixture, message):
     with pytest.raises(ConfigError) as error:
         parse_mixture(mixture, NAMES)
-    assert (error.value.key, error.value.rule) == ("data.mixture", message)
+    assert (error.value.key, error.value.message) == ("data.mixture", message)
 
 
 def test_a_phase_that_has_started_cannot_change():
@@ -87,7 +87,7 @@ def test_a_phase_that_has_started_cannot_change():
     require_unchanged_phases(saved, parse_mixture(("0: web=7 code=3", "200: code=1"), NAMES), 100)
     with pytest.raises(ConfigError) as error:
         require_unchanged_phases(saved, parse_mixture(("0: web=0.6 code=0.4",), NAMES), 101)
-    assert (error.value.key, error.value.rule) == (
+    assert (error.value.key, error.value.message) == (
         "data.mixture",
         "phases that have already started cannot be changed (was web=0.7 code=0.3 from sample 0; math=1 from sample 100, now "
         "web=0.6 code=0.4 from sample 0); add a new phase starting at sample 101 or later",

@@ -121,4 +121,4 @@ def test_a_packing_that_is_damaged_is_named(tmp_path, file):
     (tmp_path / "packed" / file).write_bytes(b"")
     with pytest.raises(ConfigError) as error:
         read_packing(tmp_path / "packed")
-    assert error.value.rule == f"{tmp_path}/packed cannot be read; delete it"
+    assert error.value.message == f"{tmp_path}/packed cannot be read; delete it"

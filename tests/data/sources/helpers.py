@@ -29,4 +29,4 @@ def error_of(dataset: str, path, **settings) -> tuple[str, str]:
     """Return the setting and the message of the ConfigError that opening or reading raises."""
     with pytest.raises(ConfigError) as error:
         read(dataset, path, **settings)
-    return error.value.key, error.value.rule
+    return error.value.key, error.value.message

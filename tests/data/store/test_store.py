@@ -23,7 +23,7 @@ def data(tmp_path) -> DataConfig:
 def refused(work, *arguments) -> tuple[str, str]:
     with pytest.raises(ConfigError) as error:
         work(*arguments)
-    return error.value.key, error.value.rule
+    return error.value.key, error.value.message
 
 
 def test_a_file_of_another_size_is_told(data):

@@ -35,7 +35,7 @@ def test_added_tokens_follow_the_vocabulary_and_are_in_no_text():
 def test_names_that_cannot_be_added_are_refused(names, problem):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(TokenizerConfig(extra_special_tokens=names))
-    assert (error.value.key, error.value.rule) == ("tokenizer.extra_special_tokens", problem)
+    assert (error.value.key, error.value.message) == ("tokenizer.extra_special_tokens", problem)
 
 
 @pytest.mark.parametrize("kind", ["default", "sentencepiece"])

@@ -120,7 +120,7 @@ def refused(config) -> str:
     with pytest.raises(ConfigError) as error:
         load_tokenizer(config)
     assert error.value.key == "tokenizer.path"
-    return error.value.rule
+    return error.value.message
 
 
 def test_files_of_another_kind_are_refused(tmp_path):
