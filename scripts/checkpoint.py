@@ -1,12 +1,9 @@
-"""Look at checkpoints.
+"""List, verify and inspect checkpoints.
 
-    python scripts/checkpoint.py list outputs/debug                                  # the steps of a run, newest first
-    python scripts/checkpoint.py verify outputs/debug                                # every file of every step, by content
-    python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300     # what one holds, tensor by tensor
+    python scripts/checkpoint.py list outputs/debug
+    python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300
 
-Only verify compares content; list and inspect look at names and sizes.
-
-PATH is a run folder, its checkpoints/, or one checkpoint. Exit code 1 where something is damaged.
+The exit code is 1 if a checkpoint is damaged. Only verify compares content; list and inspect check names and sizes.
 """
 
 import json
@@ -31,7 +28,7 @@ from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.system.files import folder_error
 
 
-def found_at(path: Path) -> list[Path]:
+def find_checkpoints(path: Path) -> list[Path]:
     """Raises ConfigError."""
     if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
@@ -44,33 +41,34 @@ def size_and_time(checkpoint: Path) -> str:
     return f"{sum(file.st_size for file in files) / 2**20:>12,.1f} MiB  {written}"
 
 
-def listed(checkpoints: list[Path]) -> Iterator[bool]:
+def print_list(checkpoints: list[Path]) -> Iterator[bool]:
+    """Print one line per checkpoint. Yield whether each is intact, as the other commands do."""
     for checkpoint in checkpoints:
-        what, problem, told = "", "", []
+        size, problem, counts = "", "", []
         try:
-            what = size_and_time(checkpoint)
-            about = manifest.read(checkpoint).metadata
-            numbers = (("tokens_seen", "token"), ("world_size", "rank"))
-            told = [f"{about[key]:,} {word}{'s' * (about[key] != 1)}" for key, word in numbers if key in about]
+            size = size_and_time(checkpoint)
+            metadata = manifest.read(checkpoint).metadata
+            units = (("tokens_seen", "token"), ("world_size", "rank"))
+            counts = [f"{metadata[key]:,} {unit}{'s' * (metadata[key] != 1)}" for key, unit in units if key in metadata]
         except CorruptError as damage:
             problem = str(damage)
-        except OSError as error:  # it may have been removed a moment ago, too
+        except OSError as error:  # possibly removed a moment ago
             problem = f"cannot be read ({error.strerror})"
-        print(f"{checkpoint.name}  {what}  {problem or ', '.join(told)}")
+        print(f"{checkpoint.name}  {size}  {problem or ', '.join(counts)}")
         yield not problem
 
 
-def verified(checkpoints: list[Path]) -> Iterator[bool]:
+def verify(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None):
         problem = manifest.find_damage(checkpoint)
         if not problem and parse_step(checkpoint.name) is not None and (checkpoint / "train_state.json").exists():
             problem = check_train_state(checkpoint)
-        tqdm.write(f"{checkpoint}: {problem or 'every file is as it was written'}")
+        tqdm.write(f"{checkpoint}: {problem or 'intact'}")
         yield not problem
 
 
-def content_of(checkpoint: Path) -> Iterator[str]:
-    """Lines for people. Raises CorruptError."""
+def describe(checkpoint: Path) -> Iterator[str]:
+    """Yield lines about metadata and tensors. Raises CorruptError."""
     for key, value in manifest.read(checkpoint).metadata.items():
         yield f"{key}: {value}"
     for name in ("model.json", "train_state.json"):
@@ -78,17 +76,17 @@ def content_of(checkpoint: Path) -> Iterator[str]:
             try:
                 yield f"{name}: {json.dumps(json.loads(manifest.read_text(checkpoint / name, LARGEST_STATE)))}"
             except (ValueError, RecursionError):
-                raise CorruptError(f"{name} is no JSON") from None
+                raise CorruptError(f"{name} is not JSON") from None
     for name, stored in read_index(checkpoint).items():
-        shape = " x ".join(map(str, stored.shape)) or "one number"
-        files = len({chunk.file for chunk in stored.chunks})
-        yield f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {files} file{'s' * (files > 1)}"
+        shape = " x ".join(map(str, stored.shape)) or "scalar"
+        num_files = len({chunk.file for chunk in stored.chunks})
+        yield f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {num_files} file{'s' * (num_files > 1)}"
 
 
-def inspected(checkpoints: list[Path]) -> Iterator[bool]:
+def inspect(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in checkpoints:
         try:
-            for line in content_of(checkpoint):
+            for line in describe(checkpoint):
                 print(line)
             yield True
         except CorruptError as damage:
@@ -96,25 +94,26 @@ def inspected(checkpoints: list[Path]) -> Iterator[bool]:
             yield False
 
 
-KINDS = {"list": listed, "verify": verified, "inspect": inspected}
+COMMANDS = {"list": print_list, "verify": verify, "inspect": inspect}
 
 
 def main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends it
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends the process
     parser = Arguments(__doc__)
-    parser.add_argument("what", choices=list(KINDS))
-    parser.add_argument("path", type=Path)
-    chosen = parser.parse_args()
-    if problem := folder_error(chosen.path):
-        die(f"{chosen.path}: {problem}")
+    command_help = "list the steps, newest first; verify every file's content; inspect metadata and tensors"
+    parser.add_argument("command", choices=list(COMMANDS), help=command_help)
+    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, or one checkpoint")
+    args = parser.parse_args()
+    if problem := folder_error(args.path):
+        die(f"{args.path}: {problem}")
     try:
-        checkpoints = found_at(chosen.path)
+        checkpoints = find_checkpoints(args.path)
         if not checkpoints:
-            die(f"{chosen.path}: no checkpoint in it")
-        good = list(KINDS[chosen.what](checkpoints))
+            die(f"{args.path}: contains no checkpoint")
+        intact = list(COMMANDS[args.command](checkpoints))
     except ConfigError as error:
         die(error.message)
-    sys.exit(0 if all(good) else 1)
+    sys.exit(0 if all(intact) else 1)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,7 @@
-"""Convert between checkpoints and Hugging Face's format.
+"""Convert between checkpoints and the Hugging Face format, block by block: memory does not grow with the model.
 
-    python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
-    python scripts/convert_hf.py from-hf model-folder/ out/
-
-to-hf     CHECKPOINT OUT: a model that transformers loads, with config.json and tokenizer files; of a run folder its newest
-          checkpoint
-    --dtype NAME       of the weights: bf16 or fp32 (default: bf16)
-from-hf   FOLDER OUT: a checkpoint that holds a model alone, in the precision it has there; [checkpoint] init_from takes it, and
-          takes FOLDER itself as well
-    --family NAME      of models/__init__.py (default: the first one that has these sizes, else the first one)
-
---shard-gib N      largest size of one file (default: 5)
-
-Both read block by block: memory does not grow with the model.
+python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
+python scripts/convert_hf.py from-hf model-folder/ out/
 """
 
 import sys
@@ -55,26 +44,32 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
 
 def main() -> None:
     parser = Arguments(__doc__)
-    kinds = parser.add_subparsers(dest="what", required=True)
-    there, back = kinds.add_parser("to-hf"), kinds.add_parser("from-hf")
-    for kind in (there, back):
-        kind.add_argument("source", type=Path)
-        kind.add_argument("out", type=Path)
-        kind.add_argument("--shard-gib", type=positive_float, default=5.0)
-    there.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    back.add_argument("--family")
-    chosen = parser.parse_args()
-    shard_bytes = int(chosen.shard_gib * GIB)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    export = commands.add_parser("to-hf", help="write a model that transformers loads, tokenizer included")
+    load = commands.add_parser("from-hf", help="write a checkpoint of the model alone, for --checkpoint.init_from")
+    export.add_argument("source", type=Path, help="checkpoint, or run folder for its newest checkpoint")
+    load.add_argument(
+        "source", type=Path, help="folder in the Hugging Face format, which --checkpoint.init_from also reads"
+    )
+    for command in (export, load):
+        command.add_argument("out", type=Path, help="folder to write")
+        shard_help = "maximum size of one weight file"
+        command.add_argument("--shard-gib", type=positive_float, default=5.0, metavar="GIB", help=shard_help)
+    export.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the weights")
+    families = f"one of {', '.join(MODELS)}; default: the first with the model's sizes, else {next(iter(MODELS))}"
+    load.add_argument("--family", metavar="NAME", help=families)
+    args = parser.parse_args()
+    shard_bytes = int(args.shard_gib * GIB)
     try:
-        if chosen.what == "to-hf":
-            to_hf(chosen.source, chosen.out, chosen.dtype, shard_bytes)
+        if args.command == "to-hf":
+            to_hf(args.source, args.out, args.dtype, shard_bytes)
         else:
-            from_hf(chosen.source, chosen.out, chosen.family, shard_bytes)
+            from_hf(args.source, args.out, args.family, shard_bytes)
     except (ConfigError, CorruptError) as error:
         die(str(error))
     except OSError as error:
         die(f"{error.filename}: {error.strerror}")
-    print(f"{chosen.out}: written")
+    print(f"{args.out}: written")
 
 
 if __name__ == "__main__":

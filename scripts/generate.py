@@ -1,21 +1,8 @@
-"""Let a trained model speak.
+"""Generate text with a trained model.
 
-    python scripts/generate.py outputs/debug --prompt "def "                    # a run, a checkpoint, or a Hugging Face folder
-    python scripts/generate.py outputs/sft --chat                               # a turn a line, from the terminal or a file
-    torchrun --nproc-per-node 2 scripts/generate.py outputs/debug --prompt ...  # its matrices cut over two ranks
-
---prompt TEXT      what it goes on with
---chat             talk: each line is a turn of the user
---system TEXT      what the assistant is told first; only with --chat
---template NAME    chat template: llama2, llama3, chatml, or a file (default: the model's own)
---max-tokens N     of one answer (default: 256)
---longest N        tokens of prompt and answers together (default: those of a sample it was trained with)
---temperature X    0: always the likeliest token (default: 0.8)
---top-k N          only among the N likeliest; 0: all (default: 0)
---top-p X          only among the likeliest that have this probability together (default: 1.0)
---seed N           (default: 0)
---dtype NAME       fp32 or bf16 (default: bf16 on a GPU, else fp32)
---device NAME      auto or cpu (default: auto)
+python scripts/generate.py outputs/debug --prompt "def "
+python scripts/generate.py outputs/sft_debug --chat
+torchrun --nproc-per-node 2 scripts/generate.py outputs/debug --prompt "def "    # matrices sharded over two ranks
 """
 
 import argparse
@@ -29,7 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedConfig
-from trainer.config.command_line import Arguments, die, non_negative_int, positive_int, run_to_end, utf8
+from trainer.config.command_line import (
+    Arguments,
+    die,
+    non_negative_float,
+    non_negative_int,
+    positive_int,
+    run_to_end,
+    utf8,
+)
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
 from trainer.inference.generate import Sampling, TextGenerator, TextStream
@@ -37,57 +32,46 @@ from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.device import DTYPES
 
-_PATIENCE_S = 7 * 24 * 3600.0
-"""How long the other ranks wait for a line of the user."""
+_TIMEOUT_S = 7 * 24 * 3600.0
+"""Seconds that the other ranks wait for a line of the user."""
 
 
-def number(text: str) -> float:
-    """A number from 0 on."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 on")
-    return value
-
-
-def share(text: str) -> float:
-    value = number(text)
+def probability(text: str) -> float:
+    value = non_negative_float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0, up to 1")
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
     return value
 
 
-def write(text: str) -> None:
+def print_on_rank_0(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, end="", flush=True)
 
 
-def spoken(
-    speaker: TextGenerator, prompt: Sequence[int], chosen: argparse.Namespace, stop: Collection[int], text: TextStream
+def print_answer(
+    generator: TextGenerator, prompt: Sequence[int], args: argparse.Namespace, stop: Collection[int], stream: TextStream
 ) -> str:
-    """What the model says, while it says it; without the token that ends it."""
-    sampling = Sampling(chosen.temperature, chosen.top_k, chosen.top_p)
-    said = ""
-    for token in speaker.generate(prompt, sampling, chosen.seed, stop, chosen.max_tokens):
+    """Print the answer while it is generated. Return it without the token that ends it."""
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    answer = ""
+    for token in generator.generate(prompt, sampling, args.seed, stop, args.max_new_tokens):
         if token not in stop:
-            said += (new := text.put(token))
-            write(new)
-    said += (rest := text.rest())
-    write(f"{rest}\n")
-    return said
+            answer += (new := stream.put(token))
+            print_on_rank_0(new)
+    answer += (rest := stream.rest())
+    print_on_rank_0(f"{rest}\n")
+    return answer
 
 
-def turns() -> Iterator[str]:
-    """Lines of the user, on all ranks."""
+def user_lines() -> Iterator[str]:
+    """Yield the lines that rank 0 reads from stdin, on all ranks."""
     on_terminal = sys.stdin.isatty()
     sys.stdin.reconfigure(errors="replace")
     while True:
         line = None
         if dist.get_rank() == 0:
             if on_terminal:
-                write("> ")
+                print_on_rank_0("> ")
             line = sys.stdin.readline()
         line = distributed.broadcast(line, source=0)
         if not line:
@@ -96,60 +80,62 @@ def turns() -> Iterator[str]:
             yield line.strip()
 
 
-def talk(speaker: TextGenerator, chat: ChatFormat, chosen: argparse.Namespace) -> None:
-    messages = [{"role": "system", "content": chosen.system}] if chosen.system else []
-    stop = {*chat.end_of_turn, speaker.tokenizer.eos}
-    for line in turns():
+def chat(generator: TextGenerator, chat_format: ChatFormat, args: argparse.Namespace) -> None:
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    stop = {*chat_format.end_of_turn, generator.tokenizer.eos}
+    for line in user_lines():
         messages.append({"role": "user", "content": line})
-        said = spoken(speaker, chat.prompt(messages), chosen, stop, TextStream(speaker.tokenizer))
-        messages.append({"role": "assistant", "content": said})
+        stream = TextStream(generator.tokenizer)
+        answer = print_answer(generator, chat_format.prompt(messages), args, stop, stream)
+        messages.append({"role": "assistant", "content": answer})
 
 
-def run(chosen: argparse.Namespace) -> None:
-    device = devices.select_device(chosen.device)
-    distributed.init_process_group(DistributedConfig(timeout_s=_PATIENCE_S), device)
-    dtype = DTYPES[chosen.dtype or ("bf16" if device.type != "cpu" else "fp32")]
-    speaker = TextGenerator(chosen.path, dtype, device, chosen.longest, chosen.template)
-    if chosen.chat:
-        talk(speaker, speaker.chat(), chosen)
+def run(args: argparse.Namespace) -> None:
+    device = devices.select_device(args.device)
+    distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
+    dtype = DTYPES[args.dtype or ("bf16" if device.type != "cpu" else "fp32")]
+    generator = TextGenerator(args.path, dtype, device, args.max_seq_len, args.chat_template)
+    if args.chat:
+        chat(generator, generator.chat_format(), args)
     else:
-        tokenizer = speaker.tokenizer
-        prompt = [tokenizer.bos, *tokenizer.encode(chosen.prompt)]
-        write(chosen.prompt)
-        spoken(speaker, prompt, chosen, {tokenizer.eos}, TextStream(tokenizer, prompt[1:]))
+        tokenizer = generator.tokenizer
+        prompt = [tokenizer.bos, *tokenizer.encode(args.prompt)]
+        print_on_rank_0(args.prompt)
+        print_answer(generator, prompt, args, {tokenizer.eos}, TextStream(tokenizer, prompt[1:]))
     distributed.shutdown()
 
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--prompt", type=utf8)
-    parser.add_argument("--chat", action="store_true")
-    parser.add_argument("--system", default="", type=utf8)
-    parser.add_argument("--template", default="")
-    parser.add_argument("--max-tokens", type=positive_int, default=256)
-    parser.add_argument("--longest", type=non_negative_int, default=0)
-    parser.add_argument("--temperature", type=number, default=0.8)
-    parser.add_argument("--top-k", type=non_negative_int, default=0)
-    parser.add_argument("--top-p", type=share, default=1.0)
-    parser.add_argument("--seed", type=non_negative_int, default=0)
-    parser.add_argument("--dtype", choices=["fp32", "bf16"])
-    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    chosen = parser.parse_args()
-    if (chosen.prompt is None) != chosen.chat:
+    add = parser.add_argument
+    add("path", type=Path, help="run folder (for its newest checkpoint), checkpoint, or Hugging Face model folder")
+    add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
+    add("--chat", action="store_true", help="chat: each line of stdin is a turn of the user")
+    add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
+    add("--chat-template", default="", metavar="NAME", help="llama2, llama3, chatml or a file; default: the model's")
+    add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum length of one answer")
+    add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
+    add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")
+    add("--top-k", type=non_negative_int, default=0, metavar="K", help="sample among the K most likely tokens; 0: all")
+    add("--top-p", type=probability, default=1.0, metavar="P", help="nucleus sampling: total probability of candidates")
+    add("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the sampling")
+    add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--device", choices=["auto", "cpu"], default="auto", help="device of the model")
+    args = parser.parse_args()
+    if (args.prompt is None) != args.chat:
         parser.error("expected either --prompt TEXT or --chat")
-    for name in ("system", "template"):
-        if getattr(chosen, name) and not chosen.chat:
-            parser.error(f"--{name} has no effect here: only with --chat")
+    for name in ("system", "chat_template"):
+        if getattr(args, name) and not args.chat:
+            parser.error(f"--{name.replace('_', '-')} has no effect without --chat")
     try:
-        run(chosen)
+        run(args)
     except (ConfigError, TemplateFailure) as error:
         of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
-        named = f"--template {chosen.template}: " if of_template and chosen.template else ""
-        die(named + (error.message if isinstance(error, ConfigError) else str(error)))
+        origin = f"--chat-template {args.chat_template}: " if of_template and args.chat_template else ""
+        die(origin + (error.message if isinstance(error, ConfigError) else str(error)))
     sys.stdout.flush()
-    os._exit(0)  # without the interpreter's clean-up, in which gloo's threads abort now and then
+    os._exit(0)  # without the interpreter's clean-up, in which gloo's threads sometimes abort
 
 
 if __name__ == "__main__":
-    run_to_end(main, "")  # a new line behind what was said
+    run_to_end(main, "")  # an empty line after the text that was printed

@@ -1,7 +1,9 @@
-"""Say which samples a step of a run saw: python scripts/inspect_samples.py RUN_FOLDER STEP
+"""Print the samples that a step of a run consumed.
 
-For each sample: its place in the order, its dataset, its number there, and how its text begins. The order is computed from
-config.toml, the run's records say where the step began, and its newest checkpoint what was passed over on purpose.
+    python scripts/inspect_samples.py outputs/debug 100
+
+One line per sample: position in the global order, dataset, index in the dataset, beginning of the text. The order follows from
+config.toml, the first sample of the step from metrics.jsonl, and skipped samples from the newest checkpoint.
 """
 
 import itertools
@@ -21,23 +23,24 @@ from trainer.data.build import dataset_configs, open_datasets, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
 
-_SHOWN = 60
-"""Characters of each text."""
+_TEXT_LENGTH = 60
+"""Characters of each text that are printed."""
 
 
-def consumed_before(run: Path, step: int, seq_len: int) -> tuple[int, int]:
-    """Samples that the steps before it had consumed, and that it consumed itself, by the run's records."""
+def samples_of_step(run: Path, step: int, seq_len: int) -> range:
+    """Return the positions that a step consumed, from the run's metrics. Raises ConfigError."""
     records = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    known = [(0, 0), *((r["step"], r["tokens_seen"] // seq_len) for r in records if r["kind"] == "train")]
-    for (first, before), (last, after) in itertools.pairwise(known):
+    consumed = [(0, 0), *((r["step"], r["tokens_seen"] // seq_len) for r in records if r["kind"] == "train")]
+    for (first, before), (last, after) in itertools.pairwise(consumed):
         if first < step <= last:
-            size, rest = divmod(after - before, last - first)
-            if rest:
-                raise ConfigError(
-                    "", f"the batch size changed between steps {first} and {last}, which have the records"
-                )
-            return before + (step - 1 - first) * size, size
-    raise ConfigError("", f"{run}: has no record of step {step}; the last one is of step {known[-1][0]}")
+            batch_size, remainder = divmod(after - before, last - first)
+            if remainder:
+                raise ConfigError("", f"the batch size changed between the logged steps {first} and {last}")
+            start = before + (step - 1 - first) * batch_size
+            return range(start, start + batch_size)
+    raise ConfigError(
+        "", f"{run}: metrics.jsonl has no record of step {step}; the last record is of step {consumed[-1][0]}"
+    )
 
 
 def skipped_samples(run: Path) -> tuple[tuple[int, int], ...]:
@@ -46,31 +49,29 @@ def skipped_samples(run: Path) -> tuple[tuple[int, int], ...]:
     return tuple(map(tuple, ranges))
 
 
-def show(run: Path, step: int) -> None:
+def print_samples(run: Path, step: int) -> None:
     config = load_config(["--config", str(run / "config.toml")])
     seq_len, data = config.training.seq_len, config.data
-    before, size = consumed_before(run, step, seq_len)
+    consumed = np.array(samples_of_step(run, step, seq_len))
     tokenizer = load_tokenizer(config.tokenizer)
     datasets = open_datasets(data, {}, prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
     order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples(run))
-    places = np.arange(before, before + size)
-    numbers = order(places)
-    firsts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
-    for place, number in zip(order.global_index(places).tolist(), numbers.tolist(), strict=True):
-        dataset = int(np.searchsorted(firsts, number, side="right")) - 1
-        text = tokenizer.decode(datasets.training.batch(np.array([number])).tokens[0].tolist())
-        print(f"{place:>10}  {names[dataset]}  {number - int(firsts[dataset])}  {text[:_SHOWN]!r}")
+    starts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
+    for position, index in zip(order.global_index(consumed).tolist(), order(consumed).tolist(), strict=True):
+        dataset = int(np.searchsorted(starts, index, side="right")) - 1
+        text = tokenizer.decode(datasets.training.batch(np.array([index])).tokens[0].tolist())
+        print(f"{position:>10}  {names[dataset]}  {index - int(starts[dataset])}  {text[:_TEXT_LENGTH]!r}")
 
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("step", type=positive_int)
-    chosen = parser.parse_args()
-    if not (chosen.run / "metrics.jsonl").is_file():
-        die(f"{chosen.run}: no run's folder (metrics.jsonl)")
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("step", type=positive_int, help="completed step, from 1")
+    args = parser.parse_args()
+    if not (args.run / "metrics.jsonl").is_file():
+        die(f"{args.run}: is not a run folder (no metrics.jsonl)")
     try:
-        show(chosen.run, chosen.step)
+        print_samples(args.run, args.step)
     except ConfigError as error:
         die(str(error))
 

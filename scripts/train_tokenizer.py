@@ -1,12 +1,11 @@
 """Train a byte-pair tokenizer on a dataset and write it as a tiktoken rank file.
 
-    python scripts/train_tokenizer.py OUT.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
+    python scripts/train_tokenizer.py my.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
+    python scripts/train_tokenizer.py trainer/data/tokenizer/default.tiktoken --vocab-size 2048    # the shipped default
 
-The shipped default was made by `python scripts/train_tokenizer.py trainer/data/tokenizer/default.tiktoken --vocab-size 2048`.
-Needs the optional package `tokenizers` (pip install tokenizers). Settings of the trainer choose the dataset.
+Needs the optional package `tokenizers` (pip install tokenizers). The trainer's settings select the dataset.
 """
 
-import argparse
 import base64
 import os
 import sys
@@ -16,7 +15,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.config.command_line import config_from_command_line, die, one_line_errors, run_to_end
+from trainer.config.command_line import (
+    Arguments,
+    config_from_command_line,
+    die,
+    one_line_errors,
+    positive_int,
+    run_to_end,
+)
 from trainer.data.build import all_dataset_configs, blame_setting
 from trainer.data.prepare.tokenize import check_bad_documents
 from trainer.data.sources import BadDocument, open_source
@@ -30,39 +36,39 @@ except ModuleNotFoundError:
     die("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
 
 
-NO_TEXT = ConfigError("data.path", "holds no text to learn from")
+NO_TEXT = ConfigError("data.path", "contains no text to train on")
 
 
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Those of every dataset that can be read; the others are told. Raises ConfigError where a dataset has more of them than
-    data.max_bad_documents, or nothing else."""
-    for _, setting, member in all_dataset_configs(data, {}):
+    """Yield the documents of every dataset and log how many were invalid. Raises ConfigError if a dataset has no valid document,
+    or more than data.max_bad_documents invalid ones."""
+    for _, setting, dataset in all_dataset_configs(data, {}):
         with blame_setting(setting):
-            yield from _documents(member, tokenizer)
+            yield from _documents_of(dataset, tokenizer)
 
 
-def _documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
+def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
     if data.dataset == "prepared":
         raise NO_TEXT
-    problems, any_there = [], False
+    bad_documents, found = [], False
     for document in open_source(data, load_tokenizer(tokenizer)).documents():
         if isinstance(document, BadDocument):
-            problems.append(document)
-            check_bad_documents(data, len(problems), iter(problems))
+            bad_documents.append(document)
+            check_bad_documents(data, len(bad_documents), iter(bad_documents))
         elif isinstance(document, str):
-            any_there = True
+            found = True
             yield document
         else:
             raise NO_TEXT
-    if not any_there:
-        why = f"; {problems[0]}" if problems else ""
-        raise ConfigError("data.path", f"holds no readable document{why}")
-    if problems:
-        print(f"documents left out: {len(problems)}; the first: {problems[0]}", file=sys.stderr)
+    if not found:
+        reason = f"; {bad_documents[0]}" if bad_documents else ""
+        raise ConfigError("data.path", f"contains no readable document{reason}")
+    if bad_documents:
+        print(f"skipped {len(bad_documents)} bad documents; the first: {bad_documents[0]}", file=sys.stderr)
 
 
 def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
-    """Tokens in the order of their ranks: the 256 bytes, then the merges as they were learned."""
+    """Return the tokens in rank order: the 256 bytes, then the merges in the order of training."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -76,30 +82,31 @@ def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the rank file to write")
-    parser.add_argument("--vocab-size", type=int, default=2048, help=f"tokens, {NUM_SPECIAL} special ones included")
-    arguments, settings = parser.parse_known_args()
-    if not arguments.out.parent.is_dir():
-        die(f"{arguments.out}: expected the name of a file in a folder that exists")
-    if arguments.out.exists():
-        die(f"{arguments.out}: exists already")
-    if not os.access(arguments.out.parent, os.W_OK):
-        die(f"{arguments.out.parent}: cannot be written")
-    num_ranks = arguments.vocab_size - NUM_SPECIAL
+    parser = Arguments(__doc__, settings=True)
+    parser.add_argument("out", type=Path, help="rank file to write")
+    vocab_help = f"number of tokens, including {NUM_SPECIAL} special tokens"
+    parser.add_argument("--vocab-size", type=positive_int, default=2048, metavar="N", help=vocab_help)
+    args, settings = parser.parse_known_args()
+    if not args.out.parent.is_dir():
+        die(f"{args.out}: {args.out.parent} is not a folder")
+    if args.out.exists():
+        die(f"{args.out}: already exists")
+    if not os.access(args.out.parent, os.W_OK):
+        die(f"{args.out.parent}: cannot be written")
+    num_ranks = args.vocab_size - NUM_SPECIAL
     if num_ranks < 256:
-        die(f"--vocab-size {arguments.vocab_size}: must be at least {NUM_SPECIAL + 256}")
+        die(f"--vocab-size {args.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
     with one_line_errors(config):
         ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
-        print(f"the text has room for {len(ranks)} ranks only, not {num_ranks}", file=sys.stderr)
+        print(f"the text is too short for {num_ranks} ranks; trained {len(ranks)}", file=sys.stderr)
     try:
         lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
-        atomic_write(arguments.out, "".join(lines))
+        atomic_write(args.out, "".join(lines))
     except OSError as error:
-        die(f"{arguments.out}: cannot be written ({error.strerror})")
-    print(f"{arguments.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
+        die(f"{args.out}: cannot be written ({error.strerror})")
+    print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a trained model says: the same with and without kept keys, on one rank and several, here and in transformers."""
+"""Generation: identical with and without a KV cache, on one and several ranks, here and in transformers."""
 
 import subprocess
 import sys
@@ -18,52 +18,43 @@ from trainer.testing.ranks import RankError
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)
 WARM = Sampling(temperature=1.0)
-CHATS = [
-    "--data.dataset",
-    "chat",
-    "--data.packing",
-    "best-fit",
-    "--data.document_mask",
-    "true",
-    "--training.seq_len",
-    "128",
-]
+CHAT_DATA = "--data.dataset chat --data.packing best-fit --data.document_mask true --training.seq_len 128".split()
 
 
 @pytest.fixture(scope="module")
-def spoken(ranks, tiny, tmp_path_factory):
-    """The folder of a run that has seen some chats, exported too."""
-    folder = tmp_path_factory.mktemp("spoken")
+def chat_run(ranks, tiny, tmp_path_factory):
+    """The folder of a run that was trained on chats, exported too."""
+    folder = tmp_path_factory.mktemp("chat")
     config = folder / "chat.toml"
     lines = Path(tiny[1]).read_text().splitlines()
     config.write_text("\n".join(line for line in lines if not line.startswith(("dataset =", "path =", "seq_len ="))))
-    argv = ["--config", str(config), *CHATS, "--run.output_folder", str(folder), "--run.name", "run"]
+    argv = ["--config", str(config), *CHAT_DATA, "--run.output_folder", str(folder), "--run.name", "run"]
     ranks(1).run(train, [*argv, "--training.steps", "20", "--optimizer.lr", "1e-2"])
     ranks(1).run(export_run, folder / "run")
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def tied(ranks, tiny, tmp_path_factory):
+def tied_run(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tied") / "run"
-    more = ["--model.overrides.tied_embeddings", "true", "--training.steps", "10", "--optimizer.lr", "1e-2"]
-    ranks(1).run(train, [*tiny, "--run.output_folder", str(folder.parent), "--run.name", "run", *more])
+    settings = ["--model.overrides.tied_embeddings", "true", "--training.steps", "10", "--optimizer.lr", "1e-2"]
+    ranks(1).run(train, [*tiny, "--run.output_folder", str(folder.parent), "--run.name", "run", *settings])
     ranks(1).run(export_run, folder)
     return folder
 
 
-def said(folder, prompt, most=12, sampling=GREEDY, longest=0):
-    speaker = TextGenerator(folder, torch.float32, CPU, longest, "")
-    return list(speaker.generate(prompt, sampling, 0, (), most))
+def generated(folder, prompt, max_new_tokens=12, sampling=GREEDY, max_seq_len=0):
+    generator = TextGenerator(folder, torch.float32, CPU, max_seq_len, "")
+    return list(generator.generate(prompt, sampling, 0, (), max_new_tokens))
 
 
-def one_by_one(folder, prompt, most, sampling):
-    """Without anything kept: the whole text through the network for each token."""
-    speaker = TextGenerator(folder, torch.float32, CPU, 0, "")
-    tokens, generator = list(prompt), torch.Generator().manual_seed(0)
-    for _ in range(most):
-        speaker.seen = []
-        tokens.append(sample(speaker._logits(tokens), sampling, generator))
+def generated_without_cache(folder, prompt, max_new_tokens, sampling):
+    """The complete text passes through the model for each token."""
+    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    tokens, rng = list(prompt), torch.Generator().manual_seed(0)
+    for _ in range(max_new_tokens):
+        generator.cached_tokens = []
+        tokens.append(sample(generator._next_logits(tokens), sampling, rng))
     return tokens[len(prompt) :]
 
 
@@ -71,71 +62,72 @@ PROMPT = [1792, 20, 31, 44, 5, 17]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_kept_keys_and_cut_matrices_change_nothing(ranks, spoken, size):
+def test_kv_cache_and_tensor_parallelism_do_not_change_the_tokens(ranks, chat_run, size):
     for sampling in (GREEDY, WARM):
-        expected = ranks(1).run(one_by_one, spoken, PROMPT, 12, sampling)[0]
-        assert ranks(size).run(said, spoken, PROMPT, 12, sampling) == [expected] * size
+        expected = ranks(1).run(generated_without_cache, chat_run, PROMPT, 12, sampling)[0]
+        assert ranks(size).run(generated, chat_run, PROMPT, 12, sampling) == [expected] * size
     assert len(set(expected)) > 6
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_tied_models_speak_too(ranks, tied, size):
-    expected = ranks(1).run(one_by_one, tied, PROMPT, 12, WARM)[0]
-    for folder in (tied, tied / "huggingface"):
-        kept = ranks(size).run(said, folder, PROMPT, 12, WARM)
-        assert folder != tied or kept == [expected] * size
-        assert len(set(kept[0])) > 6
+def test_models_with_tied_embeddings_generate(ranks, tied_run, size):
+    expected = ranks(1).run(generated_without_cache, tied_run, PROMPT, 12, WARM)[0]
+    for folder in (tied_run, tied_run / "huggingface"):
+        tokens = ranks(size).run(generated, folder, PROMPT, 12, WARM)
+        assert folder != tied_run or tokens == [expected] * size
+        assert len(set(tokens[0])) > 6
 
 
-def test_an_exported_chat_model_ends_its_turns_by_itself(spoken):
+def test_an_exported_chat_model_stops_at_the_end_of_its_turn(chat_run):
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM.from_pretrained(spoken / "huggingface")
+    model = transformers.LlamaForCausalLM.from_pretrained(chat_run / "huggingface")
     tokenizer = load_tokenizer(TokenizerConfig())
     ends = [tokenizer.special_tokens[name] for name in ("<|end_of_text|>", "<|eot_id|>")]
     assert model.generation_config.eos_token_id == ends
 
 
-def test_transformers_says_the_same(ranks, spoken):
+def test_transformers_generates_the_same_tokens(ranks, chat_run):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.LlamaForCausalLM.from_pretrained(spoken / "huggingface", dtype=torch.float32)
-    expected = theirs.generate(
+    hf_model = transformers.LlamaForCausalLM.from_pretrained(chat_run / "huggingface", dtype=torch.float32)
+    expected = hf_model.generate(
         torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, len(PROMPT) :].tolist()
-    assert ranks(1).run(said, spoken / "huggingface", PROMPT) == [expected]
+    assert ranks(1).run(generated, chat_run / "huggingface", PROMPT) == [expected]
 
 
-def in_turns(folder):
-    """A conversation of three turns, with what is kept and anew."""
-    speaker, fresh = (TextGenerator(folder, torch.float32, CPU, 0, "") for _ in range(2))
-    chat = speaker.chat()
-    messages, answers = [], []
+def chat_with_and_without_cache(folder):
+    """Generate three turns with the cache and without; return (cached tokens before, new tokens) of each turn."""
+    generator, uncached = (TextGenerator(folder, torch.float32, CPU, 0, "") for _ in range(2))
+    chat_format = generator.chat_format()
+    messages, turns = [], []
     for question in ("Hello!", "What is 2 + 3?", "Thanks."):
         messages.append({"role": "user", "content": question})
-        prompt = chat.prompt(messages)
-        kept = len(speaker.seen)
-        tokens = list(speaker.generate(prompt, GREEDY, 0, chat.end_of_turn, 8))
-        fresh.seen = []
-        assert tokens == list(fresh.generate(prompt, GREEDY, 0, chat.end_of_turn, 8))
-        answers.append((kept, len(tokens)))
-        messages.append({"role": "assistant", "content": speaker.tokenizer.decode(tokens)})
-    return answers
+        prompt = chat_format.prompt(messages)
+        num_cached = len(generator.cached_tokens)
+        tokens = list(generator.generate(prompt, GREEDY, 0, chat_format.end_of_turn, 8))
+        uncached.cached_tokens = []
+        assert tokens == list(uncached.generate(prompt, GREEDY, 0, chat_format.end_of_turn, 8))
+        turns.append((num_cached, len(tokens)))
+        messages.append({"role": "assistant", "content": generator.tokenizer.decode(tokens)})
+    return turns
 
 
-def test_a_conversation_goes_on_from_what_is_kept(ranks, spoken):
-    (answers,) = ranks(1).run(in_turns, spoken)
-    assert [kept > 0 for kept, _ in answers] == [False, True, True]
+def test_a_chat_reuses_the_cache_of_earlier_turns(ranks, chat_run):
+    (turns,) = ranks(1).run(chat_with_and_without_cache, chat_run)
+    assert [num_cached > 0 for num_cached, _ in turns] == [False, True, True]
 
 
-def test_the_same_seed_says_the_same_and_another_something_else(ranks, spoken):
-    first = ranks(1).run(said, spoken, PROMPT, 12, WARM)
-    assert ranks(1).run(said, spoken, PROMPT, 12, WARM) == first
-    assert first != ranks(1).run(said, spoken, PROMPT)
+def test_a_seed_determines_the_sampled_tokens(ranks, chat_run):
+    first = ranks(1).run(generated, chat_run, PROMPT, 12, WARM)
+    assert ranks(1).run(generated, chat_run, PROMPT, 12, WARM) == first
+    assert first != ranks(1).run(generated, chat_run, PROMPT)
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(ranks, spoken):
-    with pytest.raises(RankError, match="the prompt has 6 tokens, and there is room for 6 with the answer"):
-        ranks(1).run(said, spoken, PROMPT, 12, GREEDY, 6)
-    assert [len(tokens) for tokens in ranks(1).run(said, spoken, PROMPT, 12, GREEDY, 9)] == [3]
+def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
+    message = r"the prompt has 6 tokens; prompt and answer share a context window of 6 tokens \(--max-seq-len\)"
+    with pytest.raises(RankError, match=message):
+        ranks(1).run(generated, chat_run, PROMPT, 12, GREEDY, 6)
+    assert [len(tokens) for tokens in ranks(1).run(generated, chat_run, PROMPT, 12, GREEDY, 9)] == [3]
 
 
 @pytest.mark.parametrize(
@@ -149,13 +141,13 @@ def test_a_prompt_that_leaves_no_room_is_refused(ranks, spoken):
         (Sampling(temperature=1.0), {0, 1, 2, 3}),
     ],
 )
-def test_only_what_the_sampling_leaves_is_drawn(sampling, possible):
+def test_sampling_draws_only_tokens_that_pass_its_filters(sampling, possible):
     logits = torch.tensor([0.55, 0.25, 0.15, 0.05]).log()
     generator = torch.Generator().manual_seed(0)
     assert {sample(logits, sampling, generator) for _ in range(300)} == possible
 
 
-def test_a_letter_of_several_tokens_comes_whole():
+def test_a_character_of_several_tokens_is_returned_with_its_last_token():
     tokenizer = load_tokenizer(TokenizerConfig())
     text = "né 😀 ok"
     stream = TextStream(tokenizer)
@@ -164,7 +156,7 @@ def test_a_letter_of_several_tokens_comes_whole():
     assert "\ufffd" not in "".join(pieces) and "" in pieces
 
 
-# ------------------------------------------------------------ the script
+# ------------------------------------------------------------ the command
 
 
 def script(*words, stdin=""):
@@ -174,28 +166,29 @@ def script(*words, stdin=""):
     return done.returncode, done.stdout, done.stderr.strip()
 
 
-def test_the_script_speaks_and_chats(spoken):
-    code, out, err = script(spoken, "--prompt", "def f", "--temperature", "0", "--max-tokens", "5")
+def test_the_command_continues_a_prompt_and_chats(chat_run):
+    code, out, err = script(chat_run, "--prompt", "def f", "--temperature", "0", "--max-new-tokens", "5")
     assert (code, err) == (0, "")
     assert out.startswith("def f") and out.endswith("\n") and len(out) > 7
-    code, out, err = script(spoken, "--chat", "--temperature", "0", "--max-tokens", "5", stdin="Hello!\n\nAgain.\n")
+    options = ["--chat", "--temperature", "0", "--max-new-tokens", "5"]
+    code, out, err = script(chat_run, *options, stdin="Hello!\n\nAgain.\n")
     assert (code, err, out.count("\n") >= 2) == (0, "", True)
 
 
-def test_the_script_refuses_in_one_line(spoken, tmp_path):
+def test_errors_of_the_command_are_one_line(chat_run, tmp_path):
     wrong = (
         ([tmp_path / "no", "--prompt", "x"], f"{tmp_path}/no: no such folder"),
-        ([spoken], "expected either --prompt TEXT or --chat"),
-        ([spoken, "--prompt", b"a\xff"], "argument --prompt: expected UTF-8 text"),
+        ([chat_run], "expected either --prompt TEXT or --chat"),
+        ([chat_run, "--prompt", b"a\xff"], "argument --prompt: expected UTF-8 text"),
         (
-            [spoken, "--prompt", "x", "--longest", "10000000000000"],
-            "there is not memory enough for the keys and values of 10000000000000 tokens; --longest takes fewer",
+            [chat_run, "--prompt", "x", "--max-seq-len", "10000000000000"],
+            "not enough memory for a KV cache of 10000000000000 tokens; lower --max-seq-len",
         ),
-        ([spoken, "--prompt", "x", "--system", "y"], "--system has no effect here: only with --chat"),
-        ([spoken, "--prompt", "x", "--top-p", "2"], "argument --top-p: 2: expected a number above 0, up to 1"),
+        ([chat_run, "--prompt", "x", "--system", "y"], "--system has no effect without --chat"),
+        ([chat_run, "--prompt", "x", "--top-p", "2"], "argument --top-p: 2: must be above 0 and at most 1"),
         (
-            [spoken, "--chat", "--template", "llama4"],
-            "--template llama4: is neither of llama2, llama3, chatml nor a file or folder",
+            [chat_run, "--chat", "--chat-template", "llama4"],
+            "--chat-template llama4: is neither of llama2, llama3, chatml nor a file or folder",
         ),
     )
     for words, line in wrong:

@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py, as people call it."""
+"""scripts/checkpoint.py, run as a command."""
 
 import re
 import shutil
@@ -14,25 +14,25 @@ from tests.training_runs import train
 @pytest.fixture(scope="module")
 def trained(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    more = ["--checkpoint.interval_steps", "2", "--checkpoint.async_mode", "off"]
-    ranks(2).run(train, [*tiny, *more, "--run.output_folder", str(folder), "--run.name", "run"])
+    settings = ["--checkpoint.interval_steps", "2", "--checkpoint.async_mode", "off"]
+    ranks(2).run(train, [*tiny, *settings, "--run.output_folder", str(folder), "--run.name", "run"])
     return folder / "run"
 
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy, to be damaged."""
+    """A copy that a test may damage."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def script(what, path):
-    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), what, str(path)]
+def script(name, path):
+    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), name, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout.splitlines(), done.stderr.splitlines()
 
 
-def test_a_run_is_listed_newest_first(trained):
+def test_list_prints_the_newest_step_first(trained):
     code, lines, _ = script("list", trained)
     assert code == 0
     expected = [
@@ -42,7 +42,7 @@ def test_a_run_is_listed_newest_first(trained):
     assert [bool(re.fullmatch(e, line)) for e, line in zip(expected, lines, strict=True)] == [True, True], lines
 
 
-def test_one_is_inspected_tensor_by_tensor(trained):
+def test_inspect_prints_metadata_and_tensors(trained):
     code, lines, _ = script("inspect", trained / "checkpoints" / "step-00000004")
     assert code == 0
     assert "step: 4" in lines
@@ -52,32 +52,36 @@ def test_one_is_inspected_tensor_by_tensor(trained):
     )
 
 
-def test_only_verify_sees_another_content(run):
+def test_only_verify_detects_changed_content(run):
     state = run / "checkpoints" / "step-00000004" / "train_state.json"
     state.write_text(state.read_text().replace('"cursor": 6', '"cursor": 7'))
-    assert [script(what, run)[0] for what in ("list", "inspect", "verify")] == [0, 0, 1]
+    assert [script(name, run)[0] for name in ("list", "inspect", "verify")] == [0, 0, 1]
     lines = script("verify", run)[1]
     assert lines[0] == f"{state.parent}: train_state.json has another content than was written"
-    assert lines[1].endswith("step-00000002: every file is as it was written")
+    assert lines[1].endswith("step-00000002: intact")
 
 
-def test_what_is_no_json_is_told_and_the_others_are_inspected(run):
+def test_inspect_reports_invalid_json_and_continues(run):
     state = run / "checkpoints" / "step-00000004" / "train_state.json"
     state.write_text("\x1b" + state.read_text()[1:])
     code, lines, _ = script("inspect", run)
-    assert (code, f"{state.parent}: train_state.json is no JSON" in lines, "step: 2" in lines) == (1, True, True)
+    assert (code, f"{state.parent}: train_state.json is not JSON" in lines, "step: 2" in lines) == (1, True, True)
 
 
-def test_a_missing_file_is_named_by_all(run):
+def test_every_command_reports_a_missing_file(run):
     folder = run / "checkpoints" / "step-00000004"
     (folder / "rank-00001.safetensors").unlink()
-    for what in ("list", "verify", "inspect"):
-        code, lines, _ = script(what, run)
+    for name in ("list", "verify", "inspect"):
+        code, lines, _ = script(name, run)
         assert code == 1
-        assert lines[0].endswith("rank-00001.safetensors is missing"), what
+        assert lines[0].endswith("rank-00001.safetensors is missing"), name
 
 
-def test_what_holds_no_checkpoint_is_refused_in_one_line(tmp_path):
+def test_a_path_without_a_checkpoint_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    for path, problem in (("no", "no such folder"), ("file", "is a file, not a folder"), (".", "no checkpoint in it")):
+    for path, problem in (
+        ("no", "no such folder"),
+        ("file", "is a file, not a folder"),
+        (".", "contains no checkpoint"),
+    ):
         assert script("list", tmp_path / path) == (2, [], [f"{tmp_path / path}: {problem}"])

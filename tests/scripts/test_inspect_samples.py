@@ -16,58 +16,58 @@ from trainer.run.run_folder import resume_point
 from trainer.trainer import Trainer
 
 
-def samples(run, step):
-    command = [sys.executable, str(ROOT / "scripts" / "samples.py"), str(run), str(step)]
+def script(run, step):
+    command = [sys.executable, str(ROOT / "scripts" / "inspect_samples.py"), str(run), str(step)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, done.stdout.splitlines(), done.stderr.strip()
 
 
-class Watching(Trainer):
+class RecordingTrainer(Trainer):
     def train_step(self, batches, rate, stop=False):
-        def watched():
+        def recorded():
             for batch in batches:
-                self.seen[-1] += batch.tokens.tolist()
+                self.samples[-1] += batch.tokens.tolist()
                 yield batch
 
-        self.seen.append([])
-        return super().train_step(watched(), rate, stop)
+        self.samples.append([])
+        return super().train_step(recorded(), rate, stop)
 
 
-def seen(argv):
-    """The tokens of each sample of each step."""
+def consumed(argv):
+    """Train; return the tokens of each sample of each step."""
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
-    trainer = Watching(config, resolved, torch.device("cpu"), resume_point(config, resolved))
-    trainer.seen = []
+    trainer = RecordingTrainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
+    trainer.samples = []
     trainer.train()
-    return trainer.seen
+    return trainer.samples
 
 
-def test_the_samples_of_a_step_are_those_it_saw(ranks, tiny, tmp_path):
-    """Two datasets, a batch that changes at step 3, and records of every second step."""
+def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_path):
+    """Two datasets, a batch size that changes at step 3, and records of every second step."""
     for name, seed in (("a", 1), ("b", 2)):
         write_corpus(tmp_path / name, 60, seed)
     lines = Path(tiny[1]).read_text().splitlines()
     two = f'[data]\ndatasets = {{ a = "text:{tmp_path}/a", b = "text:{tmp_path}/b" }}\nmixture = ["0: a=3 b=1"]'
-    kept = "\n".join(line for line in lines if not line.startswith(("dataset", "path", "interval_steps")))
-    (tmp_path / "two.toml").write_text(kept.replace("[data]", two))
+    remaining = "\n".join(line for line in lines if not line.startswith(("dataset", "path", "interval_steps")))
+    (tmp_path / "two.toml").write_text(remaining.replace("[data]", two))
     argv = ["--config", str(tmp_path / "two.toml"), "--run.output_folder", str(tmp_path), "--run.name", "run"]
     argv += ["--metrics.interval_steps", "2", "--training.global_batch_size"]
-    (steps,) = ranks(1).run(seen, [*argv, "8", "--training.steps", "2"])
-    steps += ranks(1).run(seen, [*argv, "4", "--training.steps", "4"])[0]
+    (steps,) = ranks(1).run(consumed, [*argv, "8", "--training.steps", "2"])
+    steps += ranks(1).run(consumed, [*argv, "4", "--training.steps", "4"])[0]
     tokenizer = load_tokenizer(TokenizerConfig())
-    told = []
+    printed = []
     for step, tokens in enumerate(steps, start=1):
-        code, lines, err = samples(tmp_path / "run", step)
+        code, lines, err = script(tmp_path / "run", step)
         assert (code, err) == (0, "")
-        told += [line.split(maxsplit=3) for line in lines]
-        assert [line[3] for line in told[-len(tokens) :]] == [repr(tokenizer.decode(row)[:60]) for row in tokens]
-    assert [int(place) for place, *_ in told] == list(range(24))
-    assert [name for _, name, *_ in told].count("a") == 18
+        printed += [line.split(maxsplit=3) for line in lines]
+        assert [line[3] for line in printed[-len(tokens) :]] == [repr(tokenizer.decode(row)[:60]) for row in tokens]
+    assert [int(position) for position, *_ in printed] == list(range(24))
+    assert [name for _, name, *_ in printed].count("a") == 18
 
 
-def test_a_step_that_was_not_is_told(ranks, tiny, tmp_path):
+def test_a_step_without_a_record_is_an_error(ranks, tiny, tmp_path):
     ranks(1).run(train, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"])
-    told = f"{tmp_path}/run: has no record of step 2; the last one is of step 1"
-    assert samples(tmp_path / "run", 2) == (2, [], told)
-    assert samples(tmp_path, 2) == (2, [], f"{tmp_path}: no run's folder (metrics.jsonl)")
+    error = f"{tmp_path}/run: metrics.jsonl has no record of step 2; the last record is of step 1"
+    assert script(tmp_path / "run", 2) == (2, [], error)
+    assert script(tmp_path, 2) == (2, [], f"{tmp_path}: is not a run folder (no metrics.jsonl)")

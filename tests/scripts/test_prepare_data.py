@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py and scripts/train_tokenizer.py, as users call them."""
+"""scripts/prepare_data.py and scripts/train_tokenizer.py, run as commands."""
 
 import re
 import signal
@@ -26,7 +26,7 @@ def settings(tmp_path) -> list[str]:
     return ["--data.dataset", "text", "--data.path", str(corpus), "--data.store_folder", str(tmp_path / "stores")]
 
 
-def test_a_store_is_prepared_told_found_again_and_verified(settings, tmp_path):
+def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     first = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
     assert first.returncode == 0, first.stderr
     (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
@@ -35,11 +35,11 @@ def test_a_store_is_prepared_told_found_again_and_verified(settings, tmp_path):
     assert first.stdout.splitlines()[-3:] == [
         f"  training   {len(train.documents) - 1:>15,} documents {len(train.tokens):>19,} tokens",
         f"  held out   {len(held_out.documents) - 1:>15,} documents {len(held_out.tokens):>19,} tokens",
-        f"  left out   {0:>15,} documents",
+        f"  skipped    {0:>15,} documents",
     ]
     again = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
-    assert again.stdout.splitlines()[0] == f"{store}: there already"
-    assert again.stdout.splitlines()[-1] == "  every file is as it was written"
+    assert again.stdout.splitlines()[0] == f"{store}: already prepared"
+    assert again.stdout.splitlines()[-1] == "  intact: every file has the content that was written"
     tokens = store / "train.tokens"
     tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
     damaged = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
@@ -50,75 +50,75 @@ def test_a_store_is_prepared_told_found_again_and_verified(settings, tmp_path):
     assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
 
 
-def test_what_is_wrong_with_a_dataset_names_the_setting_that_names_it(settings, tmp_path):
+def test_an_error_of_a_dataset_names_the_setting_that_selects_it(settings, tmp_path):
     (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
-    more = ["--evaluation.datasets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
-    ended = call("prepare_data.py", *settings, *more)
+    evaluation = ["--evaluation.datasets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
+    ended = call("prepare_data.py", *settings, *evaluation)
     assert ended.returncode == 2
     line = ended.stderr.splitlines()[-1]
     assert line.startswith(f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: holds no readable document; ")
     (tmp_path / "nothing.txt").touch()
     ended = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
-    assert (ended.returncode, ended.stderr.partition(": holds no readable document")[0]) == (
+    assert (ended.returncode, ended.stderr.partition(": contains no readable document")[0]) == (
         2,
         f"--data.path {tmp_path}/nothing.txt",
     )
-    named = ["--data.datasets.mine", f"text:{tmp_path}/nothing.txt"]
-    ended = call("train_tokenizer.py", tmp_path / "x", *named)
-    assert (ended.returncode, ended.stderr.partition(": holds no readable document")[0]) == (2, " ".join(named))
+    dataset = ["--data.datasets.mine", f"text:{tmp_path}/nothing.txt"]
+    ended = call("train_tokenizer.py", tmp_path / "x", *dataset)
+    assert (ended.returncode, ended.stderr.partition(": contains no readable document")[0]) == (2, " ".join(dataset))
     assert not (tmp_path / "x").exists()
 
 
-def test_an_interrupted_preparation_says_so_in_one_line_and_goes_on(settings, tmp_path):
-    more = ["--data.prepare_workers", "2"]
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *settings, *more]
-    # Tests that run in the background have been told to ignore it, and so would what they start.
-    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
+def test_an_interrupted_preparation_exits_with_one_line_and_can_be_continued(settings, tmp_path):
+    settings += ["--data.prepare_workers", "2"]
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *settings]
+    # A shell starts background jobs with SIGINT ignored, and child processes inherit that.
+    restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
     while not list((tmp_path / "stores").glob("*.partial")):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.splitlines()[-1]) == (130, "interrupted; the same command goes on")
+    assert (process.returncode, err.splitlines()[-1]) == (130, "interrupted; rerun the same command to continue")
     assert "Traceback" not in err
-    assert call("prepare_data.py", *settings, *more).returncode == 0
+    assert call("prepare_data.py", *settings).returncode == 0
 
 
-def test_machines_prepare_shares_that_a_run_joins(settings, tmp_path):
-    for machine in ("1/2", "2/2"):
-        assert call("prepare_data.py", "--share", machine, *settings).returncode == 0
+def test_shards_prepared_on_several_nodes_are_read_together(settings, tmp_path):
+    for shard in ("1/2", "2/2"):
+        assert call("prepare_data.py", "--shard", shard, *settings).returncode == 0
     joined = ["--data.dataset", "prepared", "--data.path", settings[-1], "--data.store_folder", tmp_path / "joined"]
-    told = call("prepare_data.py", *joined, "--verify")
-    assert told.returncode == 0, told.stderr
-    counts = re.findall(r"([0-9]+) documents", told.stdout)
+    verified = call("prepare_data.py", *joined, "--verify")
+    assert verified.returncode == 0, verified.stderr
+    counts = re.findall(r"([0-9]+) documents", verified.stdout)
     assert sum(map(int, counts[-3:])) == 40
 
 
-@pytest.mark.parametrize("share", ["0/4", "5/4", "4", "a/b"])
-def test_a_share_that_is_none_is_one_line(share):
-    ended = call("prepare_data.py", "--share", share)
-    assert (ended.returncode, ended.stderr) == (2, f"argument --share: {share}: expected I/N, as 1/4 to 4/4\n")
+@pytest.mark.parametrize("shard", ["0/4", "5/4", "4", "a/b"])
+def test_an_invalid_shard_is_one_line(shard):
+    ended = call("prepare_data.py", "--shard", shard)
+    assert (ended.returncode, ended.stderr) == (2, f"argument --shard: {shard}: expected I/N, from 1/N to N/N\n")
 
 
-def test_a_tokenizer_of_ones_own_is_trained_and_used(settings, tmp_path):
+def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff")
     path = tmp_path / "my.tiktoken"
     trained = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: not UTF-8 text (byte 0 of the file)"
-    assert trained.stderr == f"documents left out: 1; the first: {first}\n"
+    assert trained.stderr == f"skipped 1 bad documents; the first: {first}\n"
     tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(path)))
     assert tokenizer.vocab_size == 540
     text = (tmp_path / "corpus" / "0000.txt").read_text()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) < len(text) / 2
     again = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
-    assert (again.returncode, again.stderr) == (2, f"{path}: exists already\n")
+    assert (again.returncode, again.stderr) == (2, f"{path}: already exists\n")
     strict = call(
         "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_bad_document", "stop"
     )
-    rule = f"documents that cannot be read: 1 or more, the first: {first}"
-    assert (strict.returncode, strict.stderr) == (2, f"--data.on_bad_document stop: {rule}\n")
+    message = f"documents that cannot be read: 1 or more, the first: {first}"
+    assert (strict.returncode, strict.stderr) == (2, f"--data.on_bad_document stop: {message}\n")
 
 
 def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
@@ -127,10 +127,10 @@ def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
         ended = call(
             "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )
-        assert (ended.returncode, ended.stderr) == (2, f"--data.path {tmp_path}/x.bin: holds no text to learn from\n")
+        assert (ended.returncode, ended.stderr) == (2, f"--data.path {tmp_path}/x.bin: contains no text to train on\n")
 
 
-def test_worker_processes_need_not_wait_for_torch():
-    """They import what was started, and so does every one of them."""
+def test_worker_processes_do_not_import_torch():
+    """Each worker imports the module that was started as the command."""
     code = "import sys, scripts.prepare_data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -89,17 +89,22 @@ def non_negative_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+    if not 0 < (value := _parse_float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
     return value
 
 
 def non_negative_float(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else positive_float(text)
+    if not 0 <= (value := _parse_float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of at least 0")
+    return value
+
+
+def _parse_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def check_chosen_ranks() -> None:
