@@ -28,7 +28,7 @@ def test_packed_documents_are_whole_and_each_token_is_a_target_once(tmp_path):
     lengths = np.random.default_rng(0).integers(2, 40, 200).tolist()
     store = store_of(lengths)
     batch = whole(packed(tmp_path, store, 100))
-    assert packed(tmp_path, store, 100).pieces.efficiency(100) > 0.97
+    assert packed(tmp_path, store, 100).index.efficiency(100) > 0.97
     labels = sorted(batch.labels[batch.labels != IGNORE_INDEX].tolist())
     firsts = set(store.documents.tolist())
     assert labels == [token for token in range(sum(lengths)) if token not in firsts]

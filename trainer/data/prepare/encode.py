@@ -1,4 +1,4 @@
-"""How a document of each dataset becomes tokens."""
+"""Encoders: from a document of each dataset format to tokens."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from trainer.data.store.store import Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
 
 Encode = Callable[[Document], Encoded]
-"""Raises InvalidDocument for a document of which nothing can be made."""
+"""Raises InvalidDocument for a document that cannot be encoded."""
 
 
 def _text(config: DataConfig, tokenizer: Tokenizer) -> Encode:
-    """Opened by the begin-of-text token and closed by the end-of-text token."""
+    """Return an encoder of text that prepends BOS and appends EOS."""
 
     def encode(document: Document) -> Encoded:
         assert isinstance(document, str)
@@ -27,7 +27,7 @@ def _text(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     return encode
 
 
-def _as_they_are(config: DataConfig, tokenizer: Tokenizer) -> Encode:
+def _pretokenized(config: DataConfig, tokenizer: Tokenizer) -> Encode:
     def encode(document: Document) -> Encoded:
         assert isinstance(document, np.ndarray)
         return Encoded(document)
@@ -36,21 +36,21 @@ def _as_they_are(config: DataConfig, tokenizer: Tokenizer) -> Encode:
 
 
 def _chat(config: DataConfig, tokenizer: Tokenizer) -> Encode:
-    """As the template writes it."""
+    """Return an encoder that renders conversations by the chat template."""
     chat = chat_format(config, tokenizer)
 
     def encode(document: Document) -> Encoded:
-        made = chat.encode_document(document)
-        if isinstance(made, str):
-            raise InvalidDocument(made)
-        tokens, targets = made
+        result = chat.encode_document(document)
+        if isinstance(result, str):
+            raise InvalidDocument(result)
+        tokens, targets = result
         return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8))
 
     return encode
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
-    """Raises ConfigError for a template that cannot be learned from."""
+    """Load and validate the chat template. Raises ConfigError if it cannot be trained on."""
     chat = load_chat_format(config.chat_template, tokenizer, allowed_special=config.allowed_special)
     chat.validate_template()
     return chat
@@ -62,7 +62,7 @@ ENCODERS: dict[str, Callable[[DataConfig, Tokenizer], Encode]] = {
     "jsonl": _text,
     "parquet": _text,
     "huggingface": _text,
-    "tokens": _as_they_are,
+    "tokens": _pretokenized,
     "chat": _chat,
 }
-"""By dataset, as DATASETS in sources/__init__.py."""
+"""Encoders by dataset format, the keys of DATASETS in sources/__init__.py."""

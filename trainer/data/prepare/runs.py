@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from trainer.data.sampling.permutation import scatter
+from trainer.data.sampling.permutation import hash_index
 from trainer.data.sources import BadDocument
 from trainer.data.store.store import SPLITS, Encoded
 from trainer.system.files import digest_of
@@ -124,7 +124,7 @@ class ShardWriter:
         self.problems += 1
 
     def _write_runs(self) -> None:
-        keys = scatter(self._taken + np.arange(len(self._documents)), _SHUFFLE_KEY, self._number)
+        keys = hash_index(self._taken + np.arange(len(self._documents)), _SHUFFLE_KEY, self._number)
         held_out = np.array(self._held_out, bool)
         for split, chosen in zip(SPLITS, (~held_out, held_out), strict=True):
             members = np.flatnonzero(chosen)

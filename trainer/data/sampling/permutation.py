@@ -1,4 +1,4 @@
-"""Keyed permutations: a shuffled order of any length that needs no memory and no history."""
+"""Keyed permutations of any length, computed for single indices."""
 
 from collections.abc import Sequence
 
@@ -16,20 +16,20 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _keys(key: Sequence[int]) -> np.ndarray:
-    """A number for each round, (rounds,) uint64."""
+    """Return a key for each round, (rounds,) uint64."""
     keys = np.zeros(_ROUNDS, dtype=np.uint64)
-    for part in key:
-        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP + np.uint64(part))
+    for value in key:
+        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP + np.uint64(value))
     return keys
 
 
-def scatter(index: np.ndarray, *key: int) -> np.ndarray:
-    """A number for each index, spread evenly over all of uint64 in a way that the key names."""
+def hash_index(index: np.ndarray, *key: int) -> np.ndarray:
+    """Return a keyed hash of each index, uniformly distributed over uint64."""
     return _mix(index.astype(np.uint64) * _STEP + _keys(key)[0])
 
 
 def permute(index: np.ndarray, size: int, *key: int) -> np.ndarray:
-    """Where the permutation of range(size) named by the key sends each index. int64 in and out.
+    """Return the image of each index under the permutation of range(size) that the key selects. int64 in and out.
 
     A balanced Feistel network over the next even power of two, walked until the image is inside range(size)
     (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").

@@ -1,4 +1,4 @@
-"""Token store -> samples of a fixed length: documents in a row and cut, packed whole, or one by one."""
+"""Samples of a fixed length from a token store: wrapped, packed, or one document each."""
 
 import functools
 from typing import Protocol
@@ -12,27 +12,24 @@ from trainer.data.sampling.packing import PackedIndex
 from trainer.data.store.store import TokenStore
 
 PADDING = 0
-"""The token at places that belong to no document; it is no target, and of no document that a target is of."""
+"""Token at the positions outside all documents; they have no label and belong to document -1."""
 
 
 class Samples(Protocol):
-    """What is trained on or evaluated, by numbers from 0 on."""
+    """Indexed samples for training or evaluation."""
 
     def __len__(self) -> int: ...
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """The samples of these numbers, (batch,); -1 gives a sample without targets."""
-
-
-# ---------------------------------------------------------------- in a row, cut
+        """Return the samples with these indices, (batch,); index -1 gives a sample without targets."""
 
 
 class ConcatSamples:
-    """The tokens of all documents in a row, cut at every seq_len. Samples overlap by one token, so that each token but
-    the first of the store is the label of one position; the tail that fills no sample is left out."""
+    """The concatenated tokens of all documents, split every seq_len tokens. Consecutive samples overlap by one token, so that
+    every token except the first is the label of one position. An incomplete last sample is dropped."""
 
     def __init__(self, store: TokenStore, seq_len: int, reset_positions: bool):
-        """reset_positions: positions, at each document; else a sample is one document."""
+        """reset_positions: positions start at 0 in each document; otherwise a sample counts as one document."""
         self.store = store
         self.seq_len = seq_len
         self.reset_positions = reset_positions
@@ -42,49 +39,50 @@ class ConcatSamples:
 
     def batch(self, samples: np.ndarray) -> Batch:
         """See Samples."""
-        begins = np.maximum(samples, 0) * self.seq_len
+        starts = np.maximum(samples, 0) * self.seq_len
         tokens, labels = (np.empty((len(samples), self.seq_len), np.int64) for _ in range(2))
         targets = self.store.targets
-        for row, begin in enumerate(begins.tolist()):  # stretches of the store: read as such, they cost a third
-            stretch = slice(begin, begin + self.seq_len + 1)
-            read = self.store.tokens[stretch]
-            tokens[row], labels[row] = read[:-1], read[1:]
+        for row, start in enumerate(starts.tolist()):  # slices of a memory map cost a third of an index array
+            span = slice(start, start + self.seq_len + 1)
+            span_tokens = self.store.tokens[span]
+            tokens[row], labels[row] = span_tokens[:-1], span_tokens[1:]
             if targets is not None:
-                labels[row][targets[stretch][1:] == 0] = IGNORE_INDEX
+                labels[row][targets[span][1:] == 0] = IGNORE_INDEX
         labels[samples < 0] = IGNORE_INDEX
         if not self.reset_positions:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
-        documents = self._documents(begins)
-        positions = np.arange(self.seq_len) - np.maximum(self.store.documents[documents] - begins[:, None], 0)
-        # What follows the end of a document is another one's beginning.
+        documents = self._documents(starts)
+        positions = np.arange(self.seq_len) - np.maximum(self.store.documents[documents] - starts[:, None], 0)
+        # The last token of a document does not predict the first token of the next one.
         labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
-        offsets, behind = self.store.documents, begins + self.seq_len
-        labels[:, -1][offsets[np.searchsorted(offsets, behind)] == behind] = IGNORE_INDEX
+        offsets, ends = self.store.documents, starts + self.seq_len
+        labels[:, -1][offsets[np.searchsorted(offsets, ends)] == ends] = IGNORE_INDEX
         return _batch(tokens, labels, positions, documents)
 
-    def _documents(self, begins: np.ndarray) -> np.ndarray:
-        """Number of the document of each token of the samples that begin there, (batch, seq)."""
+    def _documents(self, starts: np.ndarray) -> np.ndarray:
+        """Return the document index of each token of the samples that start at these tokens, (batch, seq)."""
         offsets = self.store.documents
-        first = np.searchsorted(offsets, begins, side="right") - 1
-        counts = np.searchsorted(offsets, begins + self.seq_len, side="left") - first  # of documents in each sample
+        first = np.searchsorted(offsets, starts, side="right") - 1
+        counts = np.searchsorted(offsets, starts + self.seq_len, side="left") - first  # documents per sample
         before = np.cumsum(counts) - counts
-        numbers = np.repeat(first - before, counts) + np.arange(counts.sum())  # of the documents, sample after sample
-        begin = np.repeat(begins, counts)
-        lengths = np.minimum(offsets[numbers + 1], begin + self.seq_len) - np.maximum(offsets[numbers], begin)
-        return np.repeat(numbers, lengths).reshape(len(begins), self.seq_len)
+        documents = np.repeat(first - before, counts) + np.arange(counts.sum())  # sample after sample
+        start = np.repeat(starts, counts)
+        lengths = np.minimum(offsets[documents + 1], start + self.seq_len) - np.maximum(offsets[documents], start)
+        return np.repeat(documents, lengths).reshape(len(starts), self.seq_len)
 
 
 @functools.lru_cache(maxsize=4)
 def _one_document(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Positions and documents, the same for every batch of that shape: to write them anew takes as long as to read the tokens."""
+    """Return positions and documents of a batch whose samples are one document each. Cached, because creating them takes as long
+    as reading the tokens."""
     return torch.arange(shape[1]).repeat(shape[0], 1), torch.zeros(shape, dtype=torch.int64)
 
 
-def _labels(store: TokenStore, places: np.ndarray) -> np.ndarray:
-    """int64: the tokens there, where they are targets."""
-    labels = store.tokens[places].astype(np.int64)
+def _labels(store: TokenStore, index: np.ndarray) -> np.ndarray:
+    """Return the tokens at these indices, IGNORE_INDEX where they are not targets. int64."""
+    labels = store.tokens[index].astype(np.int64)
     if store.targets is not None:
-        labels[store.targets[places] == 0] = IGNORE_INDEX
+        labels[store.targets[index] == 0] = IGNORE_INDEX
     return labels
 
 
@@ -92,38 +90,35 @@ def _batch(*arrays: np.ndarray) -> Batch:
     return Batch(*(torch.from_numpy(np.require(array, np.int64, ["C", "W"])) for array in arrays))
 
 
-# ---------------------------------------------------------------- pieces
-
-
 class PackedSamples:
-    """Samples that are made of pieces, filled up with padding. Documents are numbered in each sample anew."""
+    """Samples that consist of spans of documents and padding. Documents are numbered from 0 in each sample."""
 
-    def __init__(self, store: TokenStore, seq_len: int, pieces: PackedIndex, reset_positions: bool):
-        """reset_positions: positions, at each piece."""
+    def __init__(self, store: TokenStore, seq_len: int, index: PackedIndex, reset_positions: bool):
+        """reset_positions: positions start at 0 in each span."""
         self.store = store
         self.seq_len = seq_len
-        self.pieces = pieces
+        self.index = index
         self.reset_positions = reset_positions
 
     def __len__(self) -> int:
-        return len(self.pieces)
+        return len(self.index)
 
     def batch(self, samples: np.ndarray) -> Batch:
         """See Samples."""
-        pieces = self.pieces
+        index = self.index
         shape = (len(samples), self.seq_len)
         tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         for row, sample in enumerate(np.maximum(samples, 0)):
-            mine = slice(pieces.samples[sample], pieces.samples[sample + 1])
-            lengths = pieces.lengths[mine].astype(np.int64)
+            spans = slice(index.samples[sample], index.samples[sample + 1])
+            lengths = index.lengths[spans].astype(np.int64)
             size = int(lengths.sum())
-            begins = np.repeat(np.cumsum(lengths) - lengths, lengths)  # of each position's piece, in the sample
-            inside = np.arange(size) - begins
-            positions[row, :size] = inside if self.reset_positions else np.arange(size)
-            places = np.repeat(pieces.starts[mine], lengths) + inside
-            tokens[row, :size] = self.store.tokens[places]
+            span_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)  # within the sample, for each position
+            offsets = np.arange(size) - span_starts  # within the span
+            positions[row, :size] = offsets if self.reset_positions else np.arange(size)
+            token_index = np.repeat(index.starts[spans], lengths) + offsets
+            tokens[row, :size] = self.store.tokens[token_index]
             if samples[row] >= 0:
-                labels[row, :size] = _labels(self.store, places + 1)
+                labels[row, :size] = _labels(self.store, token_index + 1)
             documents[row, :size] = np.repeat(np.arange(len(lengths)), lengths)
         return _batch(tokens, labels, positions, documents)
