@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.data.sampling.permutation import permute, hash_index
+from trainer.data.sampling.permutation import hash_index, permute
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 100, 1023, 4097])
