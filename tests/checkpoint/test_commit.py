@@ -129,7 +129,7 @@ def test_an_error_that_passes_is_tried_again(ranks, tmp_path):
 
 
 def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_cleared(ranks, tmp_path):
-    for left in ("step-00000006.saving-0a1b2c3d", "step-00000003.deleting-0a1b2c3d"):
+    for left in ("step-00000006.tmp-0a1b2c3d", "step-00000003.tmp-1b2c3d4e"):
         (tmp_path / left).mkdir()
     assert ranks(1).run(resume.find_resume_point, tmp_path) == [None]
     ranks(1).run(save, tmp_path, 9)

@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(ranks, tmp_
 def test_other_folders_are_ignored(ranks, tmp_path):
     assert ranks(1).run(resume.find_resume_point, tmp_path / "none") == [None]
     path = ranks(1).run(save, tmp_path, 8)[0]
-    for name in ("step-00000009-backup", "step-x", "step-00000012.saving-1", "step-9", "discarded-1"):
+    for name in ("step-00000009-backup", "step-x", "step-00000012.tmp-0a1b2c3d", "step-9", "discarded-1"):
         shutil.copytree(path, tmp_path / name)
     (tmp_path / "step-00000010").touch()
     (tmp_path / "notes.txt").touch()

@@ -94,7 +94,7 @@ def row_17(bench: FaultHarness, draw: SeededRandom) -> None:
     ended = bench.run(name, 2, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(ended.err.count("could not be saved") == 1, f"not told once: {ended.err}")
-    left = [p.name for p in (bench.folder / "runs" / name / "checkpoints").glob("*.saving*")]
+    left = [p.name for p in (bench.folder / "runs" / name / "checkpoints").glob("*.tmp-*")]
     expect(not left, f"left behind: {left}")
     bench.assert_same_final_state(name, 2, more)
     stop = [*more, "--checkpoint.on_failure", "stop"]

@@ -270,11 +270,12 @@ def crash_in_manifest(manifest) -> None:
     if FAULT["point"] == "half of the manifest":
         count = Count(die)
 
-        def half(path, text):
-            path.write_text(text[: len(text) // 2])
-            count()
+        def half(path, content):
+            if path.name == manifest.NAME:
+                path.write_bytes(content[: len(content) // 2])
+                count()
 
-        before(manifest, "write_durably", half)
+        before(manifest, "write_file", half)
 
 
 def kind_slow_save(checkpoint) -> None:

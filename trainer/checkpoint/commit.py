@@ -8,7 +8,7 @@ checkpoints/
         config.toml                  the resolved configuration
         model.json, tokenizer.*      what the network is, and its tokenizer
         manifest.json                every file, its size and the hash of its content; written last (manifest.py)
-    step-00000100.saving-...         a save that is not finished; nothing reads it
+    step-00000100.tmp-xxxxxxxx       a save that is not finished; nothing reads it
     step-00000100.old                what a second save of the step has just replaced; counts where that never came to its end
     discarded-1/                     the newer checkpoints that a run left when it was rolled back
     lineage.json                     what it was rolled back to
@@ -17,7 +17,6 @@ checkpoints/
 import os
 import re
 import shutil
-import uuid
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,10 +36,9 @@ from trainer.checkpoint.storage import Planner, ShardReader, ShardWriter, Tensor
 from trainer.config import ConfigError
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
-from trainer.system.files import sync
+from trainer.system.files import is_temporary, sync, temporary_path
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
-_LEFT_BEHIND = re.compile(r"step-\d+\.(saving|deleting)-\w+")
 
 Tensors = Mapping[str, Tensor]
 
@@ -119,11 +117,11 @@ def make_staging_dir(folder: Path, step: int) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
-                if _LEFT_BEHIND.fullmatch(path.name):
+                if is_temporary(path):
                     shutil.rmtree(path, ignore_errors=True)
-            aside = folder / f"step-{step:08d}.saving-{uuid.uuid4().hex[:8]}"
-            retry_transient(aside.mkdir)
-            return aside
+            staging_dir = temporary_path(path_of(folder, step))
+            retry_transient(staging_dir.mkdir)
+            return staging_dir
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
 
@@ -180,17 +178,17 @@ def _collectives() -> Iterator[None]:
 
 def _commit(request: SaveRequest, files: dict[str, File]) -> None:
     """Everything is written: make it a checkpoint."""
-    aside, final = request.staging_dir, request.final
+    staging_dir, final = request.staging_dir, request.final
     for name, content in request.files.items():
-        files[name] = retry_transient(partial(manifest.write_file, aside / name, content))
-    retry_transient(lambda: manifest.write(aside, Manifest(files, request.metadata)))
-    retry_transient(partial(sync, aside))
+        files[name] = retry_transient(partial(manifest.write_file, staging_dir / name, content))
+    retry_transient(lambda: manifest.write(staging_dir, Manifest(files, request.metadata)))
+    retry_transient(partial(sync, staging_dir))
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
         if replaced.exists():
             _remove(replaced)
         final.rename(replaced)
-    aside.rename(final)
+    staging_dir.rename(final)
     sync(final.parent)
     if replaced.exists():
         _remove(replaced)
@@ -229,9 +227,9 @@ def _has_all_files(checkpoint: Path) -> bool:
 
 def _remove(checkpoint: Path) -> None:
     """Under another name first, so that what is half removed is no checkpoint."""
-    away = checkpoint.with_name(f"{checkpoint.name.removesuffix('.old')}.deleting-{uuid.uuid4().hex[:8]}")
-    checkpoint.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
+    trash = temporary_path(checkpoint)
+    checkpoint.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- loading

@@ -3,12 +3,9 @@ in memory as a whole: tensors stream through in blocks of rows, and a rank reads
 
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,7 @@ from trainer.checkpoint.storage import (
     write_safetensors,
 )
 from trainer.config import ConfigError
-from trainer.system.files import folder_error, sync
+from trainer.system.files import atomic_folder, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
 """In a checkpoint: what the network is, and which of the files are its tokenizer's."""
@@ -78,14 +75,14 @@ class ModelMetadata:
     def read(cls, checkpoint: Path) -> "ModelMetadata":
         """Raises CorruptError."""
         try:
-            values = json.loads(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
+            values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
             files = tuple(values["tokenizer_files"])
             for name in files:
                 manifest.require_plain_filename(name, MODEL_FILE)
             return cls(
                 **values | {"tokenizer_files": files, "extra_special_tokens": tuple(values["extra_special_tokens"])}
             )
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
 
     def spec_and_sizes(self) -> tuple[ModelSpec, Any]:
@@ -124,12 +121,9 @@ class HfModelFolder:
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            content = json.loads(manifest.read_text(self._inside(name), _LARGEST_JSON))
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise CorruptError(f"{name} is no JSON object")
-        return content
+            return parse_json_object(manifest.read_text(self._inside(name), _LARGEST_JSON))
+        except ValueError:
+            raise CorruptError(f"{name} is not a JSON object") from None
 
     def _inside(self, name: Any) -> Path:
         """A file of the folder. Its cache keeps files as links into a folder of blobs beside that of snapshots; links to
@@ -250,31 +244,10 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
 
-class _NewFolder:
-    """A folder that gets its name when all is in it."""
-
-    def __init__(self, folder: Path, replace: bool = False):
-        """Raises ConfigError where there is something already, which it shall not replace."""
-        if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError("", f"{folder}: exists already")
-        self.final = folder
-        self.aside = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex[:8]}")
-
-    def __enter__(self) -> Path:
-        for left_behind in self.final.parent.glob(f"{escape(self.final.name)}.partial-*"):
-            shutil.rmtree(left_behind, ignore_errors=True)
-        self.aside.mkdir(parents=True)
-        return self.aside
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
-            return
-        for path in self.aside.iterdir():
-            sync(path)
-        shutil.rmtree(self.final, ignore_errors=True)
-        os.replace(self.aside, self.final)
-        sync(self.final.parent)
+def require_empty(folder: Path) -> None:
+    """Raises ConfigError if the folder exists and is not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError("", f"{folder}: exists already")
 
 
 @dataclass(frozen=True)
@@ -299,7 +272,9 @@ class Export:
 
     def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
         """Raises ConfigError where out exists and is not to be replaced."""
-        with _NewFolder(out, replace) as folder:
+        if not replace:
+            require_empty(out)
+        with atomic_folder(out, overwrite=True) as folder:
             self._write_weights(folder, shard_bytes, progress)
             config = self.spec.huggingface.config(self.sizes, self.seq_len)
             config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special_token_ids}
@@ -361,11 +336,12 @@ def import_folder(
         )
         for name, stored in index.items()
     ]
-    with _NewFolder(out) as aside:
+    require_empty(out)
+    with atomic_folder(out, overwrite=True) as unfinished:
         files, stored = {}, {}
         for number, group in enumerate(_grouped(entries, shard_bytes)):
             file = f"part-{number:05d}.safetensors"
-            files[file] = write_safetensors(aside / file, group, {})
+            files[file] = write_safetensors(unfinished / file, group, {})
             stored |= {
                 e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
             }
@@ -378,5 +354,5 @@ def import_folder(
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in there}
         for name, content in contents.items():
-            files[name] = manifest.write_file(aside / name, content)
-        manifest.write(aside, Manifest(files, {"from": str(folder.folder)}))
+            files[name] = manifest.write_file(unfinished / name, content)
+        manifest.write(unfinished, Manifest(files, {"from": str(folder.folder)}))

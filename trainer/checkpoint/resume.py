@@ -15,7 +15,7 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
-from trainer.system.files import atomic_write, sync
+from trainer.system.files import atomic_write, parse_json_object, read_json_object, sync
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20
@@ -118,11 +118,11 @@ def check_train_state(checkpoint: Path) -> str:
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:
     try:
-        state = json.loads(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
+        state = parse_json_object(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
         fits = all(type(state[key]) is kind for key, kind in _STATE.items())
         if fits and all(type(n) is int for start, stop in state["skipped_samples"] for n in (start, stop)):
             return state
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         pass
     raise CorruptError("train_state.json is not the state of a run")
 
@@ -151,12 +151,12 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
 def _rollbacks(folder: Path) -> list[int]:
     """The steps that the run was rolled back to, the last one last."""
     try:
-        steps = json.loads((folder / _LINEAGE).read_text())["rolled_back_to"]
+        steps = read_json_object(folder / _LINEAGE)["rolled_back_to"]
         if all(type(step) is int for step in steps):
             return steps
     except FileNotFoundError:
         return []
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         pass
     raise ConfigError("", f"{folder / _LINEAGE} cannot be read; remove it to roll back anew") from None
 

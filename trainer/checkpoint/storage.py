@@ -5,6 +5,7 @@ loaded can run code, as the pickles of torch's own writer could.
     index.json                    dtype, shape and chunks of each tensor
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import (
@@ -50,6 +50,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.runtime.dtensor import to_local
 from trainer.system import logging
+from trainer.system.files import HashingFile
 
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30
@@ -104,13 +105,10 @@ def write_safetensors(path: Path, entries: Iterable[TensorWrite], metadata: Mapp
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest, size = xxhash.xxh3_128(), 0
-    with path.open("wb") as file:
+    with contextlib.closing(HashingFile(path)) as file:
         for block in _blocks(len(text).to_bytes(8, "little") + text, entries):
             file.write(block)
-            digest.update(block)
-            size += len(block)
-    return verify_written(path, File(size, digest.hexdigest()))
+    return verify_written(path, File(**file.close()))
 
 
 def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]:

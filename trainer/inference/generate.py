@@ -170,10 +170,10 @@ class TextStream:
 def _load_tokenizer(folder: Path, weights: WeightSource) -> tuple[Tokenizer, str, int]:
     """Return the tokenizer, the chat template ("" for none) and the sequence length of training."""
     template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
-    if weights.theirs is None:
+    if weights.hf_folder is None:
         metadata = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
     config = folder / "tokenizer_config.json"
     if not template and config.exists() and '"chat_template"' in config.read_text():
         template = str(config)
-    return load_hf_tokenizer(folder), template, int(weights.theirs.config.get("max_position_embeddings", 2048))
+    return load_hf_tokenizer(folder), template, int(weights.hf_folder.config.get("max_position_embeddings", 2048))

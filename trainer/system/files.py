@@ -1,19 +1,27 @@
-"""Files that survive a power cut, digests and locks."""
+"""Atomic and durable writes, content digests, file locks."""
 
 import fcntl
+import json
+import math
 import os
+import re
+import shutil
 import socket
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import xxhash
 
-_BLOCK = 2**22
+_CHUNK_BYTES = 2**22
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
 
 
 def folder_error(path: str | Path) -> str:
-    """Why there is no folder there, or "" where there is one."""
+    """Return why the path is not a folder, or "" if it is one."""
     if os.path.isdir(path):
         return ""
     return "is a file, not a folder" if os.path.exists(path) else "no such folder"
@@ -29,31 +37,139 @@ def sync(path: Path) -> None:
 
 
 def drop_page_cache(path: Path) -> None:
-    """What is read of the file next comes from the disk, where the system can do that."""
+    """Make the next read of the file come from the disk, if the operating system supports it."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def write_durably(path: Path, text: str) -> None:
-    path.write_text(text)
-    sync(path)
+# ---------------------------------------------------------------- write, then rename
 
 
-def atomic_write(path: Path, text: str) -> None:
-    """The old content stays until the new one is there."""
-    aside = path.with_name(f"{path.name}.aside")
-    write_durably(aside, text)
-    aside.replace(path)
+def temporary_path(path: Path) -> Path:
+    """Return a new name for the unfinished content of `path`: NAME.tmp-xxxxxxxx in the same folder."""
+    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether `temporary_path` made the name: the content is unfinished."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+@contextmanager
+def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
+    """Open a new file that replaces `path` when the block ends, or is removed after an error.
+
+    durable: sync the content before the rename, and the folder after it.
+    """
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("w") as file:
+            yield file
+        if durable:
+            sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def atomic_write(path: Path, text: str, durable: bool = True) -> None:
+    """Write a file that has either its old content or all of the new one. durable: as in `atomic_file`."""
+    with atomic_file(path, durable) as file:
+        file.write(text)
+
+
+@contextmanager
+def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Make a new folder that is synced and renamed to `path` when the block ends, or removed after an error.
+
+    overwrite: replace an existing folder, and first remove what killed processes left unfinished: the caller is the only
+    writer of `path`. Otherwise the folder of the first of several writers remains.
+    """
+    if overwrite and path.parent.exists():
+        for leftover in path.parent.iterdir():
+            if (match := _TEMPORARY.fullmatch(leftover.name)) and match[1] == path.name:
+                shutil.rmtree(leftover, ignore_errors=True)
+    temporary = temporary_path(path)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for inner in (*temporary.iterdir(), temporary):
+            sync(inner)
+        if overwrite:
+            shutil.rmtree(path, ignore_errors=True)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if overwrite or not path.is_dir():
+                raise
+            shutil.rmtree(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     sync(path.parent)
 
 
-def try_lock(path: Path, timeout_s: float) -> TextIO | str:
-    """Take the lock that a file is, for as long as the returned file stays open and this process lives; or say who has it.
-    The lock goes with the process, however that ends: there are no stale ones. Raises OSError.
+# ---------------------------------------------------------------- content
 
-    timeout_s: how long to wait for a holder that is just ending.
-    """
+
+def digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def digest_of(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+class HashingFile:
+    """A new file that is hashed while it is written from front to back."""
+
+    def __init__(self, path: Path):
+        self.size = 0
+        """Bytes written so far."""
+        self._file = path.open("wb")
+        self._hasher = xxhash.xxh3_128()
+
+    def write(self, content: bytes | memoryview) -> None:
+        self._file.write(content)
+        self._hasher.update(content)
+        self.size += len(content) if isinstance(content, bytes) else content.nbytes
+
+    def close(self) -> dict[str, Any]:
+        """Close the file and return its size and digest."""
+        self._file.close()
+        return {"size": self.size, "digest": self._hasher.hexdigest()}
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Raises ValueError for anything but a JSON object."""
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    return content
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """Raises ValueError for anything but a JSON object, and OSError."""
+    return parse_json_object(Path(path).read_bytes())
+
+
+# ---------------------------------------------------------------- locks
+
+
+def try_lock(path: Path, timeout_s: float) -> TextIO | str:
+    """Lock a file until the returned file is closed or this process ends, however it ends. Return who holds the lock if it
+    is not free within timeout_s. Raises OSError."""
     end = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +184,7 @@ def try_lock(path: Path, timeout_s: float) -> TextIO | str:
             file.seek(0)
             return file.read().strip() or "another process"
         if not _is_named(file, path):
-            file.close()  # whoever had it has removed it
+            file.close()  # the previous holder has removed it
             continue
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -83,13 +199,10 @@ def _is_named(file: TextIO, path: Path) -> bool:
         return False
 
 
-def digest(content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def digest_of(path: Path) -> str:
-    running = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            running.update(block)
-    return running.hexdigest()
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Wait for the lock of a file, and hold it in the block."""
+    file = try_lock(path, math.inf)
+    assert not isinstance(file, str)
+    with file:
+        yield

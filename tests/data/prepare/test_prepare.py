@@ -233,7 +233,7 @@ def test_a_torn_part_is_made_again(data, tmp_path, monkeypatch, suffix, size):
         patch.setattr(module, "write_split", lambda *_: pytest.fail("stop"))
         with pytest.raises(pytest.fail.Exception):
             prepare(data, DEFAULT)
-    (part,) = Path(data.store_folder).glob(f"*.partial/part-000000.{suffix}")
+    (part,) = Path(data.store_folder).glob(f"*.tmp-shards/part-000000.{suffix}")
     part.write_bytes(part.read_bytes()[:size] if size else b"\0" * part.stat().st_size)  # as a power cut leaves it
     assert contents(prepare(data, DEFAULT)) == whole
 

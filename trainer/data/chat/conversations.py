@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.data.tokenizer.protocol import has_lone_surrogate
+
 ROLES = ("system", "user", "assistant", "tool")
 _SPEAKERS = {
     "system": "system",
@@ -60,7 +62,7 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion | str:
 def _conversation_of(document: Any) -> Conversation | PromptCompletion:
     if not isinstance(document, Mapping):
         raise _Malformed("not a JSON object")
-    if not _is_unicode(document):
+    if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
         raise _Malformed("holds half of a surrogate pair")
     if document.get("messages") is not None:
         return _conversation(_list(document["messages"], "messages"), 0, document.get("tools"))
@@ -80,15 +82,6 @@ def _conversation_of(document: Any) -> Conversation | PromptCompletion:
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], len(prompt), document.get("tools"))
     raise _Malformed("prompt and completion are neither both text nor both lists of messages")
-
-
-def _is_unicode(value: Any) -> bool:
-    # JSON can name half of a surrogate pair, which is no character and which no tokenizer takes.
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _list(value: Any, name: str) -> list:

@@ -1,10 +1,10 @@
 """Where chat templates come from: built in, or a file in one of Hugging Face's forms."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.system.files import parse_json_object
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
@@ -50,12 +50,9 @@ def _read(path: Path) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ConfigError(SETTING, f"{path} is not a JSON object")
-    return content
+        return parse_json_object(_read(path))
+    except ValueError:
+        raise ConfigError(SETTING, f"{path} is not a JSON object") from None
 
 
 def _template(config: dict[str, Any], path: Path) -> str:

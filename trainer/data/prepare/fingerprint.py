@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError
 from trainer.data.sources import Source
-from trainer.system.files import digest_of
+from trainer.system.files import atomic_file, digest_of
 from trainer.system.progress import progress
 
 
@@ -29,26 +29,20 @@ def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
     again. Cache and files are in the same order and go by side by side, so that millions of them need no memory."""
     known = _known(cache)
     last = next(known, None)
-    changed = False
-    aside = cache.with_name(f"{cache.name}.{os.getpid()}")
-    with aside.open("w") as out:
+    with atomic_file(cache, durable=False) as out:
         for path in heapq.merge(source.files, source.auxiliary_files):
             name = os.path.relpath(path, source.root)
             stat = os.stat(path)
             while last is not None and last[0] < name:
-                last, changed = next(known, None), True
+                last = next(known, None)
             looked = [name, stat.st_size, stat.st_mtime_ns]
             if last is not None and last[:3] == looked:
                 digest = last[3]
                 last = next(known, None)
             else:
-                digest, changed = _digest(path), True
+                digest = _digest(path)
             out.write(json.dumps([*looked, digest]) + "\n")
             yield name, digest, stat.st_size
-    if changed or last is not None:
-        aside.replace(cache)
-    else:
-        aside.unlink()
 
 
 def _known(cache: Path) -> Iterator[list]:

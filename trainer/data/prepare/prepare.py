@@ -7,7 +7,6 @@ into its place.
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from trainer.data.store.concat import join
 from trainer.data.store.store import SPLITS, VERSION, read_description, token_dtype
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
-from trainer.system.files import digest_of, sync, write_durably
+from trainer.system.files import HashingFile, atomic_folder, file_lock
 from trainer.system.progress import progress
 
 
@@ -43,13 +42,13 @@ def prepare(
     with writing(stores):
         stores.mkdir(parents=True, exist_ok=True)
         if data.dataset == "prepared":
-            with _lock(stores / "stores.lock"):
+            with file_lock(stores / "stores.lock"):
                 folder = join(data, tokenizer)
         else:
             source = _share(open_source(data, tokenizer), *share)
             folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
             if not folder.exists():
-                with _lock(folder.with_suffix(".lock")):
+                with file_lock(folder.with_suffix(".lock")):
                     if not folder.exists():
                         return _build(source, data, tokenizer_config, tokenizer, folder)
     tokenize.check_bad_documents(data, read_description(folder)["skipped"], _listed(folder))
@@ -82,14 +81,6 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.PART_BYTES], stores)
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time; the system frees it when the process ends in any way."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _listed(folder: Path) -> Iterator[BadDocument]:
     """Of a store, or of those it is made of."""
     members = [Path(member["folder"]) for member in read_description(folder)["stores"]]
@@ -104,45 +95,38 @@ def _listed(folder: Path) -> Iterator[BadDocument]:
 def _build(
     source: Source, data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, folder: Path
 ) -> Path:
-    partial = folder.with_suffix(".partial")
+    partial = folder.with_name(f"{folder.name}.tmp-shards")
     partial.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
     parts = tokenize.tokenize_all(tokenize.TokenizeJob(source, data, tokenizer_config, partial), tokenizer, total)
     _require_documents(source, partial, parts)
 
-    final = partial / "store"
-    if final.exists():
-        shutil.rmtree(final)
-    final.mkdir()
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for part in parts for run in part.runs)
-    with progress(tokens, " tokens", "shuffling") as bar:
-        written = {split: write_split(final, split, partial, parts, dtype, bar.update) for split in SPLITS}
-    with (final / "problems.jsonl").open("wb") as out:
-        for number in range(len(parts)):
-            with part_file(partial, number, "problems").open("rb") as file:
-                shutil.copyfileobj(file, out)
-    listed = final / "problems.jsonl"
-    files = {"problems.jsonl": {"size": listed.stat().st_size, "digest": digest_of(listed)}}
-    for _, of_split in written.values():
-        files |= of_split
-    description = {
-        "version": VERSION,
-        "dataset": data.dataset,
-        "dtype": dtype.str,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "splits": {split: counts for split, (counts, _) in written.items()},
-        "skipped": sum(part.problems for part in parts),
-        "targets": "train.targets" in files,
-        "files": files,
-        "stores": [],
-    }
-    write_durably(final / "store.json", json.dumps(description, indent=1))
-    for path in (*final.iterdir(), final):
-        sync(path)
-    final.rename(folder)
+    with atomic_folder(folder, overwrite=True) as unfinished:
+        with progress(tokens, " tokens", "shuffling") as bar:
+            written = {split: write_split(unfinished, split, partial, parts, dtype, bar.update) for split in SPLITS}
+        with contextlib.closing(HashingFile(unfinished / "problems.jsonl")) as out:
+            for number in range(len(parts)):
+                with part_file(partial, number, "problems").open("rb") as file:
+                    shutil.copyfileobj(file, out)
+        files = {"problems.jsonl": out.close()}
+        for _, of_split in written.values():
+            files |= of_split
+        description = {
+            "version": VERSION,
+            "dataset": data.dataset,
+            "dtype": dtype.str,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+            "splits": {split: counts for split, (counts, _) in written.items()},
+            "skipped": sum(part.problems for part in parts),
+            "targets": "train.targets" in files,
+            "files": files,
+            "stores": [],
+        }
+        (unfinished / "store.json").write_text(json.dumps(description, indent=1))
     shutil.rmtree(partial)
     _tell(folder, description)
     return folder

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import xxhash
 
 from trainer.data.sampling.permutation import hash_index
 from trainer.data.sources import BadDocument
 from trainer.data.store.store import SPLITS, Encoded
-from trainer.system.files import digest_of
+from trainer.system.files import HashingFile, atomic_write, digest_of, read_json_object
 
 _FILES = ("runs", "problems")
 _RUN_TOKENS = 2**24
@@ -61,7 +60,7 @@ def part_file(folder: Path, number: int, suffix: str) -> Path:
 def read_part(folder: Path, number: int, verify: bool) -> ShardInfo | None:
     """A part that is finished; one that is not is made again. verify: only if its files are as they were written."""
     try:
-        values = json.loads(part_file(folder, number, "json").read_text())
+        values = read_json_object(part_file(folder, number, "json"))
         part = ShardInfo(tuple(SortedRun(*run) for run in values["runs"]), values["problems"], values["files"])
         for suffix in _FILES if verify else ():
             path = part_file(folder, number, suffix)
@@ -78,26 +77,6 @@ def problems_of(folder: Path, number: int) -> Iterator[BadDocument]:
             yield BadDocument(**json.loads(line))
 
 
-class DigestedFile:
-    """A file that is written from front to back, and what it is known by."""
-
-    def __init__(self, path: Path):
-        self.size = 0
-        """Bytes written so far."""
-        self._file = path.open("wb")
-        self._digest = xxhash.xxh3_128()
-
-    def write(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
-        self._digest.update(content)
-        self.size += len(content) if isinstance(content, bytes) else content.nbytes
-
-    def close(self) -> dict[str, Any]:
-        """Its size and digest."""
-        self._file.close()
-        return {"size": self.size, "digest": self._digest.hexdigest()}
-
-
 class ShardWriter:
     """Takes the documents of a part in their order."""
 
@@ -105,7 +84,7 @@ class ShardWriter:
         self.problems = 0
         self._folder, self._number, self._dtype = folder, number, dtype
         part_file(folder, number, "json").unlink(missing_ok=True)
-        self._runs, self._problems = (DigestedFile(part_file(folder, number, suffix)) for suffix in _FILES)
+        self._runs, self._problems = (HashingFile(part_file(folder, number, suffix)) for suffix in _FILES)
         self._written: list[SortedRun] = []
         self._taken = 0  # documents before those that wait
         self._documents: list[Encoded] = []
@@ -159,9 +138,7 @@ class ShardWriter:
             "problems": self.problems,
             "files": {"runs": self._runs.close(), "problems": self._problems.close()},
         }
-        aside = part_file(self._folder, self._number, "aside")
-        aside.write_text(json.dumps(values))
-        aside.replace(part_file(self._folder, self._number, "json"))
+        atomic_write(part_file(self._folder, self._number, "json"), json.dumps(values), durable=False)
 
 
 class RunReader:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.prepare.runs import DigestedFile, RunReader, ShardInfo, part_file
+from trainer.data.prepare.runs import RunReader, ShardInfo, part_file
+from trainer.system.files import HashingFile
 
 _WINDOW_BYTES = 2**27
 _LARGEST_WINDOW_BYTES = 2**30
@@ -35,7 +36,7 @@ def write_split(
     names = ["documents", "tokens"]
     if any(run.targets for part in parts for run in part.runs):  # both splits alike
         names.append("targets")
-    files = {name: DigestedFile(final / f"{split}.{name}") for name in names}
+    files = {name: HashingFile(final / f"{split}.{name}") for name in names}
     files["documents"].write(np.zeros(1, "<i8").data)
     readers = [[RunReader(run, dtype) for run in part.runs if run.split == split] for part in parts]
     end = 0
@@ -58,7 +59,7 @@ def _limits(size: int, documents: int) -> list[int]:
     return [2**64 * (number + 1) // windows for number in range(windows)]
 
 
-def _write_window(files: dict[str, DigestedFile], taken: list[tuple], end: int) -> int:
+def _write_window(files: dict[str, HashingFile], taken: list[tuple], end: int) -> int:
     """Append documents in the order of their keys. end: of the tokens before; returns that of the last one."""
     keys, lengths = (np.concatenate([t[i] for t in taken]) for i in (0, 1))
     order = np.argsort(keys, kind="stable")

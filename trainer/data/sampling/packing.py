@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 from trainer.config import ConfigError, DataConfig
 from trainer.data.store.store import TokenStore
 from trainer.system import logging
+from trainer.system.files import atomic_folder, read_json_object
 
 VERSION = 1
 
@@ -139,16 +138,11 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
     if folder.exists():
         return
     pieces, counts = _whole_samples(store, seq_len, config.packing, config.long_documents)
-    aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")
-    aside.mkdir(parents=True)
-    for name in ("starts", "lengths", "samples"):
-        np.save(aside / f"{name}.npy", getattr(pieces, name))
     counts |= {"version": VERSION, "samples": len(pieces), "positions": int(pieces.lengths.sum())}
-    (aside / "pieces.json").write_text(json.dumps(counts))
-    try:
-        aside.rename(folder)
-    except OSError:  # another was quicker
-        shutil.rmtree(aside)
+    with atomic_folder(folder) as unfinished:
+        for name in ("starts", "lengths", "samples"):
+            np.save(unfinished / f"{name}.npy", getattr(pieces, name))
+        (unfinished / "pieces.json").write_text(json.dumps(counts))
     share = 100 * pieces.efficiency(seq_len)
     logging.info(
         f"packed {counts['documents']} documents into {counts['samples']} samples, {share:.1f} % of them full: {folder}"
@@ -163,7 +157,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
 def read_packing(folder: Path) -> PackedIndex:
     """Raises ConfigError where the folder is not what `pack` writes."""
     try:
-        counts = json.loads((folder / "pieces.json").read_text())
+        counts = read_json_object(folder / "pieces.json")
         starts, lengths, samples = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "lengths", "samples")
         )

@@ -1,6 +1,5 @@
 """Documents of a text column: parquet files, and the Arrow files of Hugging Face's datasets."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from trainer.config import ConfigError, DataConfig
 from trainer.config.packages import require_package
 from trainer.data.sources.files import find_files
 from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
-from trainer.system.files import folder_error
+from trainer.system.files import folder_error, read_json_object
 
 T = TypeVar("T")
 
@@ -189,13 +188,9 @@ def _saved_files(config: DataConfig) -> list[str]:
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise ConfigError("data.path", f"{path} is not a JSON object")
-    return content
+        return read_json_object(path)
+    except ValueError:
+        raise ConfigError("data.path", f"{path} is not a JSON object") from None
 
 
 def _cached_files(config: DataConfig) -> list[str]:

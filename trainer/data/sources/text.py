@@ -13,6 +13,7 @@ from trainer.config import DataConfig
 from trainer.data.sources.files import find_files, with_compressed
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Source, Span, too_long
 from trainer.data.sources.streams import BrokenStream, is_compressed, open_stream
+from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 T = TypeVar("T")
 
@@ -151,11 +152,8 @@ class TextField:
             raise InvalidDocument(f"field {self.name!r} is {_TYPE_NAMES.get(type(text), 'null')}, not a string")
         if not text:
             raise InvalidDocument("empty")
-        if not text.isascii():
-            try:
-                text.encode()  # JSON can hold an unpaired surrogate, which no tokenizer accepts
-            except UnicodeEncodeError:
-                raise InvalidDocument("contains an unpaired surrogate") from None
+        if not text.isascii() and has_lone_surrogate(text):
+            raise InvalidDocument("contains an unpaired surrogate")
         return text
 
 

@@ -1,11 +1,10 @@
 """Stores that were prepared before, on other machines perhaps, as one: a store that names them and holds no tokens."""
 
+import contextlib
 import glob
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from trainer.config import ConfigError, DataConfig
 from trainer.data.store.store import SPLITS, VERSION, identity, open_store, read_description, token_dtype
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
-from trainer.system.files import digest_of, sync, write_durably
+from trainer.system.files import HashingFile, atomic_folder, is_temporary
 
 
 def join(data: DataConfig, tokenizer: Tokenizer) -> Path:
@@ -41,8 +40,8 @@ def _members(path: str) -> list[Path]:
         return [Path(path)]
     found = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
     members = [Path(folder) for folder in found if os.path.isfile(os.path.join(folder, "store.json"))]
-    # Joined ones may stand beside those that they join.
-    members = [folder for folder in members if not read_description(folder)["stores"]]
+    # Joined ones, and unfinished ones, may stand beside those that they join.
+    members = [folder for folder in members if not is_temporary(folder) and not read_description(folder)["stores"]]
     if not members:
         raise ConfigError("data.path", "holds no prepared store (a folder with a store.json)")
     return sorted(members, key=lambda folder: (folder.name, str(folder)))
@@ -61,36 +60,29 @@ def _described(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 def _write(
     folder: Path, members: list[Path], descriptions: list[dict[str, Any]], places: list[dict], tokenizer: Tokenizer
 ) -> None:
-    aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.aside")
-    aside.mkdir(parents=True)
     splits, files = {}, {}
-    for split in SPLITS:
-        path = aside / f"{split}.documents"
-        tokens = 0
-        with path.open("wb") as out:
-            out.write(np.zeros(1, "<i8").data)
-            for member in members:
-                store = open_store(member, split)
-                out.write((store.documents[1:] + tokens).astype("<i8").data)
-                tokens += len(store.tokens)
-        splits[split] = {"tokens": tokens, "documents": path.stat().st_size // 8 - 1}
-        files[path.name] = {"size": path.stat().st_size, "digest": digest_of(path)}
-    description = {
-        "version": VERSION,
-        "dataset": "prepared",
-        "dtype": token_dtype(tokenizer.vocab_size).str,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.fingerprint,
-        "splits": splits,
-        "skipped": sum(d["skipped"] for d in descriptions),
-        "targets": any(d["targets"] for d in descriptions),
-        "files": files,
-        "stores": places,
-    }
-    write_durably(aside / "store.json", json.dumps(description, indent=1))
-    for path in (*aside.iterdir(), aside):
-        sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    aside.rename(folder)
+    with atomic_folder(folder, overwrite=True) as unfinished:
+        for split in SPLITS:
+            tokens = 0
+            with contextlib.closing(HashingFile(unfinished / f"{split}.documents")) as out:
+                out.write(np.zeros(1, "<i8").data)
+                for member in members:
+                    store = open_store(member, split)
+                    out.write((store.documents[1:] + tokens).astype("<i8").data)
+                    tokens += len(store.tokens)
+            splits[split] = {"tokens": tokens, "documents": out.size // 8 - 1}
+            files[f"{split}.documents"] = out.close()
+        description = {
+            "version": VERSION,
+            "dataset": "prepared",
+            "dtype": token_dtype(tokenizer.vocab_size).str,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+            "splits": splits,
+            "skipped": sum(d["skipped"] for d in descriptions),
+            "targets": any(d["targets"] for d in descriptions),
+            "files": files,
+            "stores": places,
+        }
+        (unfinished / "store.json").write_text(json.dumps(description, indent=1))
     logging.info(f"joined {len(members)} stores -> {folder}")

@@ -1,6 +1,5 @@
 """The token store: a prepared dataset on disk, read through memory maps. docs/data.md describes its files."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.system.files import digest, digest_of
+from trainer.system.files import digest, digest_of, read_json_object
 
 VERSION = 2
 SPLITS = ("train", "held_out")
@@ -74,9 +73,9 @@ class TokenStore:
 def read_description(folder: Path) -> dict[str, Any]:
     """store.json. Raises ConfigError where it is none of ours."""
     try:
-        description = json.loads((folder / "store.json").read_text())
+        description = read_json_object(folder / "store.json")
         version = description["version"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError):
         raise _damaged(folder, "store.json cannot be read") from None
     if version != VERSION:
         raise ConfigError(

@@ -19,6 +19,7 @@ from trainer.data.tokenizer.hf_json import tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.sentencepiece_proto import user_defined
 from trainer.data.tokenizer.special_tokens import remap_reserved
+from trainer.system.files import read_json_object
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Byte-pair ranks learned from the Python standard library by scripts/train_tokenizer.py."""
@@ -277,10 +278,9 @@ def _piece_bytes(piece: str) -> int:
 def _json_object(path: Path) -> dict:
     """Empty where there is no such file, or it holds something else."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(path)
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _json_files(contents: dict[str, dict]) -> dict[str, bytes]:

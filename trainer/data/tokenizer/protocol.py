@@ -6,6 +6,15 @@ from typing import Protocol
 import numpy as np
 
 
+def has_lone_surrogate(text: str) -> bool:
+    """Whether the text contains an unpaired surrogate: JSON can name one, and no tokenizer encodes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 class Tokenizer(Protocol):
     vocab_size: int
     bos: int
