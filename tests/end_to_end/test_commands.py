@@ -1,4 +1,4 @@
-"""The commands as a user types them: output, exit codes, files."""
+"""The commands as a user runs them: output, exit codes, files, signals."""
 
 import json
 import os
@@ -17,11 +17,9 @@ from tests.training_runs import records
 SCRIPT = str(ROOT / "run_llama_train.sh")
 
 
-def environment(**more):
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in ("NGPU", "NNODES", "NODE_RANK", "MASTER_PORT", "LOG_RANK")
-    }
-    return inherited | {"PYTHON": sys.executable} | more
+def environment(**variables):
+    own = ("NGPU", "NNODES", "NODE_RANK", "MASTER_PORT", "LOG_RANK")
+    return {k: v for k, v in os.environ.items() if k not in own} | {"PYTHON": sys.executable} | variables
 
 
 def call(*command, cwd=None, **variables):
@@ -35,11 +33,30 @@ def call(*command, cwd=None, **variables):
     )
 
 
-def test_one_process_trains_from_anywhere_and_says_what_it_does(tiny, tmp_path):
-    done = call(SCRIPT, *tiny, "--metrics.tensorboard", "true", cwd=tmp_path, NGPU="1")
+def start(*command, **variables):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([str(word) for word in command], env=environment(**variables), **pipes)
+
+
+def await_step(process):
+    for line in process.stdout:
+        if "step" in line and "loss" in line:
+            return
+
+
+@pytest.fixture(scope="module")
+def complete_runs(tiny, tmp_path_factory):
+    """For 1 and 2 ranks: the working folder of a complete run, and its command's result."""
+    folders = {size: tmp_path_factory.mktemp(f"complete_{size}") for size in (1, 2)}
+    options = ["--metrics.tensorboard", "true"]
+    return {size: (cwd, call(SCRIPT, *tiny, *options, cwd=cwd, NGPU=str(size))) for size, cwd in folders.items()}
+
+
+def test_one_process_trains_from_any_working_folder(complete_runs):
+    cwd, done = complete_runs[1]
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    folder = tmp_path / "outputs" / "tiny"
+    folder = cwd / "outputs" / "tiny"
     assert sorted(p.name for p in folder.iterdir()) == [
         ".lock",
         "checkpoints",
@@ -52,47 +69,42 @@ def test_one_process_trains_from_anywhere_and_says_what_it_does(tiny, tmp_path):
     assert json.loads((folder / "environment.json").read_text())["world_size"] == 1
     assert "step 4/4 | loss " in done.stdout
 
-    other = call(SCRIPT, *tiny, "--run.seed", "5", cwd=tmp_path, NGPU="1")
+
+def test_a_finished_run_is_neither_repeated_nor_resumed_with_another_seed(complete_runs, tiny):
+    cwd, _ = complete_runs[1]
+    other = call(SCRIPT, *tiny, "--run.seed", "5", cwd=cwd, NGPU="1")
     assert (other.returncode, other.stdout) == (2, "")
     assert other.stderr.startswith("cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5;")
 
-    again = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="1")
+    again = call(SCRIPT, *tiny, cwd=cwd, NGPU="1")
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout[9:] == "tiny is finished: step 4; a higher --training.steps trains on\n"
 
 
-def test_several_processes_train_to_the_same_losses(tiny, tmp_path):
-    for size in ("1", "2"):
-        done = call(SCRIPT, *tiny, "--run.name", size, cwd=tmp_path, NGPU=size)
+def test_one_and_two_processes_train_to_the_same_losses(complete_runs):
+    for _, done in complete_runs.values():
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-    one, two = (records(tmp_path / "outputs" / size) for size in ("1", "2"))
+    one, two = (records(cwd / "outputs" / "tiny") for cwd, _ in complete_runs.values())
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=5e-6)
 
 
-def two_machines(command, *more):
-    """Two launchers, as on two machines, that find each other at a port of this one; more: arguments of the second.
-    Their exit codes and outputs."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    variables = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [*map(str, command), *(more if node == "1" else ())],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(NODE_RANK=node, **variables),
-        )
-        for node in "01"
-    ]
-    outputs = [process.communicate(timeout=200) for process in processes]
-    return [process.returncode for process in processes], outputs
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
 
 
-def test_two_machines_train_together(tiny, tmp_path):
-    codes, outputs = two_machines([SCRIPT, *tiny, "--run.output_folder", tmp_path])
+def two_nodes(command, *options):
+    """Start two launchers as on two nodes, the second with further options. Return their exit codes and outputs."""
+    variables = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    launchers = [start(*command, *(options if node == "1" else ()), NODE_RANK=node, **variables) for node in "01"]
+    outputs = [launcher.communicate(timeout=200) for launcher in launchers]
+    return [launcher.returncode for launcher in launchers], outputs
+
+
+def test_two_nodes_train_together(tiny, tmp_path):
+    codes, outputs = two_nodes([SCRIPT, *tiny, "--run.output_folder", tmp_path])
     assert codes == [0, 0], outputs
     assert [("step 4/4" in out, err) for out, err in outputs] == [(True, ""), (False, "")]
     assert json.loads((tmp_path / "tiny" / "environment.json").read_text())["world_size"] == 2
@@ -106,51 +118,48 @@ def await_listener(port):
             return
         except OSError:
             time.sleep(0.05)
-    raise AssertionError(f"nobody listens at {port}")
+    raise AssertionError(f"no process listens at port {port}")
 
 
-def test_a_run_goes_on_with_the_machines_that_are_left_and_takes_in_those_that_come_back(tiny, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+def test_an_elastic_run_continues_when_a_node_is_lost_and_when_it_rejoins(tiny, tmp_path):
+    port = free_port()
     variables = {"NNODES": "1:2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MAX_RESTARTS": "2"}
-    command = [SCRIPT, *tiny, "--run.output_folder", str(tmp_path), "--training.steps", "1000000"]
+    command = [SCRIPT, *tiny, "--run.output_folder", tmp_path, "--training.steps", "1000000"]
     command += ["--checkpoint.interval_steps", "5", "--checkpoint.keep", "2"]
 
-    def start():
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, env=environment(**variables), **pipes)
-        await_listener(port)  # the first machine is where the others meet
+    def start_node():
+        process = start(*command, **variables)
+        await_listener(port)  # the first node hosts the rendezvous
         return process
 
     def await_size(size, *running):
-        place = tmp_path / "tiny" / "environment.json"
-        while not (place.exists() and place.read_text() and json.loads(place.read_text())["world_size"] == size):
+        path = tmp_path / "tiny" / "environment.json"
+        while not (path.exists() and path.read_text() and json.loads(path.read_text())["world_size"] == size):
             assert all(process.poll() is None for process in running), [p.communicate() for p in running if p.poll()]
             time.sleep(0.05)
 
-    first = start()
-    second = start()
+    first = start_node()
+    second = start_node()
     await_size(2, first, second)
     second.kill()
     second.communicate()
     await_size(1, first)
-    again = start()
-    await_size(2, first, again)
+    rejoined = start_node()
+    await_size(2, first, rejoined)
     step = max((r["step"] for r in records(tmp_path / "tiny")), default=0)
     while max((r["step"] for r in records(tmp_path / "tiny")), default=0) < step + 10:
-        assert first.poll() is None and again.poll() is None
+        assert first.poll() is None and rejoined.poll() is None
         time.sleep(0.05)
     first.terminate()
-    for process in (first, again):
+    for process in (first, rejoined):
         _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors
     steps = [r["step"] for r in records(tmp_path / "tiny")]
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_machines_with_different_settings_are_refused(tiny, tmp_path):
-    codes, outputs = two_machines([SCRIPT, *tiny, "--run.output_folder", tmp_path], "--run.seed", "4")
+def test_nodes_with_different_settings_are_an_error(tiny, tmp_path):
+    codes, outputs = two_nodes([SCRIPT, *tiny, "--run.output_folder", tmp_path], "--run.seed", "4")
     assert codes == [2, 2], outputs
     assert [err for _, err in outputs] == 2 * [
         "the ranks were not started alike: run.seed is 0 on rank 0, 4 on rank 1\n",
@@ -158,11 +167,11 @@ def test_machines_with_different_settings_are_refused(tiny, tmp_path):
     assert not (tmp_path / "tiny").exists()
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tiny, tmp_path):
+def test_a_run_with_non_finite_losses_stops_and_does_not_save_them(tiny, tmp_path):
     done = call(SCRIPT, *tiny, "--optimizer.lr", "1e30", "--checkpoint.interval_steps", "1", cwd=tmp_path, NGPU="2")
     assert done.returncode == 1
     lines = sorted(re.sub(r"loss [^,]+", "loss X", re.sub(r"^[\d:]+ ", "", line)) for line in done.stderr.splitlines())
-    # The rank that stops first may be ahead of the one that warns.
+    # The rank that stops first may be ahead of the rank that warns.
     assert [line for line in lines if "warning" in line] == [
         f"warning: step {n}: loss X, gradient norm nan; update left out, {n - 1} in a row, {n - 1} in all"
         for n in (2, 3, 4)
@@ -172,7 +181,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tiny, tmp_path)
     assert [p.name for p in (tmp_path / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_a_run_folder_that_cannot_be_written_is_told_before_the_work(tiny, tmp_path):
+def test_an_unwritable_run_folder_is_an_error_before_training(tiny, tmp_path):
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "tiny").touch()
     done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
@@ -200,26 +209,26 @@ WRONG = {
 def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
     done = call(SCRIPT, *command.split(), cwd=tmp_path, NGPU=ngpu)
     world = {"1": "1 rank", "2": "2 ranks"}[ngpu]
-    here = f"--parallel.dp_shard 3: this run has {world}; -1 takes what is left"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or here}\n")
+    message = f"--parallel.dp_shard 3: this run has {world}; -1 takes what is left"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or message}\n")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_that_only_the_ranks_can_find_is_told_once(tiny, tmp_path):
-    first = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
+def test_an_error_that_only_the_ranks_can_find_is_printed_once(complete_runs, tiny):
+    cwd, first = complete_runs[2]
     assert first.returncode == 0
-    files = sorted((path, path.stat().st_size) for path in tmp_path.rglob("*") if path.name != ".lock")
-    done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=tmp_path, NGPU="2")
+    files = sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock")
+    done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=cwd, NGPU="2")
     assert done.returncode == 2
     assert done.stderr == (
         "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
         "another --run.name starts a new run\n"
     )
-    assert sorted((path, path.stat().st_size) for path in tmp_path.rglob("*") if path.name != ".lock") == files
+    assert sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock") == files
 
 
-def test_a_refused_run_leaves_no_folder(tiny, tmp_path):
-    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+def test_a_run_with_invalid_data_leaves_no_folder(tiny, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("not JSON\n")
     data = ["--data.dataset", "jsonl", "--data.path", tmp_path / "bad.jsonl"]
     done = call(SCRIPT, *tiny, *data, "--run.output_folder", tmp_path / "out", NGPU="2")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
@@ -240,12 +249,12 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("variables", VARIABLES)
-def test_wrong_variables_are_one_line_and_exit_code_2(variables, tmp_path):
+def test_a_wrong_environment_variable_is_one_line_and_exit_code_2(variables, tmp_path):
     done = call(SCRIPT, cwd=tmp_path, **{"NGPU": "1"} | dict(v.split("=") for v in variables.split()))
     assert (done.returncode, done.stdout, done.stderr) == (2, "", VARIABLES[variables] + "\n")
 
 
-def test_print_config_prints_what_runs(tmp_path):
+def test_print_config_prints_a_config_that_prints_the_same(tmp_path):
     done = call(SCRIPT, "--training.steps", "7", "--print-config", cwd=tmp_path, NGPU="2")
     assert done.returncode == 0
     (tmp_path / "printed.toml").write_text(done.stdout)
@@ -254,32 +263,36 @@ def test_print_config_prints_what_runs(tmp_path):
     assert "steps = 7" in done.stdout
 
 
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Processes below the launcher that run train.py."""
-    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-    return [int(pid) for pid, parent, args in rows if int(parent) == process.pid and "train.py" in args]
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Return the process ids of the launcher's children that run train.py."""
+    listing = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
+    return [int(pid) for pid, parent, args in rows if int(parent) == launcher.pid and "train.py" in args]
 
 
-@pytest.fixture
-def endless(tiny, tmp_path):
-    """A run on two ranks that has begun to train."""
-    process = subprocess.Popen(
-        [SCRIPT, *tiny, "--training.steps", "1000000", "--run.output_folder", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(NGPU="2"),
-    )
-    for line in process.stdout:
-        if "step" in line and "loss" in line:
-            break
+def endless_run(tiny, tmp_path, ngpu, *options):
+    """Start a run, wait for its first step, and kill it after the test."""
+    command = [SCRIPT, *tiny, "--training.steps", "1000000", "--run.output_folder", tmp_path, *options]
+    process = start(*command, NGPU=ngpu)
+    await_step(process)
     yield process
     process.kill()
     process.wait()
 
 
-def gone(pids) -> bool:
+@pytest.fixture
+def running(tiny, tmp_path):
+    """A run on two ranks that is training."""
+    yield from endless_run(tiny, tmp_path, "2")
+
+
+@pytest.fixture
+def running_on_one_rank(tiny, tmp_path):
+    """A run on one rank, with a data worker, that is training."""
+    yield from endless_run(tiny, tmp_path, "1", "--data.num_workers", "1")
+
+
+def have_ended(pids) -> bool:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
@@ -291,64 +304,61 @@ def gone(pids) -> bool:
 STOPPED = r"stopped as asked at step (\d+), which is saved; the same command goes on from there"
 
 
-def assert_stopped_in_peace(process, folder):
+def assert_saved_and_stopped(process, folder):
     out, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     step = int(re.search(STOPPED, out.splitlines()[-1])[1])
     assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step-{step:08d}"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_script_saves_and_ends_all_ranks(endless, tmp_path, number):
-    pids = ranks_of(endless)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_command_saves_and_ends_all_ranks(running, tmp_path, signum):
+    pids = ranks_of(running)
     assert len(pids) == 2
-    endless.send_signal(number)
-    assert_stopped_in_peace(endless, tmp_path / "tiny")
-    assert gone(pids)
+    running.send_signal(signum)
+    assert_saved_and_stopped(running, tmp_path / "tiny")
+    assert have_ended(pids)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_saves_the_same_step_on_all(endless, tmp_path, rank):
-    os.kill(ranks_of(endless)[rank], signal.SIGTERM)
-    assert_stopped_in_peace(endless, tmp_path / "tiny")
+def test_a_signal_to_one_rank_saves_the_same_step_on_all(running, tmp_path, rank):
+    os.kill(ranks_of(running)[rank], signal.SIGTERM)
+    assert_saved_and_stopped(running, tmp_path / "tiny")
 
 
-def test_a_signal_to_launcher_and_ranks_is_one_request(endless, tmp_path):
-    """As schedulers do it."""
-    for pid in [*ranks_of(endless), endless.pid]:
+def test_a_signal_to_launcher_and_ranks_is_one_request(running, tmp_path):
+    """Schedulers signal all processes of a job."""
+    for pid in [*ranks_of(running), running.pid]:
         os.kill(pid, signal.SIGTERM)
-    assert_stopped_in_peace(endless, tmp_path / "tiny")
+    assert_saved_and_stopped(running, tmp_path / "tiny")
 
 
-def test_a_second_signal_ends_at_once(endless, tmp_path):
-    pids = ranks_of(endless)
-    os.kill(pids[1], signal.SIGSTOP)  # so that nothing can be saved
-    endless.send_signal(signal.SIGTERM)
+def test_a_second_signal_ends_the_run_without_saving(running, tmp_path):
+    pids = ranks_of(running)
+    os.kill(pids[1], signal.SIGSTOP)  # so that saving is impossible
+    running.send_signal(signal.SIGTERM)
     time.sleep(1.5)
-    endless.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGTERM)
     os.kill(pids[1], signal.SIGCONT)
-    endless.communicate(timeout=60)
-    assert endless.returncode == 128 + signal.SIGTERM
-    assert gone(pids)
+    running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    assert have_ended(pids)
 
 
-def test_a_killed_rank_ends_the_run_in_a_few_lines(endless):
-    """The first failure is the killed rank's (137), or the other's that misses it (1): whichever the launcher sees first."""
-    pids = ranks_of(endless)
+def test_a_killed_rank_ends_the_run_in_a_few_lines(running):
+    """The exit code is that of the killed rank (137) or of its peer (1), whichever the launcher sees first."""
+    pids = ranks_of(running)
     os.kill(pids[1], signal.SIGKILL)
-    _, errors = endless.communicate(timeout=60)
-    assert endless.returncode in (1, 128 + signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode in (1, 128 + signal.SIGKILL)
     assert "Traceback" not in errors
     assert len(errors.splitlines()) <= 2, errors
-    assert gone(pids)
+    assert have_ended(pids)
 
 
-def test_a_killed_rank_is_started_again_and_the_run_goes_on_by_itself(tiny, tmp_path):
-    command = [SCRIPT, *tiny, "--training.steps", "60", "--run.output_folder", str(tmp_path)]
-    command += ["--checkpoint.interval_steps", "5"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(NGPU="2", MAX_RESTARTS="1")
-    )
+def test_a_killed_rank_is_restarted_and_the_run_resumes(tiny, tmp_path):
+    command = [SCRIPT, *tiny, "--training.steps", "60", "--run.output_folder", tmp_path]
+    process = start(*command, "--checkpoint.interval_steps", "5", NGPU="2", MAX_RESTARTS="1")
     for line in process.stdout:
         if "step  8/60" in line:
             break
@@ -359,13 +369,13 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_by_itself(tiny, tmp_
     assert [r["step"] for r in records(tmp_path / "tiny")] == list(range(1, 61))
 
 
-def test_a_killed_launcher_leaves_nobody_behind(endless):
-    pids = ranks_of(endless)
-    endless.kill()
-    assert gone(pids)
+def test_ranks_end_when_the_launcher_is_killed(running):
+    pids = ranks_of(running)
+    running.kill()
+    assert have_ended(pids)
 
 
-def test_a_run_folder_in_use_is_refused(endless, tiny, tmp_path):
+def test_a_run_folder_in_use_is_refused(running_on_one_rank, tiny, tmp_path):
     done = call(SCRIPT, *tiny, "--run.output_folder", tmp_path, NGPU="1")
     assert (done.returncode, done.stdout) == (2, "")
     expected = (
@@ -374,14 +384,6 @@ def test_a_run_folder_in_use_is_refused(endless, tiny, tmp_path):
     assert re.fullmatch(expected, done.stderr.strip())
 
 
-def test_an_interrupted_run_of_one_process_is_saved(tiny, tmp_path):
-    command = [SCRIPT, *tiny, "--training.steps", "1000000", "--run.output_folder", str(tmp_path)]
-    command += ["--data.num_workers", "1"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(NGPU="1")
-    )
-    for line in process.stdout:
-        if "step" in line and "loss" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    assert_stopped_in_peace(process, tmp_path / "tiny")
+def test_an_interrupted_run_of_one_process_is_saved(running_on_one_rank, tmp_path):
+    running_on_one_rank.send_signal(signal.SIGINT)
+    assert_saved_and_stopped(running_on_one_rank, tmp_path / "tiny")

@@ -1,4 +1,4 @@
-"""What is loaded cannot run code, lead elsewhere, or fill the memory."""
+"""Loaded files cannot run code, reach other paths, or exhaust memory."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ FORBIDDEN = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "ya
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_nothing_unpickles_or_evaluates_a_file(path):
+def test_no_module_unpickles_or_evaluates_a_file(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [a.name for a in node.names] + ([node.module] if isinstance(node, ast.ImportFrom) else [])
@@ -34,16 +34,16 @@ def test_nothing_unpickles_or_evaluates_a_file(path):
 
 
 class Bomb:
-    """Makes a file where it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
-    def __init__(self, mark):
-        self.mark = str(mark)
+    def __init__(self, folder):
+        self.folder = str(folder)
 
     def __reduce__(self):
-        return os.mkdir, (self.mark,)
+        return os.mkdir, (self.folder,)
 
 
-def plain(path, bomb):
+def by_pickle(path, bomb):
     path.write_bytes(pickle.dumps(bomb))
 
 
@@ -57,70 +57,74 @@ def by_old_torch(path, bomb):
         torch.save({"model": bomb}, file, _use_new_zipfile_serialization=False)
 
 
-def behind_a_header(path, bomb):
-    """As a safetensors file whose header says little."""
+def after_a_header(path, bomb):
+    """A safetensors file with an empty header."""
     path.write_bytes(len(b"{}").to_bytes(8, "little") + b"{}" + pickle.dumps(bomb))
 
 
-def agree(folder):
-    """A manifest that says that everything is as it was written."""
+def update_manifest(folder):
+    """Write a manifest that agrees with the files."""
     files = {
         p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.glob("[!.]*") if p.name != manifest.NAME
     }
     manifest.write(folder, Manifest(files, {}))
 
 
-def found_and_loaded(folder):
-    found = resume.find_resume_point(folder)
-    return load(found.path)
+def find_and_load(folder):
+    return load(resume.find_resume_point(folder).path)
 
 
 @pytest.fixture(scope="module")
 def trained(ranks, tiny, tmp_path_factory):
     """The folder of a run with one checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    ranks(1).run(train, [*tiny, *named(folder / "run"), "--training.steps", "1"])
+    ranks(1).run(train, [*tiny, *run_settings(folder / "run"), "--training.steps", "1"])
     return folder / "run"
 
 
-def named(run):
+def run_settings(run):
     return ["--run.output_folder", str(run.parent), "--run.name", run.name]
 
 
-def used(argv, run):
-    """Everything that reads a checkpoint: to resume, to start from, to convert, to look at."""
-    told = []
-    initial = ["--checkpoint.init_from", str(run / "checkpoints" / "step-00000001")]
+def errors_of_every_use(argv, runs):
+    """For each run: the errors of exporting it, resuming it, and starting another run from its weights."""
+    return [errors_of(argv, run) for run in runs]
+
+
+def errors_of(argv, run):
+    messages = []
+    init = ["--checkpoint.init_from", str(run / "checkpoints" / "step-00000001")]
     for use in (
         lambda: export_run(run),
-        lambda: train([*argv, *named(run), "--training.steps", "2"]),
-        lambda: train([*argv, *named(run.with_name("fresh")), *initial]),
+        lambda: train([*argv, *run_settings(run), "--training.steps", "2"]),
+        lambda: train([*argv, *run_settings(run.with_name("fresh")), *init]),
     ):
         try:
             use()
         except ConfigError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
-@pytest.mark.parametrize("payload", [plain, by_torch, by_old_torch, behind_a_header])
-def test_no_payload_is_run_from_any_file(ranks, tiny, trained, tmp_path, payload):
+@pytest.mark.parametrize("payload", [by_pickle, by_torch, by_old_torch, after_a_header])
+def test_no_payload_in_any_file_is_executed(ranks, tiny, trained, tmp_path, payload):
     names = sorted(p.name for p in (trained / "checkpoints" / "step-00000001").iterdir())
     assert {"rank-00000.safetensors", "index.json", "config.toml", "model.json", "tokenizer.tiktoken"} < set(names)
-    for name in [*names, ".metadata"]:
-        run = tmp_path / name.strip(".") / "run"
+    runs = {name: tmp_path / name.strip(".") / "run" for name in [*names, ".metadata"]}
+    for name, run in runs.items():
         shutil.copytree(trained, run)
         path = run / "checkpoints" / "step-00000001"
-        payload(path / name, Bomb(tmp_path / "mark"))
+        payload(path / name, Bomb(tmp_path / "executed"))
         if name != manifest.NAME:
-            agree(path)
-        told = ranks(1).run(used, tiny, run)[0]
-        expected = {".metadata": 0, "config.toml": 0, "tokenizer.tiktoken": 1, "model.json": 2, "train_state.json": 1}
-        assert len(told) == expected.get(name, 3), (name, told)
-    assert not (tmp_path / "mark").exists()
+            update_manifest(path)
+    (errors,) = ranks(1).run(errors_of_every_use, tiny, list(runs.values()))
+    expected = {".metadata": 0, "config.toml": 0, "tokenizer.tiktoken": 1, "model.json": 2, "train_state.json": 1}
+    for name, messages in zip(runs, errors, strict=True):
+        assert len(messages) == expected.get(name, 3), (name, messages)
+    assert not (tmp_path / "executed").exists()
 
 
-def test_a_file_that_a_checkpoint_does_not_hold_is_not_exported(ranks, trained, tmp_path):
+def test_a_file_outside_the_checkpoint_is_not_exported(ranks, trained, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     path = run / "checkpoints" / "step-00000001"
@@ -133,7 +137,7 @@ def test_a_file_that_a_checkpoint_does_not_hold_is_not_exported(ranks, trained, 
         model = json.loads((path / "model.json").read_text()) | {"tokenizer": "", "tokenizer_files": [name]}
         (path / "model.json").write_text(json.dumps(model))
         (path / ".x").unlink(missing_ok=True)
-        agree(path)
+        update_manifest(path)
         (path / ".x").symlink_to(tmp_path / "secret")
         with pytest.raises(RankError, match=problem):
             ranks(1).run(export_run, run)
@@ -144,18 +148,18 @@ def with_index(ranks, folder, change):
     index = json.loads((path / "index.json").read_text())
     change(index, path)
     (path / "index.json").write_text(json.dumps(index))
-    agree(path)
+    update_manifest(path)
 
 
 @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "..", "", ".", "a/../../b", 3, None])
-def test_an_index_that_leads_out_of_its_folder_is_refused(ranks, tmp_path, file):
+def test_an_index_that_names_a_path_outside_its_folder_is_refused(ranks, tmp_path, file):
     def change(index, path):
         shutil.copy(path / "rank-00000.safetensors", path.parent / "elsewhere.safetensors")
         index["model/w"]["chunks"][0]["file"] = file
 
     with_index(ranks, tmp_path / "c", change)
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json names .*, which is no name of a file in it"):
-        ranks(1).run(found_and_loaded, tmp_path / "c")
+        ranks(1).run(find_and_load, tmp_path / "c")
 
 
 @pytest.mark.parametrize(
@@ -174,39 +178,39 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(ranks, tmp_path, file)
         ("chunks", [{"file": "x", "offsets": [0, 0], "shape": [4, 1]}]),
     ],
 )
-def test_an_index_that_is_none_is_refused(ranks, tmp_path, key, value):
+def test_an_invalid_index_is_refused(ranks, tmp_path, key, value):
     with_index(ranks, tmp_path / "c", lambda index, path: index["model/w"].update({key: value}))
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json is not an index of tensors"):
-        ranks(1).run(found_and_loaded, tmp_path / "c")
+        ranks(1).run(find_and_load, tmp_path / "c")
 
 
-def test_a_part_that_is_not_in_its_file_is_refused(ranks, tmp_path):
+def test_a_chunk_that_is_missing_in_its_file_is_refused(ranks, tmp_path):
     def change(index, path):
         index["model/w"]["chunks"][0]["file"] = "index.json"
 
     with_index(ranks, tmp_path / "c", change)
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json: "):
-        ranks(1).run(found_and_loaded, tmp_path / "c")
+        ranks(1).run(find_and_load, tmp_path / "c")
 
 
-def test_a_shape_that_is_not_that_of_the_run_takes_no_memory(ranks, tmp_path):
+def test_a_shape_that_differs_from_the_model_allocates_no_memory(ranks, tmp_path):
     def change(index, path):
         index["model/w"].update({"shape": [2**60], "chunks": [{"file": "x", "offsets": [0], "shape": [2**60]}]})
 
     with_index(ranks, tmp_path / "c", change)
     with pytest.raises(RankError, match=rf"model/w is \[{2**60}\] there, \[{len(TENSORS['model/w'])}\] here"):
-        ranks(1).run(found_and_loaded, tmp_path / "c")
+        ranks(1).run(find_and_load, tmp_path / "c")
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "train_state.json", "index.json"])
 def test_a_huge_file_is_not_read(ranks, tmp_path, file):
     path = ranks(1).run(save, tmp_path / "c", 3)[0]
     with (path / file).open("r+b") as opened:
-        opened.truncate(2**31)  # a hole: it takes no disk
+        opened.truncate(2**31)  # a sparse file: it takes no disk
     if file != manifest.NAME:
-        agree(path)
+        update_manifest(path)
     with pytest.raises(RankError, match=r"all 1 checkpoints are damaged|has more than 1073741824 bytes"):
-        ranks(1).run(found_and_loaded, tmp_path / "c")
+        ranks(1).run(find_and_load, tmp_path / "c")
 
 
 def test_links_in_a_checkpoint_are_refused(ranks, tmp_path):
