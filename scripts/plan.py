@@ -278,7 +278,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     arguments, settings = parse(sys.argv[1:])
-    config = config_from_command_line(settings, files=False)
+    config = config_from_command_line(settings, check_files=False)
     on_gpu = arguments.device != "cpu"
     board, reserve = board_of(arguments), arguments.reserve_gib * GIB * on_gpu
     if reserve >= board.memory_gib * GIB:

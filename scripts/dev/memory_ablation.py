@@ -76,7 +76,7 @@ def rungs(names: Sequence[str], given: Sequence[str]) -> Iterator[tuple[str, lis
 def config_of(name: str, argv: Sequence[str]) -> Config:
     """Raises ConfigError, with the rung that is at fault."""
     try:
-        return load_config(argv, files=False)
+        return load_config(argv, check_files=False)
     except ConfigError as error:
         raise error if name == "nothing" else ConfigError("", f"rung '{name[2:]}': {error}") from None
 

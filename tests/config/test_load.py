@@ -73,15 +73,15 @@ COMMAND_LINES = {
     "--metrics.tensorboard yes": "--metrics.tensorboard yes: expected true or false",
     "--metrics.tensorboard": "--metrics.tensorboard: expects a value",
     "--run.seed -1": "--run.seed -1: must be at least 0",
-    "--run.name a/b": "--run.name a/b: must be the name of one folder",
-    "--run.name=  ": "--run.name   : must be the name of one folder",
+    "--run.name a/b": "--run.name a/b: must be a single folder name",
+    "--run.name=  ": "--run.name   : must be a single folder name",
     "--run.name=a\nb": "--run.name a\\nb: must be printable text",
     "--training.steps 9999999999999": "--training.steps 9999999999999: must be at most 1000000000000",
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
-    "--run.name ..": "--run.name ..: must be the name of one folder",
-    f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: is longer than the name of a folder can be (255 bytes)",
-    "--evaluation.datasets.wiki jsonl:/nope": "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no match as a pattern",
-    f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with no [data] datasets",
+    "--run.name ..": "--run.name ..: must be a single folder name",
+    f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: exceeds 255 bytes, the limit for a folder name",
+    "--evaluation.datasets.wiki jsonl:/nope": "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no file matches it as a pattern",
+    f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with empty [data] datasets",
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
@@ -98,27 +98,27 @@ COMMAND_LINES = {
         "did you mean 'always'?"
     ),
     "--parallel.reshard_after_forward 1": (
-        "--parallel.reshard_after_forward 1: as a number of ranks it must be at least 2"
+        "--parallel.reshard_after_forward 1: must be at least 2 if it is a number of ranks"
     ),
-    "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for every rank that is left",
+    "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for all remaining ranks",
     "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
-    "--model.overrides 4": "--model.overrides: a table; set one entry of it: --model.overrides.NAME VALUE",
+    "--model.overrides 4": "--model.overrides: is a table; set an entry with --model.overrides.NAME VALUE",
     "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
-    "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): needed with [tokenizer] backend = tiktoken',
+    "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): required with backend = tiktoken',
     "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
-    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with a [tokenizer] backend other than default",
-    "--data.dataset jsonl": '[data] path = "" (default): needed with [data] dataset = jsonl',
+    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with [tokenizer] backend != default",
+    "--data.dataset jsonl": '[data] path = "" (default): required with dataset = jsonl',
     "--data.dataset text --data.path no/such": (
-        "--data.path no/such: no such file or folder, and no match as a pattern"
+        "--data.path no/such: no such file or folder, and no file matches it as a pattern"
     ),
-    "--data.path x": "--data.path x: has no effect here: only with a [data] dataset other than python_stdlib",
+    "--data.path x": "--data.path x: has no effect here: only with [data] dataset != python_stdlib",
     "--data.text_field body": (
-        "--data.text_field body: has no effect here: only with [data] dataset = jsonl, parquet or huggingface"
+        "--data.text_field body: has no effect here: only with a jsonl, parquet or huggingface dataset"
     ),
-    "--data.subset en": "--data.subset en: has no effect here: only with [data] dataset = huggingface",
-    "--data.split test": "--data.split test: has no effect here: only with [data] dataset = huggingface",
-    "--data.token_dtype uint32": "--data.token_dtype uint32: has no effect here: only with [data] dataset = tokens",
-    "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is no name",
+    "--data.subset en": "--data.subset en: has no effect here: only with a huggingface dataset",
+    "--data.split test": "--data.split test: has no effect here: only with a huggingface dataset",
+    "--data.token_dtype uint32": "--data.token_dtype uint32: has no effect here: only with a tokens dataset",
+    "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is not a valid name",
     "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
     "--data.held_out_fraction 0": (
         f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0"
@@ -136,8 +136,8 @@ FILES = {
     "[training]\nstpes = 5": "{f} [training] stpes: unknown key; did you mean 'steps'?",
     "[training]\nlr = 5": "{f} [training] lr: unknown key; did you mean [optimizer] lr?",
     "[trainng]\nsteps = 5": "{f} [trainng]: unknown section; did you mean [training]?",
-    "steps = 5": "{f} steps = 5: stands in no section; did you mean [training] steps?",
-    "training = 5": "{f} training = 5: stands in no section; write [training] as a table",
+    "steps = 5": "{f} steps = 5: is outside any [section]; did you mean [training] steps?",
+    "training = 5": "{f} training = 5: is outside any [section]; write [training] as a table",
     "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected an integer',
     "[training]\nsteps = true": "{f} [training] steps = true: expected an integer",
     "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected an integer",
@@ -149,7 +149,7 @@ FILES = {
     "[optimizer]\nlr = nan": "{f} [optimizer] lr = nan: must be finite",
     "[optimizer]\nbetas = [0.9]": "{f} [optimizer] betas = [0.9]: expected a list of 2 numbers",
     "[metrics]\ntensorboard = 1": "{f} [metrics] tensorboard = 1: expected true or false",
-    "[model.overrides]\n'n layers' = 4": "{f} [model.overrides] n layers = 4: 'n layers' is no name",
+    "[model.overrides]\n'n layers' = 4": "{f} [model.overrides] n layers = 4: 'n layers' is not a valid name",
     "[optimizer]\nlr = 1" + 400 * "0": "{f} [optimizer] lr = 1" + 400 * "0" + ": expected a number",
     "[model]\noverrides = 4": "{f} [model] overrides = 4: expected a table",
     "[model.overrides]\nn_layers = 'x'": ('{f} [model.overrides] n_layers = "x": expected a number or true or false'),
@@ -185,7 +185,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path):
 
 
 def test_files_that_cannot_be_text_are_told(tmp_path):
-    assert line_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: is a folder, expected a TOML file"
+    assert line_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: is a folder; expected a TOML file"
     (tmp_path / "x.toml").write_bytes(b"[run]\nname = '\xff'")
     assert line_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
     assert line_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: given twice"

@@ -200,7 +200,7 @@ WRONG = {
     "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
     "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?",
     "--parallel.dp_shard 3": None,
-    "--data.dataset text --data.path /no/such": "--data.path /no/such: no such file or folder, and no match as a pattern",
+    "--data.dataset text --data.path /no/such": "--data.path /no/such: no such file or folder, and no file matches it as a pattern",
 }
 
 
@@ -243,7 +243,7 @@ VARIABLES = {
     "NNODES=2": "NNODES=2: needs MASTER_ADDR, the name of the first machine",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
     "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",
-    "LOG_RANK=first": "LOG_RANK=first: expected all, or numbers of ranks such as 0,3",
+    "LOG_RANK=first": "LOG_RANK=first: expected all, or ranks such as 0,3",
     "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected an integer of at least 1",
 }
 

@@ -14,9 +14,9 @@ NOT_IN_BACKWARD = [
         ["--training.reduce_every_microbatch", "true"],
         "[training] reduce_every_microbatch: gradients are complete after the last one",
     ),
-    (["--optimizer.offload", "state"], "[optimizer] offload; state_and_gradients frees gradients in backward too"),
-    (["--parallel.cpu_offload", "true"], "[parallel] cpu_offload, where gradients come to the host late"),
-    (["--resilience.on_loss_spike", "skip"], "[resilience] on_loss_spike, which leaves out whole updates"),
+    (["--optimizer.offload", "state"], "[optimizer] offload; state_and_gradients also frees gradients in backward"),
+    (["--parallel.cpu_offload", "true"], "[parallel] cpu_offload, which copies gradients to the host late"),
+    (["--resilience.on_loss_spike", "skip"], "[resilience] on_loss_spike, which skips complete steps"),
 ]
 
 
@@ -78,31 +78,31 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
     [
         (
             ["--activation_checkpoint.offload_inputs", "true", "--activation_checkpoint.mode", "selective"],
-            "--activation_checkpoint.offload_inputs true: needs mode = full: only inputs of blocks go to the host",
+            "--activation_checkpoint.offload_inputs true: needs mode = full, because only inputs of blocks are offloaded",
         ),
         *(
             (
                 ["--optimizer.in_backward", "true", *EARLY, *more],
-                f"--optimizer.in_backward true: not with {rule}",
+                f"--optimizer.in_backward true: incompatible with {rule}",
             )
             for more, rule in NOT_IN_BACKWARD
         ),
         (
             ["--optimizer.in_backward", "true"],
-            "--optimizer.in_backward true: not with [training] max_norm, which needs all gradients at once; it must be none",
+            "--optimizer.in_backward true: incompatible with [training] max_norm, which needs all gradients at once; set it to none",
         ),
         (
             ["--optimizer.in_backward", "true", "--training.max_norm", "none"],
-            "--optimizer.in_backward true: not with [resilience] max_consecutive_skips above 1: no update can be left out as a whole",
+            "--optimizer.in_backward true: incompatible with [resilience] max_consecutive_skips > 1: a step cannot be skipped",
         ),
         (
             ["--optimizer.offload", "state", "--parallel.cpu_offload", "true"],
-            "--optimizer.offload state: not with [parallel] cpu_offload, which keeps all of it on the host",
+            "--optimizer.offload state: incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host",
         ),
         (
             ["--optimizer.offload", "state_and_gradients", "--training.reduce_every_microbatch", "true"],
-            "--optimizer.offload state_and_gradients: state_and_gradients takes gradients when they are complete: not with "
-            "[training] reduce_every_microbatch",
+            "--optimizer.offload state_and_gradients: incompatible with [training] reduce_every_microbatch: gradients "
+            "must be complete when they are offloaded",
         ),
     ],
 )

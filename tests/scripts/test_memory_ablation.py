@@ -18,7 +18,7 @@ def ladder(*words):
 
 
 def test_every_rung_is_a_run_that_has_what_the_ones_before_have():
-    configs = [load_config(argv, files=False) for _, argv in rungs(list(RUNGS), ["--training.seq_len", "256"])]
+    configs = [load_config(argv, check_files=False) for _, argv in rungs(list(RUNGS), ["--training.seq_len", "256"])]
     assert len(configs) == len(RUNGS) + 1
     assert all(config.training.seq_len == 256 and config.training.local_batch_size == 4 for config in configs)
     assert [c.activation_checkpoint.offload_inputs for c in configs] == [False] * 3 + [True] * 5

@@ -1,4 +1,4 @@
-"""The sections of a configuration and its error, re-exported."""
+"""Sections of a configuration and ConfigError."""
 
 from trainer.config.schema import (
     ActivationCheckpointConfig,

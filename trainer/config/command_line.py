@@ -59,13 +59,13 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Call main; Ctrl-C is one line and exit code 130."""
+    """Call main. Ctrl-C prints one line and exits with code 130."""
     try:
         main()
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
-        os._exit(130)  # without waiting for worker processes, which end with this one
+        os._exit(130)  # does not wait for worker processes, which exit with this one
 
 
 def utf8(text: str) -> str:
@@ -107,38 +107,38 @@ def _parse_float(text: str) -> float:
         return float("nan")
 
 
-def check_chosen_ranks() -> None:
-    """Raises ConfigError where LOG_RANK names no ranks."""
-    chosen = os.environ.get("LOG_RANK", "0")
-    if chosen != "all" and not all(word.isdecimal() for word in chosen.split(",")):
-        raise ConfigError("", f"LOG_RANK={chosen}: expected all, or numbers of ranks such as 0,3")
+def check_log_rank() -> None:
+    """Raise ConfigError if LOG_RANK is neither "all" nor a list of ranks."""
+    ranks = os.environ.get("LOG_RANK", "0")
+    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
+        raise ConfigError("", f"LOG_RANK={ranks}: expected all, or ranks such as 0,3")
 
 
 def die(line: str) -> NoReturn:
-    """Print one line and exit with code 2. Started by torchrun, every rank of a machine comes here with the same line, and
-    the first one prints it."""
+    """Print one line and exit with code 2. Under torchrun every rank of a node fails with the same line; local rank 0 prints
+    it."""
     if local_rank():
-        time.sleep(5)  # when the first rank has spoken and ended, the launcher ends this one
+        time.sleep(5)  # the launcher stops this rank when local rank 0 has printed the line and exited
     print(line, file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 @contextmanager
 def one_line_errors(config: Config) -> Iterator[None]:
-    """A ConfigError inside becomes one line on stderr and exit code 2."""
+    """Turn a ConfigError into one line on stderr and exit code 2."""
     try:
         yield
     except ConfigError as error:
         die(config.explain(error))
 
 
-def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
-    """load_config for a command: answers --help and --print-config, and turns errors into one line and exit code 2."""
+def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> Config:
+    """Load the configuration of a command. --help and --print-config print and exit; errors are one line and exit code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     try:
-        check_chosen_ranks()
-        config = load_config([word for word in argv if word != "--print-config"], files)
+        check_log_rank()
+        config = load_config([word for word in argv if word != "--print-config"], check_files)
     except ConfigError as error:
         die(str(error))
     if "--print-config" in argv:
@@ -149,6 +149,6 @@ def config_from_command_line(argv: Sequence[str], files: bool = True) -> Config:
 def _print_and_exit(text: str) -> NoReturn:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `--help | head`: the reader has enough
+    except BrokenPipeError:  # `--help | head` closes the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

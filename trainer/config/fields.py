@@ -1,5 +1,4 @@
-"""The declarations of config.py, read: each setting with its type, constraint, default and meaning, and what a single value
-of it may be."""
+"""The settings that schema.py declares (type, constraint, default, meaning), and parsing and checking of single values."""
 
 import ast
 import difflib
@@ -10,7 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from trainer.config import schema as declarations
@@ -19,7 +18,7 @@ from trainer.config.schema import Config, Constraint
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One declared setting; `type` is its type without annotations."""
+    """One declared setting. type: without `Annotated`."""
 
     section: str
     name: str
@@ -34,13 +33,13 @@ class Setting:
 
     @property
     def value_type(self) -> Any:
-        """The type of one value: of the entries, where the setting is a table."""
+        """Type of one value; for a table, of one entry."""
         return typing.get_args(self.type)[1] if is_table(self.type) else self.type
 
 
 @functools.cache
 def settings() -> Mapping[str, Mapping[str, Setting]]:
-    """Section name -> setting name -> Setting, in the order of config.py."""
+    """Section name -> setting name -> Setting, in the order of schema.py."""
     docs = _docstrings()
     table = {}
     defaults = Config()
@@ -59,13 +58,15 @@ def settings() -> Mapping[str, Mapping[str, Setting]]:
 def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> Setting:
     constraint = Constraint()
     if typing.get_origin(hint) is typing.Annotated:
-        hint, constraint = typing.get_args(hint)
+        hint, *constraints = typing.get_args(hint)
+        for declared in constraints:  # those of an alias such as Steps, then those of the setting
+            constraint = replace(constraint, **{k: v for k, v in vars(declared).items() if v != getattr(Constraint, k)})
     default = getattr(getattr(defaults, section), name)
     return Setting(section=section, name=name, type=hint, constraint=constraint, default=default, doc=doc)
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string that follows the field in config.py."""
+    """Class name -> field name -> the string that follows the field in schema.py."""
     docs: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(declarations)).body:
         if isinstance(node, ast.ClassDef):
@@ -83,22 +84,22 @@ def _docstrings() -> dict[str, dict[str, str]]:
 
 
 def _options(type_: Any) -> tuple[Any, ...]:
-    """The members of a union; any other type alone."""
+    """Return the members of a union, or the type itself."""
     return typing.get_args(type_) if typing.get_origin(type_) in (typing.Union, types.UnionType) else (type_,)
 
 
 def is_table(type_: Any) -> bool:
-    """Whether the setting is a table of entries that a user names."""
+    """Whether the type is a table whose keys the user chooses."""
     return typing.get_origin(type_) is Mapping
 
 
 def is_list(type_: Any) -> bool:
-    """Whether the setting is a list of any length."""
+    """Whether the type is a list of any length."""
     return typing.get_origin(type_) is tuple and typing.get_args(type_)[1:] == (...,)
 
 
 def type_name(type_: Any) -> str:
-    """The type in a user's words, as it stands behind 'expected'."""
+    """Return the type in the words of an error message, to follow "expected"."""
     if len(_options(type_)) > 1:
         return " or ".join(type_name(k) for k in _options(type_) if not (k is int and float in _options(type_)))
     if typing.get_origin(type_) is typing.Literal:
@@ -115,7 +116,7 @@ def type_name(type_: Any) -> str:
 
 
 def coerce(raw: Any, type_: Any) -> Any:
-    """The value of `type_` that a TOML value means. Raises ValueError where there is none."""
+    """Convert a TOML value to `type_`. Raises ValueError."""
     if len(_options(type_)) > 1:
         for option in _options(type_):
             try:
@@ -146,7 +147,7 @@ def coerce(raw: Any, type_: Any) -> Any:
 
 
 def parse_text(text: str, type_: Any) -> Any:
-    """The value of `type_` that a command-line word means. Raises ValueError where there is none."""
+    """Convert a command-line word to `type_`. Raises ValueError."""
     if is_list(type_):
         return coerce(_words(text), type_)
     try:
@@ -156,13 +157,13 @@ def parse_text(text: str, type_: Any) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    """The names of a list that a word writes: a,b or ["a", "b"]."""
+    """Parse a list of names: a,b or ["a", "b"]."""
     names = (word.strip().strip("\"'") for word in text.removeprefix("[").removesuffix("]").split(","))
     return [name for name in names if name]
 
 
 def _literal(text: str) -> Any:
-    """The boolean, number or list (0.9,0.95, with or without brackets) that a word writes. Raises ValueError."""
+    """Parse a boolean, a number or a list (0.9,0.95, with or without brackets). Raises ValueError."""
     if text in ("true", "false"):
         return text == "true"
     if "," in text or text.startswith("["):
@@ -173,7 +174,7 @@ def _literal(text: str) -> Any:
 
 
 def range_error(value: Any, constraint: Constraint) -> str:
-    """What is wrong with a value of the right type, or ""."""
+    """Return the rule that a value of the right type breaks, or ""."""
     if isinstance(value, tuple):
         return next(filter(None, (range_error(v, constraint) for v in value)), "")
     if isinstance(value, str) and not value.isprintable():
@@ -192,24 +193,19 @@ def range_error(value: Any, constraint: Constraint) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
-    """The end of an error line: "; did you mean 'x'?", or "" where nothing is near. Case is no difference."""
+    """Return "; did you mean 'x'?" for the closest candidate, ignoring case, or "" if none is close."""
     names = {name.lower(): name for name in candidates}
-    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
-    return f"; did you mean {show.format(names[near[0]])}?" if near else ""
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return f"; did you mean {show.format(names[close[0]])}?" if close else ""
 
 
 def type_error(type_: Any, raw: Any) -> str:
-    """What stands behind the value that `coerce` or `from_text` refused."""
+    """Return the message for a value that `coerce` or `parse_text` rejected."""
     given = [raw] if isinstance(raw, str) else []
     if is_list(type_):
         types_ = typing.get_args(type_)[:1]
-        given = (
-            _words(raw)
-            if isinstance(raw, str)
-            else [r for r in raw if isinstance(r, str)]
-            if isinstance(raw, list)
-            else []
-        )
+        words = _words(raw) if isinstance(raw, str) else raw if isinstance(raw, list) else []
+        given = [word for word in words if isinstance(word, str)]
     else:
         types_ = _options(type_)
     choices = [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]

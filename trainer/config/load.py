@@ -1,8 +1,8 @@
-"""TOML file and command line -> Config. Whatever is not exactly right is one line that says what, where, and what was
-probably meant."""
+"""TOML file and command line -> Config. Every error is one line: the setting, its value and origin, the rule, the likely fix."""
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +21,7 @@ DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
 class _Values:
-    """Values as they come in, the file first, then the command line over it; each with its origin."""
+    """Values with their origins. The command line overrides the file."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[str, Any]] = {section: {} for section in settings()}
@@ -31,62 +31,61 @@ class _Values:
         self.values[setting.section][setting.name] = value
         self.origins[f"{setting.section}.{setting.name}"] = origin
 
-    def put_member(self, setting: Setting, member: str, value: Any, origin: str) -> None:
-        """One entry of a table setting."""
-        if not (member.isidentifier() or (setting.constraint.free_keys and member.isprintable() and member)):
-            raise ConfigError("", f"{origin}: {member!r} is no name")
-        self.values[setting.section].setdefault(setting.name, {})[member] = value
-        self.origins[f"{setting.section}.{setting.name}.{member}"] = origin
+    def put_entry(self, setting: Setting, entry: str, value: Any, origin: str) -> None:
+        if not (entry.isidentifier() or (setting.constraint.free_keys and entry.isprintable() and entry)):
+            raise ConfigError("", f"{origin}: {entry!r} is not a valid name")
+        self.values[setting.section].setdefault(setting.name, {})[entry] = value
+        self.origins[f"{setting.section}.{setting.name}.{entry}"] = origin
         self.origins[f"{setting.section}.{setting.name}"] = origin
 
 
-def _read_toml(path: Path, shown: str) -> dict[str, Any]:
-    """shown: how the user named the file."""
+def _read_toml(path: Path, file: str) -> dict[str, Any]:
+    """file: the path as the user wrote it."""
     try:
         return tomli.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        siblings = [str(Path(shown).parent / p.name) for p in path.parent.glob("*.toml") if p.exists()]
-        raise ConfigError("", f"--config {shown}: no such file{did_you_mean(shown, siblings)}") from None
+        siblings = [str(Path(file).parent / p.name) for p in path.parent.glob("*.toml") if p.exists()]
+        raise ConfigError("", f"--config {file}: no such file{did_you_mean(file, siblings)}") from None
     except IsADirectoryError:
-        raise ConfigError("", f"--config {shown}: is a folder, expected a TOML file") from None
+        raise ConfigError("", f"--config {file}: is a folder; expected a TOML file") from None
     except OSError as error:
-        raise ConfigError("", f"--config {shown}: cannot be read ({error.strerror})") from None
+        raise ConfigError("", f"--config {file}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        raise ConfigError("", f"--config {shown}: not UTF-8 text (byte {error.start})") from None
+        raise ConfigError("", f"--config {file}: not UTF-8 text (byte {error.start})") from None
     except tomli.TOMLDecodeError as error:
-        raise ConfigError("", f"--config {shown}: not valid TOML: {error}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
-        raise ConfigError("", f"--config {shown}: not a configuration") from None
+        raise ConfigError("", f"--config {file}: not valid TOML: {error}") from None
+    except (ValueError, RecursionError):  # thousands of digits or brackets
+        raise ConfigError("", f"--config {file}: cannot be parsed as TOML") from None
 
 
-def _put_file(into: _Values, document: Mapping[str, Any], shown: str) -> None:
+def _put_file(values: _Values, document: Mapping[str, Any], file: str) -> None:
     for section, body in document.items():
         known = settings().get(section)
         if not isinstance(body, dict):
-            where = _elsewhere(section, "") or (f"; write [{section}] as a table" if known else "")
-            raise ConfigError("", f"{shown} {section} = {toml_value(body)}: stands in no section{where}")
+            hint = _elsewhere(section, "") or (f"; write [{section}] as a table" if known else "")
+            raise ConfigError("", f"{file} {section} = {toml_value(body)}: is outside any [section]{hint}")
         if known is None:
             raise ConfigError(
-                "", f"{shown} [{section}]: unknown section{did_you_mean(section, list(settings()), '[{}]')}"
+                "", f"{file} [{section}]: unknown section{did_you_mean(section, list(settings()), '[{}]')}"
             )
         for name, raw in body.items():
             setting = known.get(name)
             if setting is None:
                 hint = _elsewhere(name, section) or did_you_mean(name, list(known))
-                raise ConfigError("", f"{shown} [{section}] {name}: unknown key{hint}")
-            _put_toml_value(into, setting, raw, shown)
+                raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
+            _put_toml_value(values, setting, raw, file)
 
 
-def _put_toml_value(into: _Values, setting: Setting, raw: Any, shown: str) -> None:
-    origin = f"{shown} [{setting.section}] {setting.name} = {toml_value(raw)}"
+def _put_toml_value(values: _Values, setting: Setting, raw: Any, file: str) -> None:
+    origin = f"{file} [{setting.section}] {setting.name} = {toml_value(raw)}"
     if is_table(setting.type):
         if not isinstance(raw, dict):
             raise ConfigError("", f"{origin}: expected a table")
-        for member, value in raw.items():
-            member_origin = f"{shown} [{setting.section}.{setting.name}] {member} = {toml_value(value)}"
-            into.put_member(setting, member, _checked(coerce, value, setting, member_origin), member_origin)
+        for entry, value in raw.items():
+            entry_origin = f"{file} [{setting.section}.{setting.name}] {entry} = {toml_value(value)}"
+            values.put_entry(setting, entry, _checked(coerce, value, setting, entry_origin), entry_origin)
         return
-    into.put(setting, _checked(coerce, raw, setting, origin), origin)
+    values.put(setting, _checked(coerce, raw, setting, origin), origin)
 
 
 def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
@@ -101,13 +100,13 @@ def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
 
 
 def _elsewhere(name: str, section: str) -> str:
-    """A hint where exactly this key exists in other sections."""
-    homes = [s for s, members in settings().items() if name in members and s != section]
-    return f"; did you mean [{homes[0]}] {name}?" if homes else ""
+    """Return a hint if other sections have exactly this key, or ""."""
+    sections = [s for s, members in settings().items() if name in members and s != section]
+    return f"; did you mean [{sections[0]}] {name}?" if sections else ""
 
 
 def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(flag, value) pairs of a command line without --help and --print-config."""
+    """Yield (flag, value) pairs of a command line without --help and --print-config."""
     words = iter(range(len(argv)))
     for i in words:
         word = argv[i]
@@ -128,14 +127,14 @@ def _known_flag(flag: str) -> str:
 
 
 def _find(flag: str) -> tuple[Setting, str]:
-    """The setting of --section.key, and the member for --section.table.member."""
+    """Return the setting of --section.key, and the entry in --section.table.entry."""
     section, _, rest = flag[2:].partition(".")
-    name, _, member = rest.partition(".")
+    name, _, entry = rest.partition(".")
     setting = settings().get(section, {}).get(name)
-    if setting is not None and bool(member) == is_table(setting.type):
-        return setting, member
-    if setting is not None and not member:
-        raise ConfigError("", f"{flag}: a table; set one entry of it: {flag}.NAME VALUE")
+    if setting is not None and bool(entry) == is_table(setting.type):
+        return setting, entry
+    if setting is not None and not entry:
+        raise ConfigError("", f"{flag}: is a table; set an entry with {flag}.NAME VALUE")
     flags = [s.flag for members in settings().values() for s in members.values()]
     same_name = [f for f in flags if f.rpartition(".")[2] == flag.rpartition(".")[2].lstrip("-")]
     hint = (
@@ -146,174 +145,147 @@ def _find(flag: str) -> tuple[Setting, str]:
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
 
-def _put_words(into: _Values, words: Sequence[tuple[str, str]]) -> None:
+def _put_flags(values: _Values, flags: Sequence[tuple[str, str]]) -> None:
     seen = set()
-    for flag, text in words:
-        setting, member = _find(flag)
+    for flag, text in flags:
+        setting, entry = _find(flag)
         origin = f"{flag} {text}"
         if flag in seen:
             raise ConfigError("", f"{origin}: given twice")
         seen.add(flag)
         value = _checked(parse_text, text, setting, origin)
-        if member:
-            into.put_member(setting, member, value, origin)
+        if entry:
+            values.put_entry(setting, entry, value, origin)
         else:
-            into.put(setting, value, origin)
+            values.put(setting, value, origin)
 
 
-def load_config(argv: Sequence[str], files: bool = True) -> Config:
-    """argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`. files: whether those
-    that settings name must be there.
+def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
+    """Load and check a configuration. Raises ConfigError with the complete line for the user.
 
-    Raises ConfigError with the whole line for anything that is not exactly right.
+    argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
+    check_files: whether files that settings name must exist.
     """
-    words = list(parse_argv(argv))
-    named = [value for flag, value in words if flag == "--config"]
-    if len(named) > 1:
-        raise ConfigError("", f"--config {named[1]}: given twice")
-    path = Path(named[0]) if named else DEFAULT_CONFIG
-    shown = named[0] if named else str(path)
-    into = _Values()
-    _put_file(into, _read_toml(path, shown), shown)
-    _put_words(into, [(flag, value) for flag, value in words if flag != "--config"])
-    into.values["run"]["name"] = into.values["run"].get("name") or path.stem
+    flags = list(parse_argv(argv))
+    paths = [value for flag, value in flags if flag == "--config"]
+    if len(paths) > 1:
+        raise ConfigError("", f"--config {paths[1]}: given twice")
+    file = paths[0] if paths else str(DEFAULT_CONFIG)
+    path = Path(file)
+    values = _Values()
+    _put_file(values, _read_toml(path, file), file)
+    _put_flags(values, [(flag, value) for flag, value in flags if flag != "--config"])
+    values.values["run"]["name"] = values.values["run"].get("name") or path.stem
     sections = {
-        section.name: section.default_factory(**into.values[section.name])
+        section.name: section.default_factory(**values.values[section.name])
         for section in fields(Config)
-        if section.name in into.values
+        if section.name in values.values
     }
-    config = Config(**sections, origins=into.origins)
+    config = Config(**sections, origins=values.origins)
     try:
         check_combinations(config)
-        if files:
+        if check_files:
             _check_files(config)
     except ConfigError as error:
         raise ConfigError("", config.explain(error)) from None
     return config
 
 
-# ---------------------------------------------------------------- rules between settings, as far as no mesh is needed
+# ---------------------------------------------------------------- rules between settings
 
 
 def check_combinations(config: Config) -> None:
-    if config.run.name.strip() in ("", ".", "..") or "/" in config.run.name or "\\" in config.run.name:
-        raise ConfigError("run.name", "must be the name of one folder")
-    if len(os.fsencode(config.run.name)) > 255:
-        raise ConfigError("run.name", "is longer than the name of a folder can be (255 bytes)")
-    for key, wanted, condition in _conditional_settings(config):
-        section, _, name = key.partition(".")
-        if not wanted and config.value(key) != settings()[section][name].default:
-            raise ConfigError(key, f"has no effect here: only with {condition}")
-    if config.tokenizer.backend != "default" and not config.tokenizer.path:
-        raise ConfigError("tokenizer.path", f"needed with [tokenizer] backend = {config.tokenizer.backend}")
-    if config.data.dataset not in ("python_stdlib", "chat") and not config.data.path and not config.data.datasets:
-        raise ConfigError("data.path", f"needed with [data] dataset = {config.data.dataset}")
-    if config.parallel.dp_shard == 0:
-        raise ConfigError("parallel.dp_shard", "must be at least 1, or -1 for every rank that is left")
+    """Raise ConfigError for the first broken rule between settings. trainer/run/resolve.py checks rules on model and mesh."""
+    for key, broken, message in _rules(config):
+        if broken:
+            raise ConfigError(key, message)
+
+
+def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield (setting, whether it breaks a rule, message)."""
+    name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
+    yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
+    yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
+    for section, members in settings().items():
+        for setting in members.values():
+            if getattr(getattr(config, section), setting.name) != setting.default:
+                for condition in filter(None, setting.constraint.only_with.split(" and ")):
+                    message = f"has no effect here: only with {condition}"
+                    yield f"{section}.{setting.name}", not _holds(condition, config), message
+    backend = config.tokenizer.backend
+    yield "tokenizer.path", backend != "default" and not config.tokenizer.path, f"required with backend = {backend}"
+    needs_path = data.dataset not in ("python_stdlib", "chat") and not data.path and not data.datasets
+    yield "data.path", needs_path, f"required with dataset = {data.dataset}"
+    yield "parallel.dp_shard", config.parallel.dp_shard == 0, "must be at least 1, or -1 for all remaining ranks"
     reshard = config.parallel.reshard_after_forward
-    if isinstance(reshard, int) and reshard < 2:
-        raise ConfigError("parallel.reshard_after_forward", "as a number of ranks it must be at least 2")
-    if config.evaluation.interval_steps and not config.data.held_out_fraction and not config.evaluation.datasets:
-        raise ConfigError("evaluation.interval_steps", "needs held-out documents, but [data] held_out_fraction is 0")
-    if config.optimizer.offload != "none" and config.parallel.cpu_offload:
-        raise ConfigError("optimizer.offload", "not with [parallel] cpu_offload, which keeps all of it on the host")
-    if config.optimizer.offload == "state_and_gradients" and config.training.reduce_every_microbatch:
-        rule = "state_and_gradients takes gradients when they are complete: not with [training] reduce_every_microbatch"
-        raise ConfigError("optimizer.offload", rule)
-    if config.activation_checkpoint.offload_inputs and config.activation_checkpoint.mode != "full":
-        raise ConfigError(
-            "activation_checkpoint.offload_inputs", "needs mode = full: only inputs of blocks go to the host"
-        )
-    if config.optimizer.in_backward:
-        _check_in_backward(config)
-    if config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps:
-        raise ConfigError("lr_schedule.decay_steps", "must be at least 1 with name = warmup_stable_decay")
-
-
-def _check_in_backward(config: Config) -> None:
-    """What needs all gradients at once, or gradients that are not complete."""
-    wrong = {
-        "[training] max_norm, which needs all gradients at once; it must be none": config.training.max_norm is not None,
-        "[training] reduce_every_microbatch: gradients are complete after the last one": config.training.reduce_every_microbatch,
-        "[optimizer] offload; state_and_gradients frees gradients in backward too": config.optimizer.offload != "none",
-        "[parallel] cpu_offload, where gradients come to the host late": config.parallel.cpu_offload,
-        "[resilience] on_loss_spike, which leaves out whole updates": config.resilience.on_loss_spike != "off",
-        "[resilience] max_consecutive_skips above 1: no update can be left out as a whole": config.resilience.max_consecutive_skips
-        > 1,
+    message = "must be at least 2 if it is a number of ranks"
+    yield "parallel.reshard_after_forward", isinstance(reshard, int) and reshard < 2, message
+    nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
+    message = "needs held-out documents, but [data] held_out_fraction is 0"
+    yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
+    message = "incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host"
+    yield "optimizer.offload", optimizer.offload != "none" and config.parallel.cpu_offload, message
+    early = optimizer.offload == "state_and_gradients" and training.reduce_every_microbatch
+    message = "incompatible with [training] reduce_every_microbatch: gradients must be complete when they are offloaded"
+    yield "optimizer.offload", early, message
+    checkpointing = config.activation_checkpoint
+    message = "needs mode = full, because only inputs of blocks are offloaded"
+    yield "activation_checkpoint.offload_inputs", checkpointing.offload_inputs and checkpointing.mode != "full", message
+    incompatible = {
+        "[training] max_norm, which needs all gradients at once; set it to none": training.max_norm is not None,
+        "[training] reduce_every_microbatch: gradients are complete after the last one": training.reduce_every_microbatch,
+        "[optimizer] offload; state_and_gradients also frees gradients in backward": optimizer.offload != "none",
+        "[parallel] cpu_offload, which copies gradients to the host late": config.parallel.cpu_offload,
+        "[resilience] on_loss_spike, which skips complete steps": config.resilience.on_loss_spike != "off",
+        "[resilience] max_consecutive_skips > 1: a step cannot be skipped": config.resilience.max_consecutive_skips > 1,
     }
-    for what, is_so in wrong.items():
-        if is_so:
-            raise ConfigError("optimizer.in_backward", f"not with {what}")
+    for message, broken in incompatible.items():
+        yield "optimizer.in_backward", optimizer.in_backward and broken, f"incompatible with {message}"
+    undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
+    yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
+
+
+def _holds(condition: str, config: Config) -> bool:
+    """Whether a condition of `Constraint.only_with` is met. Forms: "a jsonl or parquet dataset" (among all datasets),
+    "[section] name" (is set), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
+    if dataset := re.fullmatch(r"a (.+) dataset", condition):
+        return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
+    empty, section, name, operator, choices = re.fullmatch(
+        r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?", condition
+    ).groups()
+    value = getattr(getattr(config, section), name)
+    if operator:
+        return (value in choices.split(" or ")) == (operator == "=")
+    return bool(value) != bool(empty)
 
 
 def _check_files(config: Config) -> None:
-    if config.checkpoint.init_from and (problem := folder_error(config.checkpoint.init_from)):
-        raise ConfigError("checkpoint.init_from", problem)
-    folder_too = config.tokenizer.backend == "huggingface" and os.path.isdir(config.tokenizer.path)
-    if config.tokenizer.path and not os.path.isfile(config.tokenizer.path) and not folder_too:
+    if config.checkpoint.init_from and (message := folder_error(config.checkpoint.init_from)):
+        raise ConfigError("checkpoint.init_from", message)
+    tokenizer = config.tokenizer
+    is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
+    if tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", "no such file")
-    for key, kind, path in _datasets(config):
-        if path and kind in _WITH_FILES and not _exists(path):
-            raise ConfigError(key, "no such file or folder, and no match as a pattern")
+    for key, reader, path in _datasets(config):
+        if path and reader in _FILE_READERS and not _exists(path):
+            raise ConfigError(key, "no such file or folder, and no file matches it as a pattern")
 
 
-_WITH_FILES = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")
-"""Kinds of datasets whose path must be there; the package datasets finds some by their name."""
+_FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")
+"""Readers whose path must exist; the package datasets finds some Hugging Face datasets by name."""
 
 
 def _datasets(config: Config) -> Iterator[tuple[str, str, str]]:
-    """The settings that name datasets, each with the kind and the path that it gives."""
+    """Yield (setting, reader, path) of each dataset."""
     yield "data.path", config.data.dataset, config.data.path
-    for table, named in (("data.datasets", config.data.datasets), ("evaluation.datasets", config.evaluation.datasets)):
-        for name, text in named.items():
-            kind, _, path = text.partition(":")
-            yield f"{table}.{name}", kind, path
+    for table, datasets in (
+        ("data.datasets", config.data.datasets),
+        ("evaluation.datasets", config.evaluation.datasets),
+    ):
+        for name, text in datasets.items():
+            reader, _, path = text.partition(":")
+            yield f"{table}.{name}", reader, path
 
 
 def _exists(path: str) -> bool:
     return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
-
-
-def _conditional_settings(config: Config) -> tuple[tuple[str, bool, str], ...]:
-    """(setting, whether it has an effect here, when it has one). Details of a feature that is switched off are no error:
-    one flag shall be enough to do without it."""
-    dataset = config.data.dataset
-    kinds = {kind for _, kind, _ in _datasets(config)}
-    chats = "chat" in kinds
-    return (
-        (
-            "tokenizer.path",
-            config.tokenizer.backend != "default",
-            "a [tokenizer] backend other than default",
-        ),
-        ("data.path", not config.data.datasets, "no [data] datasets"),
-        ("data.path", dataset != "python_stdlib", "a [data] dataset other than python_stdlib"),
-        ("data.dataset", not config.data.datasets, "no [data] datasets"),
-        ("data.mixture", bool(config.data.datasets), "[data] datasets"),
-        (
-            "tokenizer.reuse_reserved_tokens",
-            config.tokenizer.backend in ("default", "tiktoken"),
-            "[tokenizer] backend = default or tiktoken",
-        ),
-        ("data.chat_template", chats, "conversations"),
-        ("data.allowed_special", chats, "conversations"),
-        ("data.long_documents", config.data.packing != "wrapped", "[data] packing = best-fit or none"),
-        (
-            "data.text_field",
-            bool(kinds & {"jsonl", "parquet", "huggingface"}),
-            "[data] dataset = jsonl, parquet or huggingface",
-        ),
-        ("data.subset", "huggingface" in kinds, "[data] dataset = huggingface"),
-        ("data.split", "huggingface" in kinds, "[data] dataset = huggingface"),
-        ("data.token_dtype", "tokens" in kinds, "[data] dataset = tokens"),
-        (
-            "lr_schedule.decay_steps",
-            config.lr_schedule.name == "warmup_stable_decay",
-            "[lr_schedule] name = warmup_stable_decay",
-        ),
-        ("checkpoint.init_exclude", config.checkpoint.init_from != "", "[checkpoint] init_from"),
-        ("checkpoint.resize_embeddings", config.checkpoint.init_from != "", "[checkpoint] init_from"),
-    )
-
-
-# ---------------------------------------------------------------- the start of every command

@@ -7,7 +7,7 @@ USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration, every default written out; load_config reads it back equal."""
+    """Return the configuration as TOML with every default; load_config reads it back equal."""
     lines = []
     for section, members in settings().items():
         lines.append(f"[{section}]")
@@ -18,26 +18,26 @@ def to_toml(config: Config) -> str:
 
 
 def _limits(setting: Setting) -> str:
-    """Unit and range, as they stand in brackets behind a default."""
-    constraint = setting.constraint
-    parts = [constraint.unit] if constraint.unit else []
-    if constraint.min is not None:
-        parts.append(f"at least {constraint.min}")
-    if constraint.exclusive_min is not None:
-        parts.append(f"above {constraint.exclusive_min}")
-    if constraint.max is not None:
-        parts.append(f"at most {constraint.max}")
-    if constraint.fixed_on_resume:
-        parts.append("fixed on resume")
-    return ", ".join(parts)
+    """Return unit, range and conditions, as help and docs show them after the default."""
+    c = setting.constraint
+    limits = {
+        c.unit: c.unit,
+        f"at least {c.min}": c.min is not None,
+        f"above {c.exclusive_min}": c.exclusive_min is not None,
+        f"at most {c.max}": c.max is not None,
+        "fixed on resume": c.fixed_on_resume,
+        f"only with {c.only_with}": c.only_with,
+        f"used with {c.used_with}": c.used_with,
+    }
+    return ", ".join(text for text, applies in limits.items() if applies)
 
 
 def help_text() -> str:
     lines = [
         USAGE,
         "",
-        "Settings come from the TOML file (default: train_configs/debug.toml); the command line replaces single ones.",
-        "--print-config prints the resulting file and exits.",
+        "Settings come from the TOML file (default: train_configs/debug.toml); the command line overrides them.",
+        "--print-config prints the resulting configuration and exits.",
     ]
     for section, members in settings().items():
         lines += ["", f"[{section}]"]
@@ -52,10 +52,15 @@ def help_text() -> str:
 
 
 def settings_as_markdown() -> str:
-    """The text of docs/configuration.md below its introduction: one table for each section."""
+    """Return the tables of docs/configuration.md, one per section."""
     lines = []
     for section, members in settings().items():
-        lines += [f"## [{section}]", "", "| key | type | default | unit, range | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            f"## [{section}]",
+            "",
+            "| key | type | default | unit, range, conditions | meaning |",
+            "|---|---|---|---|---|",
+        ]
         for s in members.values():
             cells = (f"`{s.name}`", type_name(s.type), f"`{toml_value(s.default)}`", _limits(s), s.doc)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
