@@ -14,6 +14,7 @@ def run(config: Config) -> int:
     # Not at the top: a wrong setting is told, and --help answered, without waiting for torch.
     from torch.distributed import DistNetworkError, DistStoreError
 
+    from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
     from trainer.checkpoint.export import export_run
     from trainer.resilience.guard import TrainingDiverged
@@ -22,7 +23,6 @@ def run(config: Config) -> int:
     from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point, run_folder
     from trainer.runtime import device, distributed
     from trainer.system import logging
-    from trainer.trainer import Trainer
 
     with one_line_errors(config):
         resolved = resolve(config, distributed.world_size())
@@ -33,14 +33,12 @@ def run(config: Config) -> int:
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config)
         saved = resume_point(config, resolved)
-        if saved is not None and saved.state["step"] >= config.training.steps:
-            logging.info(
-                f"{config.run.name} is finished: step {saved.state['step']}; a higher --training.steps trains on"
-            )
+        if saved is not None and saved.state.step >= config.training.steps:
+            logging.info(f"{config.run.name} is finished: step {saved.state.step}; a higher --training.steps trains on")
             if config.checkpoint.export_huggingface:
                 export_run(run_folder(config), unless_there=True)
         else:
-            Trainer(config, resolved, here, saved).train(StopRequest())
+            build_trainer(config, resolved, here, saved).train(StopRequest())
     except ConfigError as error:
         release_if_empty(config, lock)
         distributed.print_once_per_node(config.explain(error))

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.build import build_trainer
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.command_line import Arguments, die, positive_int
 from trainer.config.fields import did_you_mean, settings
@@ -39,7 +40,6 @@ from trainer.config.schema import toml_value
 from trainer.parallel.pipeline import SCHEDULES, min_microbatches
 from trainer.run.resolve import resolve
 from trainer.testing.ranks import LocalRanks, RankError
-from trainer.trainer import Trainer
 
 LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}
 """Largest relative deviation that is rounding."""
@@ -157,8 +157,8 @@ def train(argv: Sequence[str], wrong: bool) -> None:
     """On each rank: a whole run. wrong: with gradients that are averaged over the shards, not summed."""
     os.environ["LOG_RANK"] = ""  # the table is what is printed
     config, cpu = load_config(argv), torch.device("cpu")
-    trainer = Trainer(config, resolve(config, dist.get_world_size()), cpu, None)
-    for part in trainer.engine.parts.values() if wrong else ():
+    trainer = build_trainer(config, resolve(config, dist.get_world_size()), cpu, None)
+    for part in trainer.engine.model_parts.values() if wrong else ():
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)

@@ -9,11 +9,11 @@ import pytest
 
 from tests.faults.bench import write_corpus
 from tests.training_runs import records, train
+from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.data.build import open_datasets, prepare_datasets
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.evaluate import BestTracker
 from trainer.testing.ranks import RankError
 
 
@@ -36,7 +36,7 @@ def run(ranks, argv, folder, *more, size=1):
 def test_every_set_is_evaluated_on_any_number_of_ranks_alike(ranks, two_sets, tmp_path):
     argv, _ = two_sets
     one, two = (records(run(ranks, argv, tmp_path / str(size), size=size), "eval") for size in (1, 2))
-    assert [(r["step"], r["set"]) for r in one] == [(2, "held_out"), (2, "other"), (4, "held_out"), (4, "other")]
+    assert [(r["step"], r["dataset"]) for r in one] == [(2, "held_out"), (2, "other"), (4, "held_out"), (4, "other")]
     for a, b in zip(one, two, strict=True):
         assert a["num_targets"] == b["num_targets"]
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
@@ -66,7 +66,7 @@ def test_the_best_checkpoint_is_written_and_kept(ranks, two_sets, tmp_path):
     more = ["--evaluation.keep_best_on", "other", "--checkpoint.interval_steps", "5", "--checkpoint.keep", "1"]
     more += ["--training.steps", "15", "--optimizer.lr", "1.0", "--evaluation.interval_steps", "1"]
     folder = run(ranks, two_sets[0], tmp_path, *more, "--lr_schedule.warmup_steps", "14")
-    losses = {r["step"]: r["loss"] for r in records(folder, "eval") if r["set"] == "other"}
+    losses = {r["step"]: r["loss"] for r in records(folder, "eval") if r["dataset"] == "other"}
     best = min(losses, key=losses.get)
     assert best < 15
     assert sorted(step_of(path) for path in latest_per_step(folder / "checkpoints")) == [best, 15]

@@ -2,19 +2,25 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from trainer.batch import Batch
+from trainer.build import build_trainer
 from trainer.config.load import load_config
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
+from trainer.run.training_data import TrainingData
 from trainer.runtime.device import random_state
+from trainer.state import TrainState
 from trainer.trainer import Trainer
 
 
@@ -30,18 +36,25 @@ class Result:
     """Hash of the state of this rank's random generators."""
 
 
-class RecordingTrainer(Trainer):
-    def train_step(self, batches, rate, stop=False):
-        seen = []
+@contextmanager
+def recorded_batches() -> Iterator[list[Batch]]:
+    """Record every microbatch that a Trainer of this process gets."""
+    recorded: list[Batch] = []
+    original = TrainingData.batches
 
-        def watched():
-            for batch in batches:
-                seen.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:12])
-                yield batch
+    def batches(self: TrainingData, state: TrainState) -> Iterator[Batch]:
+        for batch in original(self, state):
+            recorded.append(batch)
+            yield batch
 
-        result = super().train_step(watched(), rate, stop)
-        self.leaves.append(seen)
-        return result
+    with mock.patch.object(TrainingData, "batches", batches):
+        yield recorded
+
+
+def microbatch_hashes(batches: Sequence[Batch], grad_accum: int) -> list[list[str]]:
+    """Hash each microbatch, step by step."""
+    hashes = [hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:12] for batch in batches]
+    return [hashes[i : i + grad_accum] for i in range(0, len(hashes), grad_accum)]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,14 +68,20 @@ def hash_of(tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def train(argv: Sequence[str]) -> Result:
-    """Run on a rank: the Trainer of these arguments, to its end."""
-    config, cpu = load_config(argv), torch.device("cpu")
+def trainer_from(argv: Sequence[str]) -> Trainer:
+    """Build the Trainer of these arguments, on a rank, resumed from the latest checkpoint of its run."""
+    config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
-    trainer = RecordingTrainer(config, resolved, cpu, resume_point(config, resolved))
-    trainer.leaves = []
-    trainer.train()
-    return Result(trainer.leaves, hash_of(trainer._tensors()), hash_of(random_state(cpu)))
+    return build_trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
+
+
+def train(argv: Sequence[str]) -> Result:
+    """Train to the end, on a rank."""
+    trainer = trainer_from(argv)
+    with recorded_batches() as batches:
+        trainer.train()
+    hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
+    return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(random_state(torch.device("cpu"))))
 
 
 def leaves_of_step(results: list[Result], step: int) -> list[str]:

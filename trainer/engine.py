@@ -1,4 +1,4 @@
-"""What a rank trains with: its part of the network, the step, the optimizer; and one update of them."""
+"""The model, the step and the optimizer of one rank, and one optimizer step with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,21 +27,21 @@ from trainer.runtime.device import DTYPES
 
 @dataclass(frozen=True)
 class StepResult:
-    """Global values, the same on every rank."""
+    """Global values, identical on every rank."""
 
     loss: Tensor
     grad_norm: Tensor
     num_targets: Tensor
     outcome: Tensor
-    """For OutcomeReader."""
+    """Decision of StabilityGuard, for StepMonitor."""
 
 
 def build_model_parts(
     config: Config, resolved: ResolvedRun, meshes: Meshes, kernels: AttentionBackend
 ) -> dict[Stage, nn.Module]:
-    """The stages of the network that this rank holds, parallelised, on the meta device. Raises ConfigError for a layout that
-    the optimizer cannot have."""
-    parts = parallelize(
+    """Build this rank's pipeline stages, parallelized, on the meta device. Raise ConfigError if the optimizer does not support the
+    layout."""
+    model_parts = parallelize(
         lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
         resolved.spec.plan(resolved.sizes),
         stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
@@ -53,13 +53,13 @@ def build_model_parts(
         config.data.document_mask,
         kernels,
     )
-    for part in parts.values():
+    for part in model_parts.values():
         require_shard_independent_blocks(dict(part.named_parameters()), config.optimizer)
-    return parts
+    return model_parts
 
 
 class Engine:
-    """Knows of no data, files or records: the Trainer's step is this one, and so is a plan's."""
+    """One rank's training without data, files and logging. The Trainer and the planner run the same Engine."""
 
     def __init__(
         self,
@@ -67,24 +67,25 @@ class Engine:
         resolved: ResolvedRun,
         device: torch.device,
         meshes: Meshes,
-        parts: dict[Stage, nn.Module],
+        model_parts: dict[Stage, nn.Module],
         loaded: set[str],
     ):
-        """parts: by build_model_parts; they get memory and values here. loaded: parameters that get their values afterwards."""
+        """model_parts: by build_model_parts; allocated and initialized here. loaded: parameters whose values are loaded
+        afterwards, and therefore not drawn."""
         self.config = config
         self.device = device
         self.meshes = meshes
-        self.parts = parts
+        self.model_parts = model_parts
         parallel = config.parallel
-        for part in parts.values():
+        for part in model_parts.values():
             initialize(part, devices.parameter_device(device, parallel.cpu_offload), config.run.seed, loaded)
-        self.parameters = {name: p for part in parts.values() for name, p in part.named_parameters()}
+        self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.batch_group = meshes.data["batch"].get_group()
-        self.step = self._make_step(resolved)
+        self.forward_backward = self._build_step(resolved)
 
-    def _make_step(self, resolved: ResolvedRun) -> Step:
+    def _build_step(self, resolved: ResolvedRun) -> Step:
         training = self.config.training
         cp = self.meshes.data["cp"]
         common = {
@@ -94,10 +95,10 @@ class Engine:
             "loss_group": self.meshes.loss["loss"].get_group(),
         }
         if resolved.dims.pp == 1:
-            (model,) = self.parts.values()
+            (model,) = self.model_parts.values()
             return SpmdStep(model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
         return PipelineStep(
-            self.parts,
+            self.model_parts,
             schedule=self.config.parallel.pipeline_schedule,
             microbatches=resolved.grad_accum,
             hidden=torch.empty(
@@ -107,18 +108,24 @@ class Engine:
             **common,
         )
 
-    def update(
-        self, microbatches: Sequence[Batch], rate: float, stop: bool, before_update: Callable[[], None]
+    def step(
+        self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
     ) -> StepResult:
-        """One optimizer step. rate: learning rate; stop: whether this rank was asked to; before_update: called when
-        parameters and the guard's state are about to change."""
-        self.optimizer.begin(rate)
+        """Run one optimizer step. stop: whether this rank was asked to stop. on_before_update: called before parameters, optimizer
+        state and the guard's state change."""
+        self.optimizer.begin(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:
-            before_update()
-        loss = self.step(microbatches, num_targets)
+            on_before_update()
+        loss = self.forward_backward(microbatches, num_targets)
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
-        before_update()
-        skipped, outcome = self.guard.decide(loss, grad_norm, votes)
-        self.optimizer.step(skip=skipped)
+        on_before_update()
+        skip, outcome = self.guard.decide(loss, grad_norm, votes)
+        self.optimizer.step(skip=skip)
         return StepResult(loss, grad_norm, num_targets, outcome)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live tensors that a checkpoint holds, by their names in it."""
+        tensors = {f"model/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

@@ -16,17 +16,14 @@ from models import MODELS
 from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, sizes_from_hf
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.conftest import ROOT
-from tests.training_runs import full, train
+from tests.training_runs import full, train, trainer_from
 from trainer.checkpoint.export import export_from_checkpoint, export_run
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder, is_export_of
 from trainer.checkpoint.storage import read_index, read_rows
 from trainer.config import ConfigError, TokenizerConfig
-from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.run.resolve import parameter_names, resolve
-from trainer.run.run_folder import resume_point
+from trainer.run.resolve import parameter_names
 from trainer.testing.ranks import RankError
-from trainer.trainer import Trainer
 
 GIB = 2**30
 KINDS = {
@@ -126,10 +123,8 @@ def a_model(theirs, tmp_path, ours):
 
 
 def initial_weights(argv):
-    config = load_config(argv)
-    resolved = resolve(config, torch.distributed.get_world_size())
-    trainer = Trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
-    return {name: full(p).clone() for name, p in trainer.engine.parameters.items()}, trainer.engine.optimizer.state()
+    engine = trainer_from(argv).engine
+    return {name: full(p).clone() for name, p in engine.parameters.items()}, engine.optimizer.state()
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
-from tests.training_runs import hash_of, largest_deviation, leaves_of_step, records, train
+from tests.training_runs import hash_of, largest_deviation, leaves_of_step, records, train, trainer_from
 from trainer.checkpoint.storage import read_index, read_tensor
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
-from trainer.run.resolve import resolve
-from trainer.run.run_folder import resume_point
 from trainer.system import logging
 from trainer.testing.ranks import RankError
-from trainer.trainer import Trainer
 
 
 def run(ranks, size, argv, folder, *more):
@@ -185,10 +181,7 @@ ANY = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_rep
 
 def content(argv):
     """On a rank: hash of every tensor that it has after resuming, as a whole tensor."""
-    config = load_config(argv)
-    resolved = resolve(config, dist.get_world_size())
-    trainer = Trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
-    return {name: hash_of({name: tensor}) for name, tensor in trainer._tensors().items()}
+    return {name: hash_of({name: tensor}) for name, tensor in trainer_from(argv).engine.tensors().items()}
 
 
 @pytest.fixture(scope="module")

@@ -155,13 +155,13 @@ def row_11(bench: FaultHarness, draw: SeededRandom) -> None:
     """Once its blocks take twice as long, once its data."""
     name = bench.fresh("row-11")
     rank, where = draw.randrange(3), draw.choice(("blocks", "data"))
-    fault = {"kind": "find_straggler", "rank": rank, "where": where}
+    fault = {"kind": "straggler", "rank": rank, "where": where}
     more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.interval_steps", "10"]
     ended = bench.run(name, 3, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(f"warning: rank {rank} is slow" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
     records = map(json.loads, (bench.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
-    told = [(record["step"], record["rank"]) for record in records if record["kind"] == "find_straggler"]
+    told = [(record["step"], record["rank"]) for record in records if record["kind"] == "straggler"]
     expect(told and told[0][0] <= 20, f"{where}: told {told[:3]}, not within 20 steps")
     expect({r for _, r in told} == {rank}, f"{where}: another rank than {rank} was named: {told}")
 

@@ -79,7 +79,9 @@ ROWS: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]] 
     ),
     45: (
         "names and links that lead out of a folder: refused",
-        held_by("outside or out_of or link or does_not_hold", "test_security.py", "test_manifest.py", "test_huggingface.py"),
+        held_by(
+            "outside or out_of or link or does_not_hold", "test_security.py", "test_manifest.py", "test_huggingface.py"
+        ),
     ),
     46: ("secrets of the environment are in no output", values.row_46),
     47: (

@@ -54,7 +54,7 @@ def after(owner, name, action) -> None:
 
 def at_step(trainer, action) -> None:
     def act(self, *args, **kwargs):
-        if self.steps_done + 1 == FAULT["step"] and here() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        if self.state.step + 1 == FAULT["step"] and here() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             action(self)
 
     before(trainer.Trainer, "train_step", act)
@@ -74,7 +74,7 @@ def kind_stop(trainer) -> None:
 
 def kind_stop_at_end(distributed) -> None:
     """The same, when the run is over and the ranks wait for each other to leave."""
-    before(distributed, "finish", lambda: os.kill(os.getpid(), signal.SIGSTOP) if here() else None)
+    before(distributed, "shutdown", lambda: os.kill(os.getpid(), signal.SIGSTOP) if here() else None)
 
 
 def kind_memory(trainer) -> None:
@@ -92,15 +92,15 @@ def kind_desync(trainer) -> None:
     """One rank leaves out one reduction."""
 
     def skip(self):
-        import trainer.optimizer
+        import trainer.optim.optimizer as optimizer
 
-        original = trainer.optimizer.sum_over
+        original = optimizer.sum_over
 
         def once(tensor, group):
-            trainer.optimizer.sum_over = original
+            optimizer.sum_over = original
             return tensor.clone()
 
-        trainer.optimizer.sum_over = once
+        optimizer.sum_over = once
 
     at_step(trainer, skip)
 
@@ -113,12 +113,12 @@ def kind_slow(trainer) -> None:
     before(trainer.Trainer, "train_step", wait)
 
 
-def kind_slow_rank(trainer) -> None:
+def kind_straggler(build) -> None:
     """A rank is slow all the time: every block it computes takes twice as long, or its data longer than the rest of a step."""
     if not here():
         return
     if FAULT["where"] == "blocks":
-        original = trainer.build_model_parts
+        original = build.build_model_parts
 
         def slowed(config, resolved, *args):
             parts = original(config, resolved, *args)
@@ -127,9 +127,9 @@ def kind_slow_rank(trainer) -> None:
                     block.forward = twice(block.forward)
             return parts
 
-        trainer.build_model_parts = slowed
+        build.build_model_parts = slowed
     else:
-        before(trainer.Trainer, "_to_device", lambda *given: time.sleep(0.1))
+        before(build.TrainingData, "to_device", lambda *given: time.sleep(0.1))
 
 
 def twice(compute):
@@ -146,7 +146,7 @@ def kind_gradient(trainer) -> None:
     """The gradients of a rank are scaled at some steps of the first attempt (nan: they become no numbers)."""
 
     def act(self, *args, **kwargs):
-        if self.steps_done + 1 in FAULT["steps"] and here() and self.rollbacks == 0:
+        if self.state.step + 1 in FAULT["steps"] and here() and self.state.rollbacks == 0:
             corrupt(self, float(FAULT["scale"]))
 
     before(trainer.Trainer, "train_step", act)
@@ -194,7 +194,7 @@ def kind_on_order(module) -> None:
     def act(self, *args, **kwargs):
         if ordered("raise"):
             raise RuntimeError("injected")
-        if (self.steps_done + 1) % FAULT["nan_every"] == 0:
+        if (self.state.step + 1) % FAULT["nan_every"] == 0:
             corrupt(self, float("nan"))
         time.sleep(FAULT["seconds"])
 
@@ -306,7 +306,7 @@ KINDS = {
     "memory": {"trainer.trainer": kind_memory},
     "desync": {"trainer.trainer": kind_desync},
     "slow": {"trainer.trainer": kind_slow},
-    "find_straggler": {"trainer.trainer": kind_slow_rank},
+    "straggler": {"trainer.build": kind_straggler},
     "gradient": {"trainer.trainer": kind_gradient},
     "on_order": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), kind_on_order),
     "crash": {

@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training_runs import RecordingTrainer, hash_of, leaves_of_step, records
-from trainer import trainer as trainer_module
+from tests.training_runs import hash_of, leaves_of_step, microbatch_hashes, recorded_batches, records, trainer_from
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed, latest_per_step, step_of
 from trainer.config import ResilienceConfig
-from trainer.config.load import load_config
 from trainer.resilience import guard
 from trainer.resilience.guard import (
     WINDOW,
@@ -24,13 +22,11 @@ from trainer.resilience.guard import (
     StabilityGuard,
     StepOutcome,
     TrainingDiverged,
-    add_range,
     should_roll_back,
 )
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.watchdog import Watchdog, parse_collectives
-from trainer.run.resolve import resolve
-from trainer.run.run_folder import resume_point
+from trainer.state import TrainState
 from trainer.system import logging
 from trainer.testing.ranks import RankError
 
@@ -114,11 +110,17 @@ def test_a_late_reader_reads_all_but_the_last_step():
     assert [v.step for v in outcomes.read(now=True)] == [3]
 
 
+def skip(ranges, start, stop):
+    state = TrainState(skipped_samples=ranges)
+    state.skip(start, stop)
+    return state.skipped_samples
+
+
 def test_ranges_that_touch_become_one():
-    assert add_range([], (3, 5)) == [(3, 5)]
-    assert add_range([(3, 5), (9, 12)], (5, 7)) == [(3, 7), (9, 12)]
-    assert add_range([(3, 5), (9, 12)], (4, 10)) == [(3, 12)]
-    assert add_range([(3, 5)], (0, 1)) == [(0, 1), (3, 5)]
+    assert skip([], 3, 5) == [(3, 5)]
+    assert skip([(3, 5), (9, 12)], 5, 7) == [(3, 7), (9, 12)]
+    assert skip([(3, 5), (9, 12)], 4, 10) == [(3, 12)]
+    assert skip([(3, 5)], 0, 1) == [(0, 1), (3, 5)]
 
 
 def watched():
@@ -170,38 +172,29 @@ def test_a_collective_that_has_not_ended_is_named():
 # ------------------------------------------------------------ whole runs
 
 
-class Injured(RecordingTrainer):
-    """The gradients of the last rank are scaled at some steps; others may leave out updates that are good."""
+def train(argv, injured=(), scale=float("nan"), removed=(), late=False):
+    """Train to the end. injured: steps whose gradients are scaled on the last rank. removed: steps that are skipped although they
+    are good. late: read outcomes one step late, as on a GPU."""
+    trainer = trainer_from(argv)
+    trainer.monitor.reader.late |= late
+    engine, state = trainer.engine, trainer.state
+    clip, decide = engine.optimizer.clip, engine.guard.decide
 
-    def train_step(self, batches, rate, stop=False):
-        number = self.steps_done + 1
-        engine = self.engine
-        clip, decide = engine.optimizer.clip, engine.guard.decide
+    def clip_injured(max_norm, vote):
+        if state.step + 1 in injured and dist.get_rank() == dist.get_world_size() - 1 and not state.rollbacks:
+            next(iter(engine.parameters.values())).grad.mul_(scale)
+        return clip(max_norm, vote)
 
-        def injured(max_norm, vote):
-            if number in self.injured and dist.get_rank() == dist.get_world_size() - 1 and not self.rollbacks:
-                next(iter(engine.parameters.values())).grad.mul_(self.scale)
-            return clip(max_norm, vote)
+    def decide_removed(loss, grad_norm, votes):
+        skipped, outcome = decide(loss, grad_norm, votes)
+        return skipped | (state.step + 1 in removed), outcome
 
-        def removed(loss, grad_norm, votes):
-            skipped, outcome = decide(loss, grad_norm, votes)
-            return skipped | (number in self.removed), outcome
-
-        engine.optimizer.clip, engine.guard.decide = injured, removed
-        try:
-            return super().train_step(batches, rate, stop)
-        finally:
-            engine.optimizer.clip, engine.guard.decide = clip, decide
-
-
-def train(argv, injured=(), scale=float("nan"), removed=()):
-    config = load_config(argv)
-    resolved = resolve(config, dist.get_world_size())
-    trainer = Injured(config, resolved, CPU, resume_point(config, resolved))
-    trainer.leaves, trainer.injured, trainer.scale, trainer.removed = [], injured, scale, removed
-    trainer.train()
-    tensors = {name: t for name, t in trainer._tensors().items() if not name.startswith("stability/")}
-    return hash_of(tensors), trainer.leaves, trainer.order.skipped_samples
+    engine.optimizer.clip, engine.guard.decide = clip_injured, decide_removed
+    with recorded_batches() as batches:
+        trainer.train()
+    tensors = {name: tensor for name, tensor in engine.tensors().items() if not name.startswith("stability/")}
+    hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
+    return hash_of(tensors), hashes, state.skipped_samples
 
 
 def run(ranks, size, tiny, folder, *more, **injury):
@@ -216,21 +209,21 @@ def test_a_step_with_nan_on_one_rank_is_as_if_its_update_were_removed(ranks, tin
     other = run(ranks, size, tiny, tmp_path / "removed", *more, injured=(), scale=1.0, removed=(3,))
     assert one[0][0] == other[0][0]
     assert [r["grad_norm"] is None for r in records(tmp_path / "nan")] == [False, False, True, False, False]
-    assert records(tmp_path / "nan")[-1]["updates_left_out"] == 1
+    assert records(tmp_path / "nan")[-1]["skipped_steps"] == 1
 
 
 def test_a_checkpoint_that_is_due_at_a_bad_step_is_written_at_the_next_good_one(ranks, tiny, tmp_path):
-    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "6", "--commit.interval_steps", "3", injured=(3,))
+    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "6", "--checkpoint.interval_steps", "3", injured=(3,))
     names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
 
 
-ROLLBACK = ["--training.steps", "6", "--guard.max_consecutive_skips", "2", "--guard.on_max_skips", "rollback"]
+ROLLBACK = ["--training.steps", "6", "--resilience.max_consecutive_skips", "2", "--resilience.on_max_skips", "rollback"]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_path, size):
-    results = run(ranks, size, tiny, tmp_path / "run", *ROLLBACK, "--commit.interval_steps", "2", injured=(4, 5))
+    results = run(ranks, size, tiny, tmp_path / "run", *ROLLBACK, "--checkpoint.interval_steps", "2", injured=(4, 5))
     plain = run(ranks, size, tiny, tmp_path / "plain", "--training.steps", "8")
 
     class Seen:
@@ -243,7 +236,7 @@ def test_a_rollback_passes_over_the_samples_of_the_bad_steps(ranks, tiny, tmp_pa
 
     # Steps 1 to 5 are made, 4 and 5 are bad; back to step 2; what follows has the samples of steps 3, 6, 7, 8.
     assert steps(results, range(9)) == steps(plain, [0, 1, 2, 3, 4, 2, 5, 6, 7])
-    assert results[0][2] == ((48, 80),)
+    assert results[0][2] == [(48, 80)]
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "train_state.json").read_text())
     assert (state["skipped_samples"], state["cursor"]) == ([[48, 80]], 96)
@@ -283,7 +276,7 @@ def test_a_failed_save_is_told_and_ends_the_run_as_set_or_at_its_end(
     ranks, tiny, tmp_path, mode, failing, policy, end, saved
 ):
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "6"]
-    argv += ["--commit.interval_steps", "2", "--commit.on_failure", policy, "--commit.async_mode", mode]
+    argv += ["--checkpoint.interval_steps", "2", "--checkpoint.on_failure", policy, "--checkpoint.async_mode", mode]
     for ended, told in ranks(2).run(failing_saves, argv, failing):
         assert ended == end
         warned = (
@@ -295,7 +288,7 @@ def test_a_failed_save_is_told_and_ends_the_run_as_set_or_at_its_end(
 
 
 def test_one_bad_step_at_the_end_does_not_fail_the_run_and_two_do(ranks, tiny, tmp_path):
-    keep = ["--commit.interval_steps", "1", "--commit.keep", "1"]
+    keep = ["--checkpoint.interval_steps", "1", "--checkpoint.keep", "1"]
     run(ranks, 1, tiny, tmp_path / "one", "--training.steps", "4", *keep, injured=(4,))
     steps = [step_of(path) for path in latest_per_step(tmp_path / "one" / "checkpoints")]
     assert steps == [4, 3]  # for the older may be the better one
@@ -305,25 +298,16 @@ def test_one_bad_step_at_the_end_does_not_fail_the_run_and_two_do(ranks, tiny, t
 
 def test_what_was_bad_a_step_ago_is_gone_back_behind_too(ranks, tiny, tmp_path):
     """OutcomeReader that are read two at a time, as on a GPU: the first of them counts too."""
-    more = [*ROLLBACK, "--commit.interval_steps", "3", "--metrics.interval_steps", "3"]
-    results = ranks(1).run(late, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", *more], (4, 5))
-    assert len(results[0][1]) == 6 + 3 and results[0][2] == ((48, 80),)
-
-
-def late(argv, injured):
-    original = trainer_module.OutcomeReader
-    trainer_module.OutcomeReader = lambda late: original(late=True)
-    try:
-        return train(argv, injured)
-    finally:
-        trainer_module.OutcomeReader = original
+    more = [*ROLLBACK, "--checkpoint.interval_steps", "3", "--metrics.interval_steps", "3"]
+    results = run(ranks, 1, tiny, tmp_path / "run", *more, injured=(4, 5), scale=float("nan"), removed=(), late=True)
+    assert len(results[0][1]) == 6 + 3 and results[0][2] == [(48, 80)]
 
 
 def test_a_policy_that_is_switched_on_later_knows_what_was_before(ranks, tiny, tmp_path):
-    more = ["--commit.interval_steps", "40", "--metrics.interval_steps", "100", "--training.steps"]
+    more = ["--checkpoint.interval_steps", "40", "--metrics.interval_steps", "100", "--training.steps"]
     run(ranks, 1, tiny, tmp_path / "run", *more, "40")
-    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--guard.on_loss_spike", "skip")
-    assert records(tmp_path / "run")[-1]["updates_left_out"] == 0
+    run(ranks, 1, tiny, tmp_path / "run", *more, "45", "--resilience.on_loss_spike", "skip")
+    assert records(tmp_path / "run")[-1]["skipped_steps"] == 0
 
 
 def test_only_orders_to_stop_stop(tmp_path):
@@ -349,8 +333,10 @@ def test_a_run_without_a_checkpoint_to_go_back_to_stops(ranks, tiny, tmp_path):
 
 
 def test_a_spike_is_left_out_or_rolled_back(ranks, tiny, tmp_path):
-    more = ["--training.steps", "40", "--commit.interval_steps", "10", "--metrics.interval_steps", "100"]
-    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--guard.on_loss_spike", "skip", injured=(38,), scale=1e4)
-    assert len(skipped[0][1]) == 40 and records(tmp_path / "s")[-1]["updates_left_out"] == 1
-    back = run(ranks, 2, tiny, tmp_path / "b", *more, "--guard.on_loss_spike", "rollback", injured=(38,), scale=1e4)
-    assert len(back[0][1]) == 48 and back[0][2] == ((37 * 16, 38 * 16),)
+    more = ["--training.steps", "40", "--checkpoint.interval_steps", "10", "--metrics.interval_steps", "100"]
+    skipped = run(ranks, 2, tiny, tmp_path / "s", *more, "--resilience.on_loss_spike", "skip", injured=(38,), scale=1e4)
+    assert len(skipped[0][1]) == 40 and records(tmp_path / "s")[-1]["skipped_steps"] == 1
+    back = run(
+        ranks, 2, tiny, tmp_path / "b", *more, "--resilience.on_loss_spike", "rollback", injured=(38,), scale=1e4
+    )
+    assert len(back[0][1]) == 48 and back[0][2] == [(37 * 16, 38 * 16)]

@@ -9,61 +9,62 @@ import torch
 
 from tests.conftest import ROOT
 from trainer.config import MetricsConfig
-from trainer.run.metrics import Metrics, Stopwatch, duration
+from trainer.resilience.guard import StepOutcome
+from trainer.run.metrics import Metrics, Timers, duration
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
+from trainer.state import TrainState
 
 CPU = torch.device("cpu")
 
 
-def test_a_lap_is_one_activity_of_several(monkeypatch):
+def test_timers_add_the_sections_of_a_name(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    watch = Stopwatch(CPU)
+    timers = Timers(CPU)
     for seconds in (2.0, 3.0):
-        with watch.on("checkpoint") as lap:
+        with timers.section("checkpoint") as section:
             clock[0] += seconds
-        assert lap.seconds == seconds
-    assert watch.spent == {"checkpoint": 5.0}
+        assert section.seconds == seconds
+    assert timers.spent == {"checkpoint": 5.0}
 
 
 def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
-    settings = {"ranks": 2, "flops_per_token": 10**9, "peak_flops": None} | more
+    settings = {"ranks": 2, "tokens_per_step": 1, "flops_per_token": 10**9, "peak_flops": None} | more
     config = MetricsConfig(interval_steps=5, tensorboard=tensorboard)
     metrics = Metrics(config, folder, CPU, first_step=first_step, steps=steps, **settings)
     metrics.start()
     return metrics
 
 
-def record(metrics, step, **more):
-    values = {"loss": 3.0, "grad_norm": 1.5, "learning_rate": 1e-3, "num_targets": 1, "tokens_seen": 1, "tokens": 1}
-    values["skipped"] = 0
-    metrics.record_training(step, **values | more)
+def log_step(metrics, step, loss=3.0):
+    outcome = StepOutcome(step, 8, False, False, False, 0, 0, loss, 1.5)
+    metrics.log_step(TrainState(step=step, tokens_seen=1), outcome, lr=1e-3, num_targets=1)
 
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_first_every_nth_and_the_last_step_are_due(tmp_path):
+def test_the_first_step_every_nth_step_and_the_last_step_are_due(tmp_path):
     assert [s for s in range(1, 21) if open_metrics(tmp_path).due(s)] == [1, 5, 10, 15, 20]
     assert [s for s in range(8, 23) if open_metrics(tmp_path, first_step=7, steps=22).due(s)] == [8, 10, 15, 20, 22]
 
 
-def test_throughput_is_tokens_over_training_time_alone(tmp_path, monkeypatch):
+def test_throughput_excludes_evaluation_and_checkpoints(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    metrics = open_metrics(tmp_path, peak_flops=50e12)
+    metrics = open_metrics(tmp_path, peak_flops=50e12, tokens_per_step=50_000)
     clock[0] += 4.0  # two steps
-    with metrics.watch.on("data"):
+    with metrics.timers.section("data"):
         clock[0] += 1.0
-    with metrics.watch.on("checkpoint"):
+    with metrics.timers.section("checkpoint"):
         clock[0] += 100.0
-    with metrics.watch.on("evaluation"):
+    with metrics.timers.section("evaluation"):
         clock[0] += 30.0
-    record(metrics, 2, tokens_seen=100_000, tokens=50_000)
-    clock[0] += 2.0  # the next window has forgotten all that
-    record(metrics, 3, tokens_seen=150_000, tokens=50_000)
+    log_step(metrics, 2)
+    clock[0] += 2.0  # the next window starts without them
+    log_step(metrics, 3)
     first, second = lines(tmp_path)
     assert first["step_time_s"] == 2.5
     assert first["data_time_s"] == 0.5
@@ -80,39 +81,42 @@ def test_mfu_of_published_examples():
     assert 100 * 430e12 / ACCELERATORS["NVIDIA H100 80GB HBM3"].flops["bf16"] == pytest.approx(43, abs=0.6)
 
 
-def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
-    record(open_metrics(tmp_path), 1)
+def test_mfu_is_omitted_if_the_peak_is_unknown(tmp_path):
+    log_step(open_metrics(tmp_path), 1)
     assert "mfu_percent" not in lines(tmp_path)[0]
     assert devices.peak_flops(CPU, "bf16") is None
 
 
-def test_a_resumed_run_continues_the_file_without_the_lost_stretch(tmp_path):
+def test_a_resumed_run_continues_the_file_without_records_of_later_steps(tmp_path):
     metrics = open_metrics(tmp_path)
     for step in (1, 5, 10):
-        record(metrics, step, tokens_seen=1, tokens=1)
-    metrics.record_event({"kind": "eval", "step": 10, "set": "held_out", "loss": 2.0})
+        log_step(metrics, step)
+    metrics.log_event({"kind": "eval", "step": 10, "dataset": "held_out", "loss": 2.0})
     metrics.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # killed while writing
     metrics = open_metrics(tmp_path, first_step=5)
-    record(metrics, 6, tokens_seen=1, tokens=1)
+    log_step(metrics, 6)
+    assert [record["step"] for record in lines(tmp_path)] == [1, 5, 6]
+    metrics.rewind(5)
+    log_step(metrics, 6)
     assert [record["step"] for record in lines(tmp_path)] == [1, 5, 6]
 
 
-def test_memory_is_that_of_this_process(tmp_path):
+def test_memory_is_the_resident_memory_of_this_process(tmp_path):
     before = devices.memory_now(CPU)
     ballast = torch.ones(256 * 2**20 // 4)
     metrics = open_metrics(tmp_path)
     metrics.after_step()
-    record(metrics, 1)
+    log_step(metrics, 1)
     low = lines(tmp_path)[0]
     del ballast
     metrics.after_step()
-    record(metrics, 2)
+    log_step(metrics, 2)
     freed = lines(tmp_path)[1]
-    assert low["memory_valley_gib"] * 2**30 == pytest.approx(before + 256 * 2**20, abs=32 * 2**20)
-    assert low["memory_peak_gib"] >= low["memory_valley_gib"]
-    assert freed["memory_valley_gib"] < low["memory_valley_gib"] - 0.2
+    assert low["memory_min_gib"] * 2**30 == pytest.approx(before + 256 * 2**20, abs=32 * 2**20)
+    assert low["memory_peak_gib"] >= low["memory_min_gib"]
+    assert freed["memory_min_gib"] < low["memory_min_gib"] - 0.2
     assert freed["memory_peak_gib"] >= low["memory_peak_gib"] - 0.01  # the kernel counts pages in batches
 
 
@@ -120,20 +124,20 @@ def test_tensorboard_gets_the_same_values(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = open_metrics(tmp_path, tensorboard=True)
-    record(metrics, 5, loss=3.25)
-    metrics.record_event({"kind": "eval", "step": 5, "set": "held_out", "loss": 2.5})
+    log_step(metrics, 5, loss=3.25)
+    metrics.log_event({"kind": "eval", "step": 5, "dataset": "held_out", "loss": 2.5})
     metrics.close()
     board = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 3.25)]
     assert [(e.step, e.value) for e in board.Scalars("eval/held_out/loss")] == [(5, 2.5)]
 
 
-def test_the_console_line_reads_well(tmp_path, capsys, monkeypatch):
+def test_console_line(tmp_path, capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    metrics = open_metrics(tmp_path, steps=200)
+    metrics = open_metrics(tmp_path, steps=200, tokens_per_step=4096)
     clock[0] = 2.0
-    record(metrics, 1, loss=3.14159, tokens=4096)
+    log_step(metrics, 1, loss=3.14159)
     line = capsys.readouterr().out
     assert "step   1/200 | loss 3.1416 | grad norm 1.500 | lr 1.00e-03 | 2,048 tokens/s | " in line
     assert line.endswith("| 0 % | 6m38s left\n")
@@ -149,19 +153,21 @@ def test_a_full_disk_costs_records_not_the_run(tmp_path, capsys):
     metrics = open_metrics(tmp_path, tensorboard=True)
     metrics.file.close()
     metrics.file = Path("/dev/full").open("a")  # noqa: SIM115 - closed by metrics.close
-    metrics.board.file_writer.event_writer._async_writer._worker.exception = OSError(28, "No space left on device")
+    metrics.summary_writer.file_writer.event_writer._async_writer._worker.exception = OSError(
+        28, "No space left on device"
+    )
     for step in range(5):
-        metrics.record_event({"kind": "eval", "step": step, "loss": 1.0})
+        metrics.log_event({"kind": "eval", "step": step, "loss": 1.0})
         metrics.flush()
     metrics.close()
     told = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
-    full = "cannot be written (No space left on device); the run goes on"
+    full = "cannot be written (No space left on device); the run continues"
     assert told == [f"metrics.jsonl {full}", f"TensorBoard's files {full}"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
-def test_lines_that_cannot_be_printed_end_nothing():
-    code = "from trainer import logging; logging.info('a'); logging.warning('b'); import os; os._exit(0)"
+def test_a_log_line_that_cannot_be_printed_does_not_end_the_process():
+    code = "from trainer.system import logging; logging.info('a'); logging.warning('b'); import os; os._exit(0)"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, cwd=ROOT, check=False)
     assert done.returncode == 0

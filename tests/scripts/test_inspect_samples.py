@@ -2,18 +2,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from tests.conftest import ROOT
 from tests.faults.bench import write_corpus
-from tests.training_runs import train
+from tests.training_runs import recorded_batches, train, trainer_from
 from trainer.config import TokenizerConfig
-from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.run.resolve import resolve
-from trainer.run.run_folder import resume_point
-from trainer.trainer import Trainer
 
 
 def script(run, step):
@@ -22,25 +15,13 @@ def script(run, step):
     return done.returncode, done.stdout.splitlines(), done.stderr.strip()
 
 
-class RecordingTrainer(Trainer):
-    def train_step(self, batches, rate, stop=False):
-        def recorded():
-            for batch in batches:
-                self.samples[-1] += batch.tokens.tolist()
-                yield batch
-
-        self.samples.append([])
-        return super().train_step(recorded(), rate, stop)
-
-
 def consumed(argv):
     """Train; return the tokens of each sample of each step."""
-    config = load_config(argv)
-    resolved = resolve(config, dist.get_world_size())
-    trainer = RecordingTrainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
-    trainer.samples = []
-    trainer.train()
-    return trainer.samples
+    trainer = trainer_from(argv)
+    with recorded_batches() as batches:
+        trainer.train()
+    n = trainer.data.partition.grad_accum
+    return [[row for batch in batches[i : i + n] for row in batch.tokens.tolist()] for i in range(0, len(batches), n)]
 
 
 def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_path):

@@ -7,31 +7,22 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import committed, latest_per_step, step_of
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
+from trainer.config.schema import toml_value
 from trainer.runtime.distributed import run_on_rank_0
+from trainer.state import TrainState
 from trainer.system import logging
-from trainer.system.files import atomic_write, parse_json_object, read_json_object, sync
+from trainer.system.files import atomic_write, read_json_object, sync
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20
-_STATE = {
-    "step": int,
-    "cursor": int,
-    "tokens_seen": int,
-    "world_size": int,
-    "fingerprint": dict,
-    "skipped_samples": list,
-    "rollbacks": int,
-    "rng": list,
-    "mixture": list,
-    "best": list,
-}
-"""The keys of train_state.json, and what they hold."""
+_LARGEST_CONFIG = 2**20
 
 
 # ---------------------------------------------------------------- finding what to go on from
@@ -42,8 +33,7 @@ class ResumePoint:
     """A verified checkpoint that a run can go on from."""
 
     path: Path
-    state: dict[str, Any]
-    """The content of train_state.json."""
+    state: TrainState
     rollback: bool = False
     """Whether newer ones are to be left."""
 
@@ -113,18 +103,14 @@ def check_train_state(checkpoint: Path) -> str:
         state = _read_state(checkpoint)
     except CorruptError as damage:
         return str(damage)
-    return "" if state["step"] == step_of(checkpoint) else f"train_state.json is of step {state['step']}"
+    return "" if state.step == step_of(checkpoint) else f"train_state.json is of step {state.step}"
 
 
-def _read_state(checkpoint: Path) -> dict[str, Any]:
+def _read_state(checkpoint: Path) -> TrainState:
     try:
-        state = parse_json_object(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
-        fits = all(type(state[key]) is kind for key, kind in _STATE.items())
-        if fits and all(type(n) is int for start, stop in state["skipped_samples"] for n in (start, stop)):
-            return state
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise CorruptError("train_state.json is not the state of a run")
+        return TrainState.from_json(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CorruptError("train_state.json is not the state of a run") from None
 
 
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
@@ -132,7 +118,7 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
 
     now: as in the state's "fingerprint", or a part of it.
     """
-    before = saved.state["fingerprint"]
+    before = saved.state.fingerprint
     now = json.loads(json.dumps(now))  # as it would have been saved
     differences = [
         f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
@@ -143,6 +129,21 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
         raise ConfigError(
             "", f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
         )
+
+
+def changed_settings(saved: ResumePoint, config: str) -> list[str]:
+    """Return one line per setting whose value differs between the checkpoint and the configuration, a TOML text."""
+    path = saved.path / "config.toml"
+    try:
+        before = _flat(tomli.loads(manifest.read_text(path, _LARGEST_CONFIG)))
+    except (CorruptError, tomli.TOMLDecodeError, AttributeError, RecursionError):
+        return [f"{path} cannot be read"]
+    now = _flat(tomli.loads(config))
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
+
+
+def _flat(document: dict[str, Any]) -> dict[str, str]:
+    return {f"{s}.{k}": toml_value(v) for s, section in document.items() for k, v in section.items()}
 
 
 # ---------------------------------------------------------------- rolling back
@@ -162,11 +163,20 @@ def _rollbacks(folder: Path) -> list[int]:
 
 
 def discard_newer(saved: ResumePoint) -> None:
-    """Begin a new lineage: what is newer is moved out of the way, newest first, so that a stop in between leaves nothing
-    that a later start could take for this lineage's."""
+    """Move checkpoints newer than the resume point to discarded-N/, newest first, so that an interruption leaves nothing that a
+    later start could take for a checkpoint of this run. Raise ConfigError if the folder cannot be written."""
     folder = saved.path.parent
+    try:
+        _discard_newer(folder, step_of(saved.path))
+    except OSError as error:
+        raise ConfigError(
+            "run.output_folder", f"{error.filename or folder} cannot be written ({error.strerror})"
+        ) from None
+
+
+def _discard_newer(folder: Path, step: int) -> None:
     steps = _rollbacks(folder)
-    newer = [path for path in committed(folder) if step_of(path) > step_of(saved.path)]
+    newer = [path for path in committed(folder) if step_of(path) > step]
     if newer:
         away = next(path for n in count(1) if not (path := folder / f"discarded-{n}").exists())
         away.mkdir()
@@ -174,4 +184,4 @@ def discard_newer(saved: ResumePoint) -> None:
             path.rename(away / path.name)
             sync(folder)
         logging.info(f"{len(newer)} newer checkpoints are left in {away}")
-    atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step_of(saved.path)]}))
+    atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step]}))

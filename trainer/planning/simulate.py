@@ -105,7 +105,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
         with FakeTensorMode(allow_non_fake_inputs=True) as fake, norms(on_gpu), record_host_buffers() as buffers:
             engine = Engine(config, resolved, CPU, meshes, parts, set(resolved.parameter_names))
             if resolved.dims.pp > 1:
-                skip_shape_negotiation(engine.step.schedule)
+                skip_shape_negotiation(engine.forward_backward.schedule)
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
             first = shown if resolved.dims.pp > 1 else min(shown, 2)
             _update(engine, [_batch(config) for _ in range(first)])
@@ -119,7 +119,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             if resolved.dims.pp == 1:
                 batches = _Microbatches(batches, recorder, count)
             else:
-                schedule = engine.step.schedule
+                schedule = engine.forward_backward.schedule
                 schedule.step = _weighted(schedule.step, recorder, count / shown)
             # Unless it frees parameters in between, a pipeline gathers them once a step.
             once = resolved.dims.pp > 1 and config.parallel.reshard_after_forward in ("default", "never")
@@ -158,7 +158,7 @@ def _weighted(run: Callable, recorder: Recorder, weight: float) -> Callable:
 
 
 def _update(engine: Engine, microbatches: Sequence[Batch]) -> None:
-    engine.update(microbatches, rate=1e-4, stop=False, before_update=lambda: None)
+    engine.step(microbatches, lr=1e-4, stop=False, on_before_update=lambda: None)
 
 
 def _batch(config: Config) -> Batch:
@@ -219,7 +219,7 @@ def _tell_shards(engine: Engine, recorder: Recorder, on_host: bool) -> None:
 
 
 def _state_per_parameter(engine: Engine) -> float:
-    state = [p.detach() for p in engine.parameters.values()] + list(engine.optimizer.state().values())
+    state = [tensor for name, tensor in engine.tensors().items() if not name.startswith("stability/")]
     count = sum(to_local(p.detach()).numel() for p in engine.parameters.values())
     return sum(to_local(tensor).nbytes for tensor in state if tensor.dim()) / count
 

@@ -1,7 +1,7 @@
 """What a run does when it is asked to stop, when an update is no good, and when nothing moves any more."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer.config import ResilienceConfig
 from trainer.runtime import device as devices
+from trainer.state import TrainState
 from trainer.system import logging
 
 WINDOW = 128
@@ -42,6 +43,11 @@ class StepOutcome:
     """Updates that were not made since the start of the run."""
     loss: float
     grad_norm: float
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the step was non-finite: the previous update may have corrupted the parameters."""
+        return self.skipped and not self.spike
 
     def __str__(self) -> str:
         return f"step {self.step}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
@@ -139,15 +145,45 @@ class StabilityGuard:
         return {"counts": self.counts, "history": self.history}
 
 
-def add_range(ranges: Sequence[tuple[int, int]], new: tuple[int, int]) -> list[tuple[int, int]]:
-    """Half-open ranges in order, with another one in them; those that touch become one."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted([*ranges, new]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return merged
+@dataclass(frozen=True)
+class Observation:
+    """What StepMonitor read after a step."""
+
+    latest: StepOutcome | None
+    """Newest outcome that was read, None if none was."""
+    failed: StepOutcome | None
+    """First outcome that requires a rollback."""
+    stop: bool
+    """Whether a rank was asked to stop and the newest step was applied; otherwise the next step decides whether the state is
+    good."""
 
 
-# ---------------------------------------------------------------- nothing moves
+class StepMonitor:
+    """Outcomes of steps, and the policy for skipped ones."""
+
+    def __init__(self, config: ResilienceConfig, late: bool):
+        """late: read outcomes one step late, without a host synchronization."""
+        self.config = config
+        self.reader = OutcomeReader(late)
+
+    def observe(self, state: TrainState, outcome: Tensor, now: bool) -> Observation:
+        """outcome: of the step that the state has just counted. now: read this outcome too, even if the host must wait.
+
+        Raise TrainingDiverged if the policy says stop."""
+        self.reader.put(state.step, state.cursor, outcome)
+        outcomes = self.reader.read(now)
+        stop = any(o.stop for o in outcomes)
+        if stop:
+            outcomes += self.reader.read(now=True)
+        failed = [o for o in outcomes if should_roll_back(self.config, o, state.rollbacks)]
+        latest = outcomes[-1] if outcomes else None
+        return Observation(latest, failed[0] if failed else None, stop and not outcomes[-1].skipped)
+
+    def require_good_end(self, outcome: StepOutcome) -> None:
+        """Raise TrainingDiverged if the run would end after several non-finite steps in a row."""
+        if outcome.suspect and outcome.consecutive_skips > 1:
+            raise TrainingDiverged(f"{outcome}; stopped, and this state is not saved")
+
+    def reset(self) -> None:
+        """Discard unread outcomes."""
+        self.reader.read(now=True)

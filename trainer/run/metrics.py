@@ -1,9 +1,9 @@
-"""One record per logged step: a line for people, metrics.jsonl, TensorBoard."""
+"""Metrics of a run: console lines, metrics.jsonl and TensorBoard."""
 
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.async_save import SaveResult
 from trainer.config import MetricsConfig
+from trainer.resilience.guard import StepOutcome
 from trainer.runtime import device as devices
+from trainer.state import TrainState
 from trainer.system import logging
 from trainer.system.files import atomic_write
 from trainer.system.units import GIB
 
-_FILE, _BOARD = "metrics.jsonl", "TensorBoard's files"
+_FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
 
 
-class Stopwatch:
-    """Seconds since the last reset, and how many of them went into named activities."""
+class Timers:
+    """Seconds since the last reset, and how many of them each named section took."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -32,33 +35,32 @@ class Stopwatch:
         self.spent: dict[str, float] = {}
 
     @contextmanager
-    def on(self, activity: str, synchronize: bool = True) -> Iterator["Lap"]:
-        """synchronize: let the work that the device still has finish before and after, so that it counts where it
-        belongs."""
+    def section(self, name: str, synchronize: bool = True) -> Iterator["Section"]:
+        """synchronize: wait for the device before and after, so that its work counts in the right section."""
         if synchronize:
             devices.synchronize(self.device)
         start = time.perf_counter()
-        lap = Lap()
+        section = Section()
         try:
-            yield lap
+            yield section
         finally:
             if synchronize:
                 devices.synchronize(self.device)
-            lap.seconds = time.perf_counter() - start
-            self.spent[activity] = self.spent.get(activity, 0.0) + lap.seconds
+            section.seconds = time.perf_counter() - start
+            self.spent[name] = self.spent.get(name, 0.0) + section.seconds
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.start
 
 
 @dataclass
-class Lap:
+class Section:
     seconds: float = 0.0
-    """Known when the activity has ended."""
+    """Set when the section has ended."""
 
 
 class Metrics:
-    """Records of a run. A resumed run continues the same files; what a lost stretch of the run wrote is taken out."""
+    """Records of a run. A resumed run continues the files; records of steps after the resumed one are removed."""
 
     def __init__(
         self,
@@ -69,76 +71,74 @@ class Metrics:
         first_step: int,
         steps: int,
         ranks: int,
+        tokens_per_step: int,
         flops_per_token: int,
         peak_flops: float | None,
     ):
-        """folder: of the run, None on ranks that write nothing. first_step: steps done before. flops_per_token: of the
-        whole model; peak_flops: of one device, None where unknown."""
+        """folder: run folder, None on ranks that write nothing. first_step: step that the run resumes from. tokens_per_step: over
+        all ranks. flops_per_token: of the complete model. peak_flops: of one device, None if unknown."""
         self.config = config
+        self.folder = folder
         self.device = device
-        self.first_step = first_step
         self.steps = steps
         self.ranks = ranks
+        self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self.watch = Stopwatch(device)
-        self.run_watch = Stopwatch(device)
-        self.valley = 0
-        self.recorded_step = first_step
-        self.refused: set[str] = set()
-        self.file = self.board = None
-        if folder:
-            with self._told(_FILE):
-                self.file = _continue_records(folder / _FILE, first_step)
-        if folder and config.tensorboard:
-            with self._told(_BOARD):
-                self.board = _open_board(folder / "tb", first_step)
+        self.timers = Timers(device)
+        self.run_timers = Timers(device)
+        self.memory_min = 0
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        self.first_step = self.recorded_step = first_step
+        self.failed_sinks: set[str] = set()
+        self.file = self.summary_writer = None
+        if self.folder:
+            with self._warn_on_write_error(_FILE):
+                self.file = _continue_records(self.folder / _FILE, first_step)
+        if self.folder and self.config.tensorboard:
+            with self._warn_on_write_error(_TENSORBOARD):
+                self.summary_writer = _open_tensorboard(self.folder / "tb", first_step)
+
+    def rewind(self, step: int) -> None:
+        """Continue from an earlier step: remove the records of later ones."""
+        self.close()
+        self._open(step)
 
     def start(self) -> None:
-        """Training begins now: what came before is start-up."""
-        self.run_watch.reset()
-        self._begin_window()
+        """Start the clock, after all preparations."""
+        self.run_timers.reset()
+        self._start_window()
 
-    def _begin_window(self) -> None:
-        self.valley = devices.memory_now(self.device)
+    def _start_window(self) -> None:
+        self.memory_min = devices.memory_now(self.device)
         devices.reset_memory_peak(self.device)
-        self.watch.reset()
+        self.timers.reset()
 
     def after_step(self) -> None:
-        self.valley = min(self.valley, devices.memory_now(self.device))
+        self.memory_min = min(self.memory_min, devices.memory_now(self.device))
 
     def due(self, step: int) -> bool:
         return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.steps)
 
-    def record_training(
-        self,
-        step: int,
-        *,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        num_targets: int,
-        tokens_seen: int,
-        tokens: int,
-        skipped: int,
-    ) -> None:
-        """num_targets, tokens: of this step, over all ranks; tokens_seen, skipped: of the run. The caller has read the
-        loss from the device, so its work is done."""
-        spent = self.watch.spent
-        aside = sum(seconds for activity, seconds in spent.items() if activity != "data")
+    def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, num_targets: int) -> None:
+        """num_targets: of this step, over all ranks. The outcome was read from the device, so the device's work is done."""
+        step, spent = state.step, self.timers.spent
+        not_training = sum(seconds for name, seconds in spent.items() if name != "data")
         num_steps = step - self.recorded_step
-        step_time = (self.watch.elapsed() - aside) / num_steps
-        per_second = tokens / step_time
+        step_time = (self.timers.elapsed() - not_training) / num_steps
+        per_second = self.tokens_per_step / step_time
         flops = per_second / self.ranks * self.flops_per_token
         record = {
             "kind": "train",
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": lr,
             "num_targets": num_targets,
-            "tokens_seen": tokens_seen,
-            "updates_left_out": skipped,
+            "tokens_seen": state.tokens_seen,
+            "skipped_steps": outcome.total,
             "tokens_per_second": per_second,
             "tokens_per_second_per_rank": per_second / self.ranks,
             "tflops_per_second_per_rank": flops / 1e12,
@@ -147,18 +147,18 @@ class Metrics:
             "evaluation_time_s": spent.get("evaluation", 0.0),
             "checkpoint_time_s": spent.get("checkpoint", 0.0),
             "memory_peak_gib": devices.memory_peak(self.device) / GIB,
-            "memory_valley_gib": self.valley / GIB,
+            "memory_min_gib": self.memory_min / GIB,
         }
         if self.peak_flops is not None:
             record["mfu_percent"] = 100 * flops / self.peak_flops
         self._write(record, ("step", "tokens_seen"))
         logging.info(self._line(record))
         self.recorded_step = step
-        self._begin_window()
+        self._start_window()
 
     def _line(self, record: dict[str, Any]) -> str:
         step = record["step"]
-        left = (self.steps - step) * record["step_time_s"]
+        remaining_s = (self.steps - step) * record["step_time_s"]
         mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
         loss = f"loss {record['loss']:.4f}"
         if logging.on_terminal():
@@ -166,73 +166,80 @@ class Metrics:
         return (
             f"step {step:>{len(str(self.steps))}}/{self.steps} | {loss} | grad norm {record['grad_norm']:.3f} "
             f"| lr {record['learning_rate']:.2e} | {record['tokens_per_second']:,.0f} tokens/s{mfu} "
-            f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // self.steps} % | {duration(left)} left"
+            f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // self.steps} % | {duration(remaining_s)} left"
         )
 
-    def record_event(self, record: dict[str, Any]) -> None:
-        """A record of another kind, with "kind" and "step"."""
+    def log_saves(self, saves: Iterable[SaveResult]) -> None:
+        for save in saves:
+            background = f" + {save.background_s:.1f} s in the background" if save.background_s >= 0.05 else ""
+            logging.info(f"saved {save.path} in {save.blocked_s:.1f} s{background}")
+            seconds = {"blocked_s": save.blocked_s, "background_s": save.background_s}
+            self.log_event({"kind": "checkpoint", "step": save.step} | seconds)
+
+    def log_event(self, record: dict[str, Any]) -> None:
+        """Write a record of another kind, with "kind" and "step"."""
         self._write(record, ("step",))
 
-    def _write(self, record: dict[str, Any], not_drawn: tuple[str, ...]) -> None:
+    def _write(self, record: dict[str, Any], not_plotted: tuple[str, ...]) -> None:
         if self.file:
             # JSON has no NaN and no infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            with self._told(_FILE):
+            with self._warn_on_write_error(_FILE):
                 self.file.write(json.dumps(finite) + "\n")
                 self.file.flush()
-        if self.board:
-            group = "/".join(filter(None, (record["kind"], record.get("set"))))
-            with self._told(_BOARD):
+        if self.summary_writer:
+            group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
+            with self._warn_on_write_error(_TENSORBOARD):
                 for name, value in record.items():
-                    if name not in not_drawn and isinstance(value, int | float):
-                        self.board.add_scalar(f"{group}/{name}", value, record["step"])
+                    if name not in not_plotted and isinstance(value, int | float):
+                        self.summary_writer.add_scalar(f"{group}/{name}", value, record["step"])
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """A full disk costs records, not the run; it is told once. TensorBoard's writer has ended then."""
+    def _warn_on_write_error(self, sink: str) -> Iterator[None]:
+        """A full disk costs records, not the run. Warn once for each sink; TensorBoard's writer has ended by then."""
         try:
             yield
         except OSError as error:
-            if what == _BOARD:
-                self.board = None
-            if what not in self.refused:
-                logging.warning(f"{what} cannot be written ({error.strerror}); the run goes on")
-            self.refused.add(what)
+            if sink == _TENSORBOARD:
+                self.summary_writer = None
+            if sink not in self.failed_sinks:
+                logging.warning(f"{sink} cannot be written ({error.strerror}); the run continues")
+            self.failed_sinks.add(sink)
 
     def flush(self) -> None:
-        """Everything so far is in the files. TensorBoard's would wait for minutes, and a killed run lose that."""
-        if self.board:
-            with self._told(_BOARD):
-                self.board.flush()
+        """Flush TensorBoard's files, which are otherwise written every few minutes."""
+        if self.summary_writer:
+            with self._warn_on_write_error(_TENSORBOARD):
+                self.summary_writer.flush()
 
     def close(self) -> None:
         if self.file:
-            with self._told(_FILE):
+            with self._warn_on_write_error(_FILE):
                 self.file.close()
-        if self.board:
-            with self._told(_BOARD):
-                self.board.close()
+        if self.summary_writer:
+            with self._warn_on_write_error(_TENSORBOARD):
+                self.summary_writer.close()
 
 
 def _continue_records(path: Path, first_step: int):
-    """The file opened for appending, without records of later steps: they were made by a run that lost these steps."""
+    """Open the file for appending, without the records of steps after `first_step`."""
     if path.exists():
         with path.open(errors="replace") as file:
-            kept = [line for line in file if _step_of(line) <= first_step]
-        atomic_write(path, "".join(kept))
+            lines = [line for line in file if _step_of(line) <= first_step]
+        atomic_write(path, "".join(lines))
     return path.open("a")
 
 
 def _step_of(line: str) -> float:
-    """A half-written last line belongs to the lost stretch."""
+    """Return the step of a record, infinity for an incomplete line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
-def _open_board(folder: Path, first_step: int):
-    # Not at the top: only one rank writes, and not where it is switched off.
+def _open_tensorboard(folder: Path, first_step: int):
+    # Not at the top: only one rank writes, and only if TensorBoard is enabled.
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=first_step + 1)

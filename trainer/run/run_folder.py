@@ -8,19 +8,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-import tomli
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint import manifest, resume
+from trainer.checkpoint import resume
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, ModelMetadata
-from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
-from trainer.config.schema import toml_value
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
@@ -87,32 +84,12 @@ def release_if_empty(config: Config, lock: TextIO | None) -> None:
             folder.rmdir()
 
 
-def discard_newer_checkpoints(saved: ResumePoint) -> None:
-    """Begin a new lineage, by one rank. Raises ConfigError where that cannot be written."""
-    with _writing(saved.path.parent):
-        resume.discard_newer(saved)
-
-
 def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
     """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
     saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
         resume.require_compatible(saved, resolved.fingerprint)
     return saved
-
-
-def changed_settings(saved: ResumePoint, config: Config) -> list[str]:
-    """What the run was set to when the checkpoint was written, and is set to now."""
-    try:
-        before = _flat(tomli.loads(manifest.read_text(saved.path / "config.toml", _LARGEST_CONFIG)))
-    except (CorruptError, tomli.TOMLDecodeError, AttributeError, RecursionError):
-        return [f"{saved.path / 'config.toml'} cannot be read"]
-    now = _flat(tomli.loads(to_toml(config)))
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
-
-
-def _flat(document: dict[str, Any]) -> dict[str, str]:
-    return {f"{s}.{k}": toml_value(v) for s, section in document.items() for k, v in section.items()}
 
 
 def create_run_folder(folder: Path) -> None:

@@ -30,7 +30,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(config: DistributedConfig, device: torch.device) -> None:
+def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that the environment describes (as torchrun sets it); without one, a group of this process."""
     timeout = timedelta(seconds=config.timeout_s)
     store = _store(timedelta(seconds=config.init_timeout_s))
@@ -84,7 +84,7 @@ def _await_all(store: dist.Store, timeout_s: float) -> None:
         raise dist.DistStoreError(problem)
 
 
-def finish() -> None:
+def shutdown() -> None:
     """Returns when all ranks have come here, so that none ends while another still needs it."""
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_world_size()

@@ -116,7 +116,7 @@ def a_step(config: Config) -> tuple[Engine, Callable[[], None]]:
 
     def step() -> None:
         batches = [_batch(resolved.sizes.vocab_size, training) for _ in range(resolved.grad_accum)]
-        engine.update(batches, rate=1e-4, stop=False, before_update=lambda: None)
+        engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
 
     return engine, step
 

@@ -1,0 +1,53 @@
+"""The checkpoint with the lowest evaluation loss."""
+
+import math
+from collections.abc import Collection
+
+from trainer.config import EvaluationConfig
+from trainer.system import logging
+
+
+class BestTracker:
+    """Tracks the saved step with the lowest loss on one dataset, whose checkpoint is kept."""
+
+    def __init__(self, config: EvaluationConfig, data: str):
+        """data: identity of the dataset's content, where a resumed run may have other evaluation data; else ""."""
+        self.dataset = config.keep_best_on
+        self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}"
+        self._saved = self._previous = (0, math.inf)
+        self._pending: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Step of the best checkpoint, 0 for none."""
+        return self._saved[0]
+
+    @property
+    def pending(self) -> bool:
+        """Whether the loss has improved since the last save."""
+        return self._pending is not None
+
+    def update(self, dataset: str, loss: float) -> None:
+        if dataset == self.dataset and loss < self._saved[1]:
+            self._pending = loss
+
+    def before_save(self, step: int) -> None:
+        if self._pending is not None:
+            self._previous, self._saved, self._pending = self._saved, (step, self._pending), None
+
+    def after_failed_save(self, step: int) -> None:
+        if step == self.step:
+            self._saved = self._previous
+
+    def state(self) -> list:
+        return [self.identity, *self._saved] if self.step else []
+
+    def load_state(self, state: list, steps: Collection[int]) -> None:
+        """Restore the best step, unless the evaluation data changed or its checkpoint no longer exists. steps: of the existing
+        checkpoints."""
+        valid = state[:1] == [self.identity] and state[1] in steps
+        if state and self.dataset and not valid:
+            logging.info(
+                f"ignoring previous best step {state[1]}: evaluation data changed or the checkpoint is missing"
+            )
+        self._saved, self._pending = (state[1], state[2]) if valid else (0, math.inf), None

@@ -1,0 +1,152 @@
+"""Checkpoints of a run: when a state is saved, under which policy, and how one is restored."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.checkpoint import resume
+from trainer.checkpoint.async_save import AsyncCheckpointer, SaveResult, WriterDied
+from trainer.checkpoint.best import BestTracker
+from trainer.checkpoint.commit import load, step_of
+from trainer.checkpoint.resume import ResumePoint
+from trainer.config import CheckpointConfig
+from trainer.runtime import device as devices
+from trainer.runtime.distributed import run_on_rank_0
+from trainer.state import TrainState, is_due
+from trainer.system import logging
+
+
+class CheckpointManager:
+    """Saves and restores the complete state of a run: tensors, random generators and TrainState."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        device: torch.device,
+        tensors: Callable[[], dict[str, Tensor]],
+        after_load: Callable[[], None],
+        best: BestTracker,
+        *,
+        state: TrainState,
+        point: ResumePoint | None,
+        steps: int,
+        stored_names: set[str],
+        files: Mapping[str, bytes],
+        metadata: Mapping[str, Any],
+    ):
+        """tensors: returns this rank's live tensors by their names in a checkpoint. after_load: called when their values were
+        loaded. point: restored into the tensors and `state` at once. steps: of the complete run. stored_names: tensors of the
+        complete model, on all ranks. files: saved with each checkpoint as they are. metadata: for its manifest.
+
+        Raises ConfigError if `point` cannot be resumed."""
+        self.config = config
+        self.folder = folder
+        self.device = device
+        self.tensors = tensors
+        self.after_load = after_load
+        self.best = best
+        self.steps = steps
+        self.stored_names = stored_names
+        self.files = files
+        self.metadata = metadata
+        self._deferred = False
+        self._last_step: int | None = None
+        if point is not None:
+            self.restore(point, state)
+        self._checkpointer = AsyncCheckpointer(config, folder, device, self._all_tensors())
+
+    def due(self, step: int) -> bool:
+        return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
+
+    def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
+        """Start a save and return the results of finished ones. suspect: a non-finite loss may mean that the parameters are
+        already corrupted, so the save is deferred to the next step; if this is the last one, all older checkpoints are
+        retained. Raises SaveFailed as `poll`."""
+        results = self.wait()
+        self._deferred = suspect and not last
+        if self._deferred:
+            return results
+        if last:
+            self._last_step = state.step
+        self.best.before_save(state.step)
+        tensors = self._all_tensors()
+        rng = sorted(name.rpartition("/")[2] for name in tensors if name.startswith("rng/"))
+        state = replace(state, best=self.best.state(), rng=rng)
+        files = {"train_state.json": state.to_json().encode(), **self.files}
+        metadata = {
+            "step": state.step,
+            "tokens_seen": state.tokens_seen,
+            "world_size": state.world_size,
+            **self.metadata,
+        }
+        self._checkpointer.save(state.step, tensors, files, metadata, self.best.step, keep_all=suspect)
+        return results + self.poll()
+
+    def before_update(self) -> None:
+        """Return when the tensors may change."""
+        self._checkpointer.before_update()
+
+    def poll(self) -> list[SaveResult]:
+        """Return the saves that succeeded since the last call. A failed save is a warning, unless the configuration says stop,
+        it was the last one of the run, or the writer is dead: then raise SaveFailed."""
+        return self._check(self._checkpointer.poll())
+
+    def wait(self) -> list[SaveResult]:
+        """Wait for the save in flight. Its result decides which checkpoint is the best, on all ranks."""
+        return self._check(self._checkpointer.wait())
+
+    def _check(self, results: list[SaveResult]) -> list[SaveResult]:
+        for result in results:
+            if result.failure is None:
+                continue
+            self.best.after_failed_save(result.step)
+            if (
+                result.step == self._last_step
+                or self.config.on_failure == "stop"
+                or isinstance(result.failure, WriterDied)
+            ):
+                raise result.failure
+            logging.warning(
+                f"{result.failure}; previous checkpoints are intact, and the next save is made when it is due"
+            )
+        return [result for result in results if result.failure is None]
+
+    def latest(self) -> ResumePoint | None:
+        return resume.find_resume_point(self.folder)
+
+    def restore(self, point: ResumePoint, state: TrainState) -> None:
+        """Load a checkpoint into the live tensors and `state`, on all ranks. Raises ConfigError."""
+        saved = point.state
+        resume.require_compatible(point, state.fingerprint)
+        # A rank that the saving run did not have keeps its fresh generators.
+        names = saved.rng if dist.get_rank() < saved.world_size else []
+        fresh = devices.random_state(self.device)
+        rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
+        tensors = self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}
+        load(point.path, tensors, self.stored_names | {"stability", "rng"})
+        self.after_load()
+        devices.set_random_state(self.device, rng)
+        state.resume_from(saved)
+        existing = run_on_rank_0(lambda: resume.list_checkpoints(self.folder))
+        self.best.load_state(saved.best, [step_of(path) for path in existing])
+        self._deferred = False
+        ranks = f"{saved.world_size} rank{'s' * (saved.world_size > 1)}"
+        logging.info(f"resuming from {point.path} (step {saved.step}, saved by {ranks})")
+        for line in resume.changed_settings(point, self.files["config.toml"].decode()):
+            logging.info(f"setting changed since the checkpoint: {line}")
+        if point.rollback:
+            run_on_rank_0(lambda: resume.discard_newer(point))
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def _all_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors and the states of this rank's random generators."""
+        rng = devices.random_state(self.device)
+        return self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}

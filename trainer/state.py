@@ -1,0 +1,70 @@
+"""The state of a run that is not a tensor."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_origin, get_type_hints
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Content of train_state.json: the progress of a run, and what a run that resumes it must have in common."""
+
+    step: int = 0
+    """Completed optimizer steps, including skipped ones."""
+    cursor: int = 0
+    """Samples consumed: position in the sample order without `skipped_samples`."""
+    tokens_seen: int = 0
+    rollbacks: int = 0
+    skipped_samples: list[tuple[int, int]] = field(default_factory=list)
+    """Half-open ranges of the sample order that rollbacks skipped, sorted and disjoint."""
+    best: list[Any] = field(default_factory=list)
+    """State of BestTracker."""
+    mixture: list[list[int]] = field(default_factory=list)
+    """Start and quotas of each phase of the mixture."""
+    world_size: int = 1
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    """Settings and data that a resumed run must have in common, by the names that users know."""
+    rng: list[str] = field(default_factory=list)
+    """Names of the random generators whose states each rank saved."""
+
+    def advance(self, samples: int, seq_len: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.cursor += samples
+        self.tokens_seen += samples * seq_len
+
+    def skip(self, start: int, stop: int) -> None:
+        """Add a half-open range to the skipped samples; ranges that touch are merged."""
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted([*self.skipped_samples, (start, stop)]):
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((first, end))
+        self.skipped_samples = merged
+
+    def resume_from(self, saved: "TrainState") -> None:
+        """Take over the progress of a checkpoint."""
+        self.step, self.cursor, self.tokens_seen = saved.step, saved.cursor, saved.tokens_seen
+        self.rollbacks, self.skipped_samples = saved.rollbacks, list(saved.skipped_samples)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "TrainState":
+        """Raise ValueError, TypeError or KeyError if the text is not the state of a run."""
+        raw = json.loads(text)
+        values = {name: raw[name] for name in get_type_hints(cls)}
+        for name, hint in get_type_hints(cls).items():
+            if type(values[name]) is not (get_origin(hint) or hint):
+                raise TypeError(name)
+        values["skipped_samples"] = [(start, stop) for start, stop in values["skipped_samples"]]
+        if not all(type(n) is int for samples in values["skipped_samples"] for n in samples):
+            raise TypeError("skipped_samples")
+        return cls(**values)
+
+
+def is_due(step: int, interval: int, last_step: int) -> bool:
+    """Whether something is due after a step: at multiples of the interval (0: none) and after the last step."""
+    return step == last_step or (interval > 0 and step % interval == 0)
