@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Train: ./run_llama_train.sh --config train_configs/debug.toml [--section.key value ...]
 #
-# NGPU          processes on this machine (default: its GPUs, or 1 on a CPU)
-# NNODES        machines (1), or the fewest and the most as 2:4;  NODE_RANK  number of this one (0)
-# MAX_RESTARTS  how often the ranks are started again after a failure (0)
-# MASTER_ADDR   first machine;  MASTER_PORT  a free port there (29500; one machine: any free port)
-# LOG_RANK      ranks that print, e.g. 0,3 or all (0)
-# PYTHON        interpreter to begin with (python3)
+# NGPU          processes per node (default: its GPUs, or 1 on a CPU)
+# NNODES        nodes, or their minimum and maximum as 2:4 (default: 1);  NODE_RANK  index of this node (default: 0)
+# MAX_RESTARTS  restarts of the ranks after a failure (default: 0)
+# MASTER_ADDR   host name of the first node;  MASTER_PORT  a free port on it (default: 29500; one node: any free port)
+# LOG_RANK      ranks that log, such as 0,3 or all (default: 0)
+# PYTHON        Python interpreter to try first (default: python3)
 set -euo pipefail
 ROOT="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" && pwd)"
 source "$ROOT/scripts/environment.sh"
 use_environment ""
 
 case " $* " in
-    *" --help "* | *" -h "* | *" --print-config "*) NGPU=1 NNODES=1 ;; # answered at once, without looking for GPUs
+    *" --help "* | *" -h "* | *" --print-config "*) NGPU=1 NNODES=1 ;; # need no GPU
 esac
 if [ -z "${NGPU:-}" ]; then
     NGPU=0
@@ -24,7 +24,7 @@ if [ -z "${NGPU:-}" ]; then
 fi
 export NGPU
 
-# exec: signals reach the trainer (or the launcher, which passes them on), and its exit code is the script's.
+# exec: the trainer, or the launcher, receives signals itself and its exit code becomes the script's.
 if [ "$NGPU" = 1 ] && [ "${NNODES:-1}" = 1 ]; then
     exec "$PYTHON" "$ROOT/train.py" "$@"
 fi

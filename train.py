@@ -10,8 +10,8 @@ from trainer.system.process import die_with_parent, local_rank
 
 
 def run(config: Config) -> int:
-    """The run that a configuration describes, on this rank; returns the exit code."""
-    # Not at the top: a wrong setting is told, and --help answered, without waiting for torch.
+    """Run the training of a configuration on this rank. Return the exit code."""
+    # Imported here so that --help and errors in settings do not wait for torch.
     from torch.distributed import DistNetworkError, DistStoreError
 
     from trainer.build import build_trainer
@@ -26,19 +26,21 @@ def run(config: Config) -> int:
 
     with one_line_errors(config):
         resolved = resolve(config, distributed.world_size())
-        here = device.select_device(config.run.device)
-    lock = None  # held until this function is left
+        rank_device = device.select_device(config.run.device)
+    lock = None  # held until this function returns
     try:
-        distributed.init_process_group(config.distributed, here)
+        distributed.init_process_group(config.distributed, rank_device)
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config)
         saved = resume_point(config, resolved)
         if saved is not None and saved.state.step >= config.training.steps:
-            logging.info(f"{config.run.name} is finished: step {saved.state.step}; a higher --training.steps trains on")
+            logging.info(
+                f"{config.run.name} already finished at step {saved.state.step}; raise --training.steps to continue"
+            )
             if config.checkpoint.export_huggingface:
                 export_run(run_folder(config), unless_there=True)
         else:
-            build_trainer(config, resolved, here, saved).train(StopRequest())
+            build_trainer(config, resolved, rank_device, saved).train(StopRequest())
     except ConfigError as error:
         release_if_empty(config, lock)
         distributed.print_once_per_node(config.explain(error))
@@ -47,21 +49,15 @@ def run(config: Config) -> int:
         distributed.print_once_per_node(str(error))
         return 1
     except (DistNetworkError, DistStoreError) as error:
-        print(f"no contact with the other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"lost connection to other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     distributed.shutdown()
     return 0
 
 
-def tell(error: BaseException) -> None:
-    from trainer.runtime.distributed import report_failure
-
-    report_failure(error)
-
-
 def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # a launcher that is killed leaves nobody behind
+        die_with_parent()  # no rank survives a launcher that is killed
     config = config_from_command_line(sys.argv[1:])
     code = 1
     try:
@@ -70,11 +66,13 @@ def main() -> None:
         code = exit.code
     except KeyboardInterrupt:
         if local_rank() == 0:
-            print("interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
+            print("interrupted; rerun the same command to resume from the latest checkpoint, if any", file=sys.stderr)
         code = 130
     except BaseException as error:
-        tell(error)
-    # Without the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
+        from trainer.runtime.distributed import report_failure
+
+        report_failure(error)
+    # Skips the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

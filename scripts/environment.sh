@@ -1,9 +1,9 @@
-# Sourced by run_llama_train.sh and scripts/run_tests.sh: find a Python that has what pyproject.toml asks for, or make one.
+# Sourced by run_llama_train.sh and scripts/run_tests.sh: find a Python with the dependencies of pyproject.toml, or install them.
 #
 #   use_environment MODULES [EXTRA]     sets PYTHON; EXTRA is an optional-dependency group of pyproject.toml
 #
-# The current interpreter is used as it is if it has the modules. Otherwise .venv in this clone is used, and made or
-# completed if needed; nothing outside the clone is ever changed. PYTHON=... chooses the interpreter to begin with.
+# Uses the current interpreter if it has the modules, otherwise .venv in this clone, which is created or completed if needed.
+# Nothing outside the clone is changed. PYTHON=... sets the interpreter to try first.
 
 has_modules() { # PYTHON MODULES
     "$1" - "$2" >/dev/null 2>&1 <<'PYTHON_CODE'
@@ -32,16 +32,16 @@ use_environment() {
         return
     fi
     if ! "$PYTHON" -c '' >/dev/null 2>&1; then
-        echo "$PYTHON cannot be run: PYTHON=... names another" >&2
+        echo "$PYTHON cannot be run; set PYTHON=... to another interpreter" >&2
         exit 2
     fi
     if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-        echo "$PYTHON is $("$PYTHON" -V 2>&1): Python 3.10 or newer is needed; PYTHON=... names another" >&2
+        echo "$PYTHON is $("$PYTHON" -V 2>&1): Python 3.10 or newer is needed; set PYTHON=... to another interpreter" >&2
         exit 2
     fi
-    echo "$PYTHON lacks what pyproject.toml asks for: installing it into $venv (once)" >&2
+    echo "$PYTHON lacks dependencies of pyproject.toml: installing them into $venv (once)" >&2
     if ! { "$PYTHON" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet -e "$ROOT$extra"; } >&2; then
-        echo "could not make $venv: see the messages above" >&2
+        echo "could not create $venv: see the messages above" >&2
         exit 2
     fi
     PYTHON="$venv/bin/python"

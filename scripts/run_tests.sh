@@ -8,5 +8,5 @@ use_environment "pytest ruff xdist transformers pyarrow tokenizers zstandard mat
 cd "$ROOT"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-# Two at a time: much of the time ranks and runs wait for each other.
+# Two workers: tests spend much of their time waiting for ranks and runs.
 exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"

@@ -1,11 +1,11 @@
-"""Start the ranks of this machine: torchrun, after the configuration was checked, and with the trainer's own exit code.
+"""Launcher of a node's ranks: checks the configuration, runs torchrun, and returns the exit code of the rank that failed first.
 
-Called by run_llama_train.sh, which says what NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT mean. All arguments
-are the trainer's.
+run_llama_train.sh calls it and documents NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. All arguments go to train.py.
 """
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,74 +22,76 @@ from trainer.config.command_line import config_from_command_line, die, one_line_
 from trainer.system.process import cores
 
 
-def whole_number(name: str, default: int, low: int) -> int:
+def _env_int(name: str, default: int, minimum: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or int(text) < low:
-        die(f"{name}={text}: expected an integer of at least {low}")
+    if not text.isascii() or not text.isdigit() or int(text) < minimum:
+        die(f"{name}={text}: expected an integer of at least {minimum}")
     return int(text)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this launcher stands, by the environment."""
+class TorchrunOptions:
+    """Options of torchrun, from environment variables."""
 
     ranks: int
-    fewest: int
-    """Machines that the run may go on with; below `nodes` where they may come and go."""
-    nodes: int
+    """Ranks per node."""
+    min_nodes: int
+    """Nodes with which the run continues; below `max_nodes` in an elastic run."""
+    max_nodes: int
     node: int
     address: str
     port: int
     restarts: int
 
     @classmethod
-    def of_environment(cls) -> "Place":
-        ranks = whole_number("NGPU", 1, 1)
-        fewest, nodes = _machines()
-        node = whole_number("NODE_RANK", 0, 0)
-        port = whole_number("MASTER_PORT", 29500, 1)
+    def from_environment(cls) -> "TorchrunOptions":
+        ranks = _env_int("NGPU", 1, 1)
+        min_nodes, max_nodes = _num_nodes()
+        node = _env_int("NODE_RANK", 0, 0)
+        port = _env_int("MASTER_PORT", 29500, 1)
         if port > 65535:
             die(f"MASTER_PORT={port}: must be at most 65535")
-        if node >= nodes:
-            die(f"NODE_RANK={node}: must be below NNODES={nodes}")
-        restarts = whole_number("MAX_RESTARTS", 0, 0)
-        if nodes > 1 and "MASTER_ADDR" not in os.environ:
-            die(f"NNODES={nodes}: needs MASTER_ADDR, the name of the first machine")
-        return cls(ranks, fewest, nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
+        if node >= max_nodes:
+            die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
+        restarts = _env_int("MAX_RESTARTS", 0, 0)
+        if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
+            die(f"NNODES={max_nodes}: needs MASTER_ADDR, the host name of the first node")
+        return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     def arguments(self, timeout_s: float) -> list[str]:
-        """For torchrun. timeout_s: how long the machines wait for each other."""
-        nodes = str(self.nodes) if self.fewest == self.nodes else f"{self.fewest}:{self.nodes}"
-        size = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
-        size += ["--signals-to-handle", "SIGHUP,SIGQUIT"]  # the others are ours
-        if self.nodes == 1 and "MASTER_PORT" not in os.environ:
-            return [*size, "--standalone"]  # at any free port
-        if self.fewest < self.nodes:
-            # Otherwise the ranks meet in the first launchers' store, whose attempts a machine that comes back does not know.
+        """Return torchrun's arguments. timeout_s: how long the nodes wait for each other."""
+        elastic = self.min_nodes < self.max_nodes
+        nodes = f"{self.min_nodes}:{self.max_nodes}" if elastic else str(self.max_nodes)
+        options = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
+        options += ["--signals-to-handle", "SIGHUP,SIGQUIT"]  # `SignalForwarder` handles the others
+        if self.max_nodes == 1 and "MASTER_PORT" not in os.environ:
+            return [*options, "--standalone"]  # uses any free port
+        if elastic:
+            # Otherwise ranks use the store of the first launcher, and a node that rejoins does not know its restart count.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", "run"]
-            return [*size, *meeting, "--rdzv-conf", f"join_timeout={round(timeout_s)},last_call_timeout=5"]
-        meeting = ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]
-        return [*size, *meeting, "--rdzv-conf", f"timeout={round(timeout_s)}"]
+            endpoint = f"{self.address}:{self.port}"
+            options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "run"]
+            return [*options, "--rdzv-conf", f"join_timeout={round(timeout_s)},last_call_timeout=5"]
+        options += ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]
+        return [*options, "--rdzv-conf", f"timeout={round(timeout_s)}"]
 
 
-def _machines() -> tuple[int, int]:
-    """NNODES: a number, or the fewest and the most as 2:4."""
+def _num_nodes() -> tuple[int, int]:
+    """Parse NNODES: an integer, or the minimum and the maximum as 2:4."""
     text = os.environ.get("NNODES", "1")
-    fewest, colon, most = text.partition(":")
-    parts = [fewest, most] if colon else [text]
-    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts) or int(parts[0]) > int(parts[-1]):
-        die(f"NNODES={text}: expected an integer of at least 1, or the fewest and the most as 2:4")
-    return int(parts[0]), int(parts[-1])
+    match = re.fullmatch("([0-9]+)(?::([0-9]+))?", text)
+    if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]):
+        die(f"NNODES={text}: expected an integer of at least 1, or the minimum and the maximum as 2:4")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def main() -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
-    place = Place.of_environment()
-    # torch's own log of a failed connection is pages of C++ frames; it reads this when it is imported.
+    options = TorchrunOptions.from_environment()
+    # torch logs pages of C++ frames for a failed connection; it reads this level when it is imported.
     inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "FATAL"
-    # Not at the top: a wrong setting is told without waiting for torch.
+    # Imported here so that errors in settings do not wait for torch.
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -98,74 +100,76 @@ def main() -> NoReturn:
     from trainer.run.resolve import resolve
     from trainer.runtime import device
 
-    os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # of the ranks, for the same reason
+    os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
-        resolve(config, place.ranks * place.nodes)
-        device.require_enough(config.run.device, place.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))  # else torchrun warns and sets 1
-    # The ranks have said what is wrong; the agent's own report of it is noise.
+        resolve(config, options.ranks * options.max_nodes)
+        device.require_enough(config.run.device, options.ranks)
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
+    )  # otherwise torchrun warns and sets 1
+    # The ranks report their own errors; the agent's report of them is noise.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    arguments = place.arguments(config.distributed.init_timeout_s)
-    stop = Stop(SignalException)
+    arguments = options.arguments(config.distributed.init_timeout_s)
+    forwarder = SignalForwarder(SignalException)
     try:
         torchrun.main([*arguments, str(ROOT / "train.py"), *sys.argv[1:]])
     except ChildFailedError as error:
-        sys.exit(stop.exit_code() if stop.signal else exit_code(error))
+        sys.exit(forwarder.exit_code() if forwarder.signal else exit_code(error))
     except (DistNetworkError, DistStoreError) as error:
-        where = f" at {place.address}:{place.port}" if "--standalone" not in arguments else ""
-        die(f"the launchers of this run did not come together{where}: {str(error).splitlines()[0]}")
+        where = f" at {options.address}:{options.port}" if "--standalone" not in arguments else ""
+        die(f"rendezvous of the launchers failed{where}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     sys.exit(0)
 
 
-class Stop:
-    """SIGTERM and SIGINT are passed on to the ranks, which save and end; torchrun would end them without waiting. A second
-    one ends this launcher too."""
+class SignalForwarder:
+    """Forwards SIGTERM and SIGINT to the ranks, which save and exit; torchrun would kill them without waiting. A second signal
+    also stops the launcher."""
 
-    def __init__(self, end_at_once: Callable[[str, signal.Signals], Exception]):
-        """end_at_once: what torchrun takes for an order to end."""
-        self.end_at_once = end_at_once
+    def __init__(self, stop_now: Callable[[str, signal.Signals], Exception]):
+        """stop_now: the exception that makes torchrun stop the ranks."""
+        self.stop_now = stop_now
         self.signal: signal.Signals | None = None
         self.since = 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._pass_on)
+            signal.signal(number, self._forward)
 
-    def _pass_on(self, number: int, frame: object) -> None:
-        again = self.signal is not None and time.monotonic() - self.since > 1
+    def _forward(self, number: int, frame: object) -> None:
+        repeated = self.signal is not None and time.monotonic() - self.since > 1
         if self.signal is None:
             self.signal, self.since = signal.Signals(number), time.monotonic()
         ranks = children()
         for rank in ranks:
             os.kill(rank, number)
-        if again or not ranks:
-            raise self.end_at_once(f"signal {number}", signal.Signals(number))
+        if repeated or not ranks:
+            raise self.stop_now(f"signal {number}", signal.Signals(number))
 
     def exit_code(self) -> int:
-        """Of ranks that did not come to their end in peace after the signal."""
-        print(f"ended by {self.signal.name} before the state could be saved", file=sys.stderr)
+        """Return the exit code for ranks that failed after the signal."""
+        print(f"stopped by {self.signal.name} before the state could be saved", file=sys.stderr)
         return 128 + self.signal
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that still run."""
+    """Return the ids of running child processes."""
     try:
         tasks = Path("/proc/self/task").iterdir()
         return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
         return [int(pid) for pid in found.stdout.split()]
 
 
 def exit_code(error) -> int:
-    """Of the rank that failed first, as a shell gives it. A signal is told: no rank could do that."""
+    """Return the exit code of the rank that failed first, as a shell reports it. Print a signal, which the rank could not."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
     name = signal.Signals(-failure.exitcode).name
-    print(f"rank {rank} was ended by {name}; the other ranks of this machine were stopped", file=sys.stderr)
+    print(f"rank {rank} was killed by {name}; the other ranks of this node were stopped", file=sys.stderr)
     return 128 - failure.exitcode
 
 
 if __name__ == "__main__":
-    run_to_end(main, "interrupted before the run began")  # when there are ranks, Ctrl-C is theirs
+    run_to_end(main, "interrupted before the run started")  # once ranks run, they handle Ctrl-C

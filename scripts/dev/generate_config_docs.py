@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the declarations in trainer/config/schema.py."""
+"""Generate docs/configuration.md from trainer/config/schema.py."""
 
 import sys
 from pathlib import Path
@@ -10,25 +10,26 @@ from trainer.config.render import settings_as_markdown
 
 INTRODUCTION = """# Configuration
 
-A run is one TOML file; `--section.key value` (or `--section.key=value`) on the command line replaces single values of it.
+A run is one TOML file; `--section.key value` (or `--section.key=value`) on the command line overrides single values.
 
     ./run_llama_train.sh --config train_configs/debug.toml --training.steps 50 --optimizer.lr 1e-3
-    python train.py --config train_configs/debug.toml --print-config        # the whole result, and nothing else
-    python train.py --help                                                  # the tables below, in the terminal
+    python train.py --config train_configs/debug.toml --print-config        # print the complete result
+    python train.py --help                                                  # print the tables below
 
-- Whatever is not exactly right (an unknown key, a wrong type, a value out of range, a missing file, a combination that
-  cannot run, a setting that belongs to another choice) is one line on stderr that says where it was set and what is
-  wrong, with exit code 2, before any process group exists. Details of a feature that is switched off are no error: one
-  flag is enough to do without it.
-- `--print-config` checks every single value and file; whether they make a model and a mesh is checked when a run starts.
-- Lists are written `0.9,0.95`, booleans `true` and `false`; `none` is a value only where the type says so. A setting may
-  be given once.
-- The size of a model can be changed without touching code: `--model.overrides.n_layers 4`, with any field of
-  `LlamaSizes` in `models/llama/sizes.py`.
-- `fixed on resume`: a run that goes on from a checkpoint must have the same value, or is refused with the difference.
+- An unknown key, a wrong type, a value out of range, a missing file or an incompatible combination is an error: one line on
+  stderr with the setting, its origin and the broken rule, and exit code 2, before any process group exists.
+- `only with`: any value but the default is an error unless the condition holds.
+- `used with`: the setting is ignored unless the condition holds, so that one flag switches a feature off.
+- `fixed on resume`: a run that resumes from a checkpoint must have the same value, or stops with an error that names both.
+- `--print-config` checks single values, combinations and files. Rules that involve the model or the device mesh are checked
+  when a run starts.
+- Lists are written `0.9,0.95`, booleans `true` and `false`; `none` is a value only for types that list it. A setting may be
+  given once.
+- `--model.overrides.n_layers 4` changes the size of a model without changing code. Any field of `LlamaSizes` in
+  `models/llama/sizes.py` can be set this way.
 - Relative paths start at the current folder.
 
-Every file in `train_configs/` is a complete example. This page is written by `python scripts/dev/generate_config_docs.py`.
+Every file in `train_configs/` is a complete example. `python scripts/dev/generate_config_docs.py` generates this page.
 
 """
 

@@ -1,7 +1,9 @@
-"""Settings from files and from the command line, and the exact line for each way of getting them wrong."""
+"""Settings from files and the command line, and the error line of each mistake."""
 
+import re
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -15,7 +17,7 @@ from trainer.config.schema import toml_value
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
 
-def line_of(argv) -> str:
+def error_of(argv) -> str:
     with pytest.raises(ConfigError) as error:
         load_config(argv)
     text = str(error.value)
@@ -80,7 +82,9 @@ COMMAND_LINES = {
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
     "--run.name ..": "--run.name ..: must be a single folder name",
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: exceeds 255 bytes, the limit for a folder name",
-    "--evaluation.datasets.wiki jsonl:/nope": "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no file matches it as a pattern",
+    "--evaluation.datasets.wiki jsonl:/nope": (
+        "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no file matches it as a pattern"
+    ),
     f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with empty [data] datasets",
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
@@ -127,9 +131,9 @@ COMMAND_LINES = {
 
 
 @pytest.mark.parametrize("command", COMMAND_LINES)
-def test_a_wrong_command_line_is_told_in_one_line(command):
+def test_a_wrong_command_line_is_an_error_of_one_line(command):
     words = [command] if "=" in command and command.startswith("--") else command.split()
-    assert line_of(words) == COMMAND_LINES[command]
+    assert error_of(words) == COMMAND_LINES[command]
 
 
 FILES = {
@@ -160,38 +164,38 @@ FILES = {
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_a_wrong_file_is_told_in_one_line(text, tmp_path):
+def test_a_wrong_file_is_an_error_of_one_line(text, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(text)
-    assert line_of(["--config", str(file)]) == FILES[text].format(f=file)
+    assert error_of(["--config", str(file)]) == FILES[text].format(f=file)
 
 
 @pytest.mark.parametrize(
     "text", ["[training\nsteps = 5\n", "[training]\nsteps = 5\nsteps = 6\n", "=", "[run]\nname = 'x"]
 )
-def test_what_is_not_toml_is_told_with_its_place(text, tmp_path):
+def test_invalid_toml_is_an_error_with_its_position(text, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(text)
-    line = line_of(["--config", str(file)])
+    line = error_of(["--config", str(file)])
     assert line.startswith(f"--config {file}: not valid TOML: ")
     assert line.endswith(")")  # (at line 1, column 10)
 
 
-def test_a_missing_file_names_its_neighbour(tmp_path):
+def test_a_missing_file_suggests_a_similar_name(tmp_path):
     (tmp_path / "debug.toml").touch()
-    assert line_of(["--config", f"{tmp_path}/debgu.toml"]) == (
+    assert error_of(["--config", f"{tmp_path}/debgu.toml"]) == (
         f"--config {tmp_path}/debgu.toml: no such file; did you mean '{tmp_path}/debug.toml'?"
     )
 
 
-def test_files_that_cannot_be_text_are_told(tmp_path):
-    assert line_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: is a folder; expected a TOML file"
+def test_a_folder_or_a_file_that_is_not_utf8_is_an_error(tmp_path):
+    assert error_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: is a folder; expected a TOML file"
     (tmp_path / "x.toml").write_bytes(b"[run]\nname = '\xff'")
-    assert line_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
-    assert line_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: given twice"
+    assert error_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
+    assert error_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: given twice"
 
 
-def test_the_command_line_replaces_the_file():
+def test_the_command_line_overrides_the_file():
     config = load_config(
         [
             *("--training.steps", "7", "--training.compute_dtype=bf16", "--metrics.tensorboard", "false"),
@@ -212,7 +216,7 @@ def test_the_command_line_replaces_the_file():
     assert config.run.name == "debug"
 
 
-def test_single_overrides_join_those_of_the_file(tmp_path):
+def test_model_overrides_of_file_and_command_line_are_merged(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text("[model]\noverrides = { n_layers = 2, dim = 64 }\n[training]\nmax_norm = 'none'")
     config = load_config(["--config", str(file), "--model.overrides.dim", "32"])
@@ -220,7 +224,7 @@ def test_single_overrides_join_those_of_the_file(tmp_path):
     assert config.training.max_norm is None
 
 
-def test_what_is_printed_reads_back_equal(tmp_path):
+def test_a_printed_configuration_loads_as_an_equal_one(tmp_path):
     config = load_config(
         ["--model.overrides.n_layers", "4", "--run.output_folder", 'a "b" \\ ü', "--optimizer.lr", "1e-7"]
     )
@@ -228,7 +232,7 @@ def test_what_is_printed_reads_back_equal(tmp_path):
     assert load_config(["--config", str(tmp_path / "again.toml")]) == config
 
 
-def test_every_setting_has_a_meaning_and_stands_in_help_and_docs():
+def test_every_setting_has_a_docstring_and_is_in_help_and_docs():
     text, table = help_text(), (ROOT / "docs" / "configuration.md").read_text()
     for members in settings().values():
         for setting in members.values():
@@ -237,31 +241,109 @@ def test_every_setting_has_a_meaning_and_stands_in_help_and_docs():
     assert table.endswith(settings_as_markdown()), "run scripts/dev/generate_config_docs.py"
 
 
-def test_defaults_obey_their_own_rules(tmp_path):
+def test_defaults_satisfy_their_constraints(tmp_path):
     (tmp_path / "defaults.toml").write_text(to_toml(Config()))
     load_config(["--config", str(tmp_path / "defaults.toml")])
 
 
 @pytest.mark.parametrize("value", ["plain", 'a"b', "tab\tnew\nline", "back\\slash", "\x7f\x00", "日本"])
-def test_strings_survive_toml(value):
+def test_strings_round_trip_through_toml(value):
     import tomli
 
     assert tomli.loads(f"x = {toml_value(value)}") == {"x": value}
 
 
-def test_help_does_not_wait_for_torch():
-    code = (
-        "import sys; sys.argv = ['train.py', '--help']\n"
+CONDITION = re.compile(r"a [a-z, ]+ dataset|(empty )?\[(?P<section>\w+)\] (?P<name>\w+)( (=|!=|>) (?P<choices>.+))?")
+
+
+def test_conditions_name_settings_and_values_that_exist():
+    for members in settings().values():
+        for setting in members.values():
+            for condition in " and ".join([setting.constraint.only_with, setting.constraint.used_with]).split(" and "):
+                match = CONDITION.fullmatch(condition)
+                assert match or not condition
+                if match and match["section"]:
+                    other = settings()[match["section"]][match["name"]]
+                    if typing.get_origin(other.type) is typing.Literal and match["choices"]:
+                        assert set(match["choices"].split(" or ")) <= set(typing.get_args(other.type))
+
+
+ONLY_WITH = {
+    "tokenizer.path": "[tokenizer] backend != default",
+    "tokenizer.reuse_reserved_tokens": "[tokenizer] backend = default or tiktoken",
+    "data.dataset": "empty [data] datasets",
+    "data.path": "empty [data] datasets and [data] dataset != python_stdlib",
+    "data.mixture": "[data] datasets",
+    "data.text_field": "a jsonl, parquet or huggingface dataset",
+    "data.subset": "a huggingface dataset",
+    "data.split": "a huggingface dataset",
+    "data.token_dtype": "a tokens dataset",
+    "data.chat_template": "a chat dataset",
+    "data.allowed_special": "a chat dataset",
+    "data.long_documents": "[data] packing = best-fit or none",
+    "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",
+    "checkpoint.resize_embeddings": "[checkpoint] init_from",
+    "checkpoint.init_exclude": "[checkpoint] init_from",
+}
+"""Conditions whose violation is an error; all others are details of a feature that may be switched off."""
+
+VIOLATIONS = {
+    "--data.datasets.a chat: --data.dataset chat": ("data.dataset", "empty [data] datasets"),
+    "--data.mixture x": ("data.mixture", "[data] datasets"),
+    "--data.chat_template chatml": ("data.chat_template", "a chat dataset"),
+    "--data.allowed_special x": ("data.allowed_special", "a chat dataset"),
+    "--data.long_documents drop": ("data.long_documents", "[data] packing = best-fit or none"),
+    "--checkpoint.resize_embeddings true": ("checkpoint.resize_embeddings", "[checkpoint] init_from"),
+    "--checkpoint.init_exclude x": ("checkpoint.init_exclude", "[checkpoint] init_from"),
+}
+
+
+def test_conditions_whose_violation_is_an_error():
+    declared = {s.flag[2:]: s.constraint.only_with for members in settings().values() for s in members.values()}
+    assert {key: condition for key, condition in declared.items() if condition} == ONLY_WITH
+
+
+@pytest.mark.parametrize("command", VIOLATIONS)
+def test_a_setting_without_effect_is_an_error(command):
+    key, condition = VIOLATIONS[command]
+    line = error_of(command.split())
+    assert line.startswith(f"--{key} ") and line.endswith(f": has no effect here: only with {condition}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--evaluation.datasets.a chat: --data.chat_template chatml",
+        "--data.packing best-fit --data.long_documents drop",
+        "--data.prefetch 4 --parallel.pipeline_stages_per_rank 2 --activation_checkpoint.memory_budget 0.2",
+    ],
+)
+def test_met_conditions_and_details_of_features_that_are_off_are_accepted(command):
+    load_config(command.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "output"),
+    [
+        (["--help"], 0, "--training.steps: an integer; default 1000 (steps, at least 1, at most 1000000000000)"),
+        (["--print-config"], 0, "[training]\nsteps = 300\n"),
+        (["--training.stpes", "5"], 2, "--training.stpes: unknown setting; did you mean '--training.steps'?\n"),
+        (["--data.text_field", "x"], 2, "--data.text_field x: has no effect here: only with"),
+    ],
+)
+def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, output):
+    program = (
+        f"import sys; sys.argv = ['train.py', *{argv}]\n"
         "try: import train; train.main()\n"
-        "except SystemExit as e: assert not e.code\n"
-        "assert 'torch' not in sys.modules"
+        f"except SystemExit as e: assert e.code == {code}, e.code\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "--training.steps: an integer; default 1000 (steps, at least 1, at most 1000000000000)" in done.stdout
+    assert output in done.stdout + done.stderr
 
 
-def test_special_tokens_are_taken_over_by_any_name_and_come_back(tmp_path):
+def test_reused_reserved_tokens_may_have_any_name_and_round_trip(tmp_path):
     text = """[tokenizer]\nreuse_reserved_tokens = { "<|im_start|>" = "<|reserved_special_token_0|>" }\n"""
     (tmp_path / "run.toml").write_text(text)
     config = load_config(["--config", str(tmp_path / "run.toml")])

@@ -25,26 +25,26 @@ PARAMETERS = {
 
 
 def load(file, tmp_path):
-    """With the files that a user would bring."""
-    names = ["--config", str(file)]
+    """Load a configuration with temporary files in place of the user's."""
+    argv = ["--config", str(file)]
     document = tomli.loads(file.read_text())
     (tmp_path / "data").mkdir()
     (tmp_path / "tokenizer.model").touch()
     if document["data"].get("path"):
-        names += ["--data.path", str(tmp_path / "data")]
+        argv += ["--data.path", str(tmp_path / "data")]
     if document.get("checkpoint", {}).get("init_from"):
-        names += ["--checkpoint.init_from", str(tmp_path / "data")]
+        argv += ["--checkpoint.init_from", str(tmp_path / "data")]
     if document.get("tokenizer", {}).get("path"):
-        names += ["--tokenizer.path", str(tmp_path / "tokenizer.model")]
-    return load_config(names)
+        argv += ["--tokenizer.path", str(tmp_path / "tokenizer.model")]
+    return load_config(argv)
 
 
-def test_all_promised_files_are_there():
+def test_every_documented_model_has_a_configuration():
     assert {f.stem for f in FILES} >= {"debug", *PARAMETERS}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_a_shipped_file_loads_and_names_a_model_that_is_there(file, tmp_path):
+def test_a_shipped_file_loads_and_names_an_existing_model(file, tmp_path):
     resolve_model(load(file, tmp_path).model)
 
 
@@ -174,7 +174,7 @@ COMBINATIONS = {
 
 
 @pytest.mark.parametrize("command", COMBINATIONS)
-def test_a_combination_that_cannot_run_is_told_in_one_line(command):
+def test_an_impossible_combination_is_an_error_of_one_line(command):
     config = load_config(command.split())
     with pytest.raises(ConfigError) as error:
         resolve(config, world_size=4)
@@ -182,7 +182,7 @@ def test_a_combination_that_cannot_run_is_told_in_one_line(command):
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_a_schedule_that_takes_backward_apart_needs_a_new_torch(monkeypatch, name):
+def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name):
     config = load_config(["--parallel.pp", "2", "--parallel.pipeline_schedule", name])
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ConfigError) as error:

@@ -78,7 +78,7 @@ def test_a_finished_run_is_neither_repeated_nor_resumed_with_another_seed(comple
 
     again = call(SCRIPT, *tiny, cwd=cwd, NGPU="1")
     assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout[9:] == "tiny is finished: step 4; a higher --training.steps trains on\n"
+    assert again.stdout[9:] == "tiny already finished at step 4; raise --training.steps to continue\n"
 
 
 def test_one_and_two_processes_train_to_the_same_losses(complete_runs):
@@ -238,9 +238,9 @@ def test_a_run_with_invalid_data_leaves_no_folder(tiny, tmp_path):
 VARIABLES = {
     "NGPU=two": "NGPU=two: expected an integer of at least 1",
     "NGPU=0": "NGPU=0: expected an integer of at least 1",
-    "NNODES=4:2": "NNODES=4:2: expected an integer of at least 1, or the fewest and the most as 2:4",
-    "NNODES=x": "NNODES=x: expected an integer of at least 1, or the fewest and the most as 2:4",
-    "NNODES=2": "NNODES=2: needs MASTER_ADDR, the name of the first machine",
+    "NNODES=4:2": "NNODES=4:2: expected an integer of at least 1, or the minimum and the maximum as 2:4",
+    "NNODES=x": "NNODES=x: expected an integer of at least 1, or the minimum and the maximum as 2:4",
+    "NNODES=2": "NNODES=2: needs MASTER_ADDR, the host name of the first node",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
     "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",
     "LOG_RANK=first": "LOG_RANK=first: expected all, or ranks such as 0,3",

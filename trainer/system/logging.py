@@ -1,4 +1,4 @@
-"""Lines for people, printed by the ranks named in LOG_RANK (default: 0; several as 0,3; or all)."""
+"""Log lines, printed by the ranks in LOG_RANK (default: 0; several as 0,3; or all)."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _chosen() -> bool:
-    chosen = os.environ.get("LOG_RANK", "0")
-    return chosen == "all" or str(_rank()) in chosen.split(",")
+def _is_logging_rank() -> bool:
+    ranks = os.environ.get("LOG_RANK", "0")
+    return ranks == "all" or str(_rank()) in ranks.split(",")
 
 
 def _line(text: str) -> str:
@@ -22,20 +22,20 @@ def _line(text: str) -> str:
 
 
 def _print(line: str, file: TextIO) -> None:
-    with suppress(OSError):  # a disk that is full, a terminal that is gone: no reason to end a run
+    with suppress(OSError):  # a full disk or a closed terminal must not stop a run
         print(line, file=file, flush=True)
 
 
 def info(text: str) -> None:
-    if _chosen():
+    if _is_logging_rank():
         _print(_line(text), sys.stdout)
 
 
 def warning(text: str) -> None:
-    if _chosen():
+    if _is_logging_rank():
         _print(_line(f"warning: {text}"), sys.stderr)
 
 
 def on_terminal() -> bool:
-    """Whether a person reads along, so that colour and moving bars make sense."""
-    return _chosen() and sys.stdout.isatty()
+    """Whether this rank logs to a terminal, where colour and progress bars are useful."""
+    return _is_logging_rank() and sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""What the operating system gives: cores, this rank's place on its machine, and files that survive a power cut."""
+"""Processes and the resources of their node: cores, ranks, memory, signals."""
 
 import ctypes
 import os
@@ -14,23 +14,23 @@ def cores() -> int:
 
 
 def local_rank() -> int:
-    """Number of this process among those of its machine."""
+    """Index of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def node_id() -> str:
-    """This one among those of a run: torchrun numbers them; started by hand, they have their names."""
+    """Identifier of this node: torchrun's index, or the host name without torchrun."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def meminfo(name: str) -> int:
-    """Bytes, as Linux tells them under that name. Raises OSError on other systems."""
+    """Return an entry of /proc/meminfo, in bytes. Raises OSError on other systems than Linux."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 def memory_available() -> int | None:
-    """Bytes that this machine, or the container on it, can give without swapping; None where that is not told."""
+    """Bytes of memory available on this node, or in its container, without swapping; None if unknown."""
     try:
         free = meminfo("MemAvailable")
     except OSError:
@@ -38,16 +38,16 @@ def memory_available() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        files = next(
+        cached = next(
             line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
         )
-    except (OSError, ValueError, StopIteration):  # no container, or one without a limit
+    except (OSError, ValueError, StopIteration):  # not in a container, or in one without a limit
         return free
-    return min(free, limit - used + int(files.split()[1]))
+    return min(free, limit - used + int(cached.split()[1]))
 
 
 def die_with_parent() -> None:
-    """End this process when the one that started it ends, however that may be (Linux)."""
+    """Have the kernel kill this process when its parent exits for any reason (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -57,7 +57,7 @@ def in_child_of(parent: int) -> bool:
 
 
 def detach_signals(*_: object) -> None:
-    """For a process that works for another one: who stops, and when, is not its business, and it ends with that one."""
+    """Ignore SIGINT and SIGTERM, which the parent handles, and exit with the parent."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,3 +1,3 @@
-"""Units of sizes."""
+"""Units of memory."""
 
 GIB = 2**30
