@@ -176,7 +176,7 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     steps: Steps = 1000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the run."""
     seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
     """Length of a sample."""
     global_batch_size: Samples = 16
@@ -255,7 +255,7 @@ class ParallelConfig:
     ] = "1F1B"
     """Order in which a pipeline executes the microbatches."""
     pipeline_stages_per_rank: Annotated[CountOrZero, PIPELINE] = 0
-    """Stages per rank; 0: what the schedule needs (1 for GPipe and 1F1B, else 2)."""
+    """Stages per rank; 0: as many as the schedule needs (1 for GPipe and 1F1B, else 2)."""
     pipeline_split_points: Annotated[tuple[str, ...], PIPELINE] = ()
     """First blocks of the second stage, the third, ..., such as layers.3; empty: balanced by number of parameters."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
