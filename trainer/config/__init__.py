@@ -1,5 +1,7 @@
 """Sections of a configuration and ConfigError."""
 
+# ruff: noqa: F401
+
 from trainer.config.schema import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -18,22 +20,3 @@ from trainer.config.schema import (
     TokenizerConfig,
     TrainingConfig,
 )
-
-__all__ = [
-    "ActivationCheckpointConfig",
-    "CheckpointConfig",
-    "CompileConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "DistributedConfig",
-    "EvaluationConfig",
-    "LrScheduleConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "ResilienceConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
-]

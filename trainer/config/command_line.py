@@ -40,8 +40,7 @@ class Arguments(argparse.ArgumentParser):
     """argparse with --help from the script's docstring, defaults in the help, and one-line errors.
 
     doc: the first paragraph is the description; the rest (examples, exit codes) follows the options.
-    settings: whether the script also takes `--config FILE` and `--section.key value`; it passes the unknown flags of parse_known_args to
-    load_config.
+    settings: whether the script also takes `--config FILE` and `--section.key value`, which parse_known_args returns as unknown.
     """
 
     def __init__(self, doc: str = "", settings: bool = False, **options: Any):

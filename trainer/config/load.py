@@ -65,9 +65,8 @@ def _put_file(values: _Values, document: Mapping[str, Any], file: str) -> None:
             hint = _elsewhere(section, "") or (f"; write [{section}] as a table" if known else "")
             raise ConfigError("", f"{file} {section} = {toml_value(body)}: is outside any [section]{hint}")
         if known is None:
-            raise ConfigError(
-                "", f"{file} [{section}]: unknown section{did_you_mean(section, list(settings()), '[{}]')}"
-            )
+            hint = did_you_mean(section, settings(), "[{}]")
+            raise ConfigError("", f"{file} [{section}]: unknown section{hint}")
         for name, raw in body.items():
             setting = known.get(name)
             if setting is None:
@@ -115,15 +114,11 @@ def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         flag, equals, value = word.partition("=")
         if not equals:
             if i + 1 == len(argv) or argv[i + 1].startswith("--"):
-                raise ConfigError("", f"{_known_flag(flag)}: expects a value")
+                if flag != "--config":
+                    _find(flag)  # raises for an unknown flag
+                raise ConfigError("", f"{flag}: expects a value")
             value = argv[next(words)]
         yield flag, value
-
-
-def _known_flag(flag: str) -> str:
-    if flag != "--config":
-        _find(flag)
-    return flag
 
 
 def _find(flag: str) -> tuple[Setting, str]:
@@ -137,11 +132,8 @@ def _find(flag: str) -> tuple[Setting, str]:
         raise ConfigError("", f"{flag}: is a table; set an entry with {flag}.NAME VALUE")
     flags = [s.flag for members in settings().values() for s in members.values()]
     same_name = [f for f in flags if f.rpartition(".")[2] == flag.rpartition(".")[2].lstrip("-")]
-    hint = (
-        f"; did you mean {same_name[0]!r}?"
-        if same_name
-        else did_you_mean(flag, [*flags, "--config", "--print-config", "--help"])
-    )
+    candidates = [*flags, "--config", "--print-config", "--help"]
+    hint = f"; did you mean {same_name[0]!r}?" if same_name else did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
 
@@ -250,9 +242,8 @@ def _holds(condition: str, config: Config) -> bool:
     "[section] name" (is set), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
     if dataset := re.fullmatch(r"a (.+) dataset", condition):
         return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
-    empty, section, name, operator, choices = re.fullmatch(
-        r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?", condition
-    ).groups()
+    form = r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?"
+    empty, section, name, operator, choices = re.fullmatch(form, condition).groups()
     value = getattr(getattr(config, section), name)
     if operator:
         return (value in choices.split(" or ")) == (operator == "=")

@@ -60,6 +60,7 @@ Samples = Annotated[int, Constraint(min=1, max=10**7, unit="samples")]
 Seconds = Annotated[float, Constraint(min=1, max=10**7, unit="seconds")]
 Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
 Fraction = Annotated[float, Constraint(min=0, max=1)]
+Saveable = Literal["matmuls", "attention", "reduce_scatters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +276,7 @@ class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """Activations that blocks recompute in backward. none: nothing; full: everything; selective: all but those in save; budget:
     chosen by the compiler to meet memory_budget."""
-    save: Annotated[tuple[Literal["matmuls", "attention", "reduce_scatters"], ...], SELECTIVE] = (
-        "matmuls",
-        "attention",
-        "reduce_scatters",
-    )
+    save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters")
     """Results that are saved for backward."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
     """Save every n-th matmul of a block only."""

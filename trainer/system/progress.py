@@ -5,8 +5,6 @@ from tqdm import tqdm
 from trainer.system import logging
 
 
-def progress(total: int | None, unit: str, description: str) -> tqdm:
+def progress(total: int | None, unit: str, desc: str) -> tqdm:
     """Return a progress bar, shown only on a terminal. total: None if unknown."""
-    return tqdm(
-        total=total, unit=unit, unit_scale=True, desc=description, disable=not logging.on_terminal(), leave=False
-    )
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not logging.on_terminal(), leave=False)
