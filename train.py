@@ -38,7 +38,7 @@ def run(config: Config) -> int:
                 f"{config.run.name} already finished at step {saved.state.step}; raise --training.steps to continue"
             )
             if config.checkpoint.export_huggingface:
-                export_run(run_folder(config), unless_there=True)
+                export_run(run_folder(config), skip_existing=True)
         else:
             build_trainer(config, resolved, rank_device, saved).train(StopRequest())
     except ConfigError as error:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tqdm import tqdm
 
 from models import MODELS
-from trainer.checkpoint.export import export_from_checkpoint
+from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.weights import resolve_checkpoint
@@ -26,7 +26,7 @@ from trainer.system.units import GIB
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
     checkpoint = resolve_checkpoint(checkpoint)
-    export = export_from_checkpoint(checkpoint, DTYPES[dtype])
+    export = HfExport.from_checkpoint(checkpoint, DTYPES[dtype])
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(out, shard_bytes, bar.update)
 

@@ -32,7 +32,7 @@ def tiny(corpus, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def theirs(tmp_path_factory) -> Path:
+def hf_model(tmp_path_factory) -> Path:
     """A model that transformers made and wrote."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -40,6 +40,6 @@ def theirs(tmp_path_factory) -> Path:
         vocab_size=2048, rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=500_000.0, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("theirs")
+    folder = tmp_path_factory.mktemp("hf_model")
     transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
     return folder

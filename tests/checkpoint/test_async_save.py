@@ -1,4 +1,4 @@
-"""Saving beside training: the same files, the state of the moment, and no failure swallowed."""
+"""Asynchronous saves: content, results and failures of every mode."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def saver_of(mode, folder, tensors):
 
 
 def two_saves(mode, folder):
-    """The tensors change as soon as a save lets them; returns what the saves hold and what was reported."""
+    """Change the tensors as soon as a save allows it; return the stored tensors and the results."""
     tensors = {"model/w": torch.full((4,), 1.0), "model/b": torch.arange(3)}
     saver = saver_of(mode, folder, tensors)
     reported = []
@@ -37,12 +37,12 @@ def two_saves(mode, folder):
     reported += saver.wait()
     saver.close()
     stored = [load(folder / f"step-0000000{step}") for step in (1, 2)]
-    return stored, [(ended.step, ended.failure) for ended in reported]
+    return stored, [(result.step, result.failure) for result in reported]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_save_holds_the_state_of_its_moment(ranks, tmp_path, mode, size):
+def test_save_contains_the_state_when_it_started(ranks, tmp_path, mode, size):
     for stored, reported in ranks(size).run(two_saves, mode, tmp_path):
         assert stored == [
             {"model/w": [1.0] * 4, "model/b": [0, 1, 2]},
@@ -58,7 +58,7 @@ def odd_tensors(mode, folder):
         "empty": torch.zeros(0, 4),
         "bytes": torch.arange(7, dtype=torch.uint8),
         "half": torch.ones(3, 5, dtype=torch.bfloat16),
-        "turned": torch.arange(12.0).view(3, 4).t(),
+        "transposed": torch.arange(12.0).view(3, 4).t(),
     }
     saver = saver_of(mode, folder, tensors)
     saver.save(1, tensors, FILES, {})
@@ -71,7 +71,7 @@ def odd_tensors(mode, folder):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_shape_and_type_comes_back(ranks, tmp_path, mode):
+def test_every_shape_and_dtype_round_trips(ranks, tmp_path, mode):
     assert ranks(1).run(odd_tensors, mode, tmp_path) == [True]
 
 
@@ -80,29 +80,29 @@ def no_space(*args):
 
 
 def failing(mode, folder, known_before):
-    """A save fails, known to this rank or not when the next begins, which works."""
+    """Fail one save and succeed with the next. known_before: the rank that polls the failure before the next save starts."""
     tensors = {"model/w": torch.ones(4), "model/b": torch.arange(3)}
     saver = saver_of(mode, folder, tensors)
     original, storage.write_safetensors = storage.write_safetensors, no_space
-    told = []
+    results = []
     try:
         saver.save(1, tensors, FILES, {})
-        saver.pending.end.exception()
+        saver.pending.committed.exception()
     finally:
         storage.write_safetensors = original
     if known_before == dist.get_rank():
-        told = saver.poll()
+        results = saver.poll()
     saver.save(1, tensors, FILES, {})
-    told += saver.wait()
+    results += saver.wait()
     saver.close()
-    return [(ended.step, str(ended.failure)) for ended in told]
+    return [(result.step, str(result.failure)) for result in results]
 
 
 @pytest.mark.parametrize("mode", ["off", "thread"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_failure_is_told_and_the_next_save_is_made(ranks, tmp_path, size, mode):
-    told = [(1, "step 1 could not be saved: rank 0: shard: No space left on device"), (1, "None")]
-    assert ranks(size).run(failing, mode, tmp_path, 0) == [told] * size
+def test_failure_is_reported_and_the_next_save_succeeds(ranks, tmp_path, size, mode):
+    expected = [(1, "step 1 could not be saved: rank 0: shard: No space left on device"), (1, "None")]
+    assert ranks(size).run(failing, mode, tmp_path, 0) == [expected] * size
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -121,18 +121,18 @@ def killed(folder):
     except WriterDied as error:
         before = str(error)
     saver.save(2, tensors, FILES, {})
-    (ended,) = saver.wait()
+    (result,) = saver.wait()
     saver.close()
-    return before, type(ended.failure).__name__, str(ended.failure)
+    return before, type(result.failure).__name__, str(result.failure)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_killed_writer_is_told_by_all_ranks(ranks, tmp_path, size):
+def test_killed_writer_is_reported_on_all_ranks(ranks, tmp_path, size):
     *others, last = ranks(size).run(killed, tmp_path)
-    how = "the process that writes checkpoints was ended by SIGKILL"
-    assert last == (f"no step can be saved any more: {how}", "WriterDied", f"step 2 could not be saved: {how}")
-    for before, kind, failure in others:
-        assert (before, kind) == ("", "WriterDied")
+    end = "the checkpoint writer process was killed by SIGKILL"
+    assert last == (f"no further step can be saved: {end}", "WriterDied", f"step 2 could not be saved: {end}")
+    for before, error_type, failure in others:
+        assert (before, error_type) == ("", "WriterDied")
         assert failure.startswith("step 2 could not be saved: ")
 
 
@@ -142,6 +142,6 @@ def bug(folder):
     saver.save(1, tensors, FILES, {})
 
 
-def test_a_bug_is_no_failed_save(ranks, tmp_path):
+def test_unexpected_exceptions_are_not_reported_as_failed_saves(ranks, tmp_path):
     with pytest.raises(RankError, match="complex64"):
         ranks(1).run(bug, tmp_path)

@@ -1,4 +1,4 @@
-"""Committed or not there at all; verified before it is trusted."""
+"""Commits, retention and loading of checkpoints."""
 
 import errno
 import json
@@ -19,15 +19,15 @@ TENSORS = {"model/w": torch.full((4,), 0.0), "model/b": torch.arange(3)}
 
 
 def save(folder, step, value=1.0, keep=0, keep_interval_steps=0, tensors=None, keep_best=0):
-    """On ranks, as the trainer does."""
+    """Save on all ranks, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = STATE | {"step": step}
-    aside = commit.make_staging_dir(folder, step)
+    staging_dir = commit.make_staging_dir(folder, step)
     files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
-    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_best, aside)
-    alone = dist.get_world_size() == 1
+    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_best, staging_dir)
+    single_rank = dist.get_world_size() == 1
     plan = storage.local_save_plan(tensors, dist.get_rank() == 0)
-    commit.save(request, plan, storage.local_tensors(tensors), None if alone else dist.group.WORLD)
+    commit.save(request, plan, storage.local_tensors(tensors), None if single_rank else dist.group.WORLD)
     return request.final
 
 
@@ -53,19 +53,19 @@ def saved_and_loaded(folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_was_saved_is_loaded_and_nothing_else_is_left(ranks, tmp_path, size):
+def test_load_returns_what_was_saved_and_no_other_file_remains(ranks, tmp_path, size):
     folder = tmp_path / "c"
-    for name, left, loaded, found in ranks(size).run(saved_and_loaded, folder):
-        assert (name, left) == ("step-00000003", ["step-00000003"])
+    for name, files, loaded, point in ranks(size).run(saved_and_loaded, folder):
+        assert (name, files) == ("step-00000003", ["step-00000003"])
         assert loaded == {"model/w": [7.0] * 4, "model/b": [0, 1, 2]}
-        assert found.path == folder / name and found.state["step"] == 3 and not found.rollback
+        assert point.path == folder / name and point.state["step"] == 3 and not point.rollback
     files = set(manifest.read(folder / name).files)
     assert files == {"index.json", "train_state.json", "config.toml"} | {
         f"rank-{r:05d}.safetensors" for r in range(size)
     }
 
 
-def test_the_files_are_plain_safetensors(ranks, tmp_path):
+def test_rank_files_are_plain_safetensors(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path, 3, 7)[0]
     assert {n: t.tolist() for n, t in load_file(path / "rank-00000.safetensors").items()} == {
         "model/w": [7.0] * 4,
@@ -78,7 +78,7 @@ def fails(*args, **kwargs):
 
 
 def with_failing(name, folder, step):
-    """Save while a function of the checkpoint's modules fails on the last rank; the error."""
+    """Save while a function of the checkpoint modules fails on the last rank; return the error."""
     module = {"write_safetensors": storage}.get(name, manifest)
     original = getattr(module, name)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -92,22 +92,22 @@ def with_failing(name, folder, step):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_save_that_fails_on_one_rank_is_told_on_all_and_leaves_what_was_there(ranks, tmp_path, size):
+def test_failure_on_one_rank_is_raised_on_all_ranks_and_keeps_earlier_checkpoints(ranks, tmp_path, size):
     ranks(size).run(save, tmp_path, 3)
-    told = ranks(size).run(with_failing, "write_safetensors", tmp_path, 6)
-    assert told == [f"step 6 could not be saved: rank {size - 1}: shard: No space left on device"] * size
+    errors = ranks(size).run(with_failing, "write_safetensors", tmp_path, 6)
+    assert errors == [f"step 6 could not be saved: rank {size - 1}: shard: No space left on device"] * size
     assert names(tmp_path) == ["step-00000003"]
     ranks(size).run(save, tmp_path, 6)
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
 
 
-def test_a_failure_at_the_last_file_leaves_no_checkpoint(ranks, tmp_path):
+def test_failure_to_write_the_manifest_leaves_no_checkpoint(ranks, tmp_path):
     assert "No space left" in ranks(1).run(with_failing, "write", tmp_path, 6)[0]
     assert names(tmp_path) == []
 
 
-def hiccup(folder):
-    """The first two writes of a shard fail as a busy file server may; the delays are left out."""
+def transient_failures(folder):
+    """Fail the first two writes of a rank's file with a transient error, and skip the delays."""
     original, sleep = storage.write_safetensors, storage.time.sleep
     tries = []
 
@@ -124,13 +124,13 @@ def hiccup(folder):
         storage.write_safetensors, storage.time.sleep = original, sleep
 
 
-def test_an_error_that_passes_is_tried_again(ranks, tmp_path):
-    assert ranks(1).run(hiccup, tmp_path) == [([5.0] * 4, 3)]
+def test_transient_errors_are_retried(ranks, tmp_path):
+    assert ranks(1).run(transient_failures, tmp_path) == [([5.0] * 4, 3)]
 
 
-def test_what_an_interrupted_save_left_is_no_checkpoint_and_is_cleared(ranks, tmp_path):
-    for left in ("step-00000006.tmp-0a1b2c3d", "step-00000003.tmp-1b2c3d4e"):
-        (tmp_path / left).mkdir()
+def test_folders_of_interrupted_saves_are_ignored_and_removed(ranks, tmp_path):
+    for name in ("step-00000006.tmp-0a1b2c3d", "step-00000003.tmp-1b2c3d4e"):
+        (tmp_path / name).mkdir()
     assert ranks(1).run(resume.find_resume_point, tmp_path) == [None]
     ranks(1).run(save, tmp_path, 9)
     assert names(tmp_path) == ["step-00000009"]
@@ -146,7 +146,7 @@ def test_saving_a_step_again_replaces_it(ranks, tmp_path):
     assert ranks(1).run(load, path)[0]["model/w"] == [2.0] * 4
 
 
-def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
+def test_replaced_checkpoint_is_used_if_the_replacement_was_interrupted(ranks, tmp_path):
     ranks(1).run(save, tmp_path, 3)
     path = ranks(1).run(save, tmp_path, 6, 1)[0]
     path.rename(tmp_path / "step-00000006.old")
@@ -155,7 +155,7 @@ def test_between_the_two_renames_the_old_one_counts(ranks, tmp_path):
     assert names(tmp_path) == ["step-00000003", "step-00000006"]
 
 
-def test_after_them_the_new_one_counts(ranks, tmp_path):
+def test_new_checkpoint_is_preferred_to_the_replaced_one(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path, 6, 1)[0]
     shutil.copytree(path, tmp_path / "step-00000006.old")
     assert ranks(1).run(resume.find_resume_point, tmp_path)[0].path == path
@@ -163,17 +163,17 @@ def test_after_them_the_new_one_counts(ranks, tmp_path):
     assert names(tmp_path) == ["step-00000006"]
 
 
-# ------------------------------------------------------------ keeping some
+# ------------------------------------------------------------ retention
 
 
-def test_the_newest_and_every_nth_are_kept(ranks, tmp_path):
+def test_newest_checkpoints_and_multiples_of_the_interval_are_kept(ranks, tmp_path):
     (tmp_path / "notes").mkdir()
     for step in range(1, 10):
         ranks(1).run(save, tmp_path, step, 1, 2, 4)
     assert names(tmp_path) == ["notes", "step-00000004", "step-00000008", "step-00000009"]
 
 
-def test_one_that_lacks_a_file_does_not_count_among_those_to_keep(ranks, tmp_path):
+def test_incomplete_checkpoints_do_not_count_towards_keep(ranks, tmp_path):
     for step in (1, 2, 3):
         ranks(1).run(save, tmp_path, step)
     for step in (2, 3):
@@ -184,8 +184,8 @@ def test_one_that_lacks_a_file_does_not_count_among_those_to_keep(ranks, tmp_pat
     assert names(tmp_path) == ["step-00000004", "step-00000005"]
 
 
-def test_what_was_just_saved_is_kept_and_found_beside_newer_ones_that_are_damaged(ranks, tmp_path):
-    """The run was found damaged at 30, went on from 20, and saved 25."""
+def test_new_checkpoint_is_kept_and_found_although_damaged_ones_are_newer(ranks, tmp_path):
+    """The checkpoint of step 30 is damaged; the run resumed from step 20 and saved step 25."""
     for step in (10, 20, 30):
         ranks(1).run(save, tmp_path, step)
     damage(tmp_path / "step-00000030")
@@ -194,12 +194,12 @@ def test_what_was_just_saved_is_kept_and_found_beside_newer_ones_that_are_damage
     assert ranks(1).run(resume.find_resume_point, tmp_path)[0].path.name == "step-00000025"
 
 
-def test_what_cannot_be_removed_is_a_warning(monkeypatch, tmp_path):
-    told = []
-    monkeypatch.setattr(commit.logging, "warning", told.append)
+def test_failed_removal_is_a_warning(monkeypatch, tmp_path):
+    messages = []
+    monkeypatch.setattr(commit.logging, "warning", messages.append)
     monkeypatch.setattr(commit, "latest_per_step", fails)
-    commit.prune(SaveRequest(tmp_path, 9, {}, {}, 1, 0, 0, tmp_path / "aside"))
-    assert told == ["old checkpoints were not removed: shard: No space left on device"]
+    commit.prune(SaveRequest(tmp_path, 9, {}, {}, 1, 0, 0, tmp_path / "staging"))
+    assert messages == ["old checkpoints were not removed: shard: No space left on device"]
 
 
 # ------------------------------------------------------------ loading
@@ -209,17 +209,17 @@ def test_what_cannot_be_removed_is_a_warning(monkeypatch, tmp_path):
     ("tensors", "problem"),
     [
         ({"model/w": torch.zeros(4), "model/c": torch.zeros(1)}, "model/c is missing"),
-        ({"model/w": torch.zeros(5)}, r"model/w is \[4\] there, \[5\] here"),
-        ({"model/w": torch.zeros(4).bfloat16()}, "model/w is torch.float32 there, torch.bfloat16 here"),
+        ({"model/w": torch.zeros(5)}, r"model/w has shape \[4\], expected \[5\]"),
+        ({"model/w": torch.zeros(4).bfloat16()}, "model/w has dtype torch.float32, expected torch.bfloat16"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(ranks, tmp_path, tensors, problem):
+def test_mismatched_tensors_are_rejected_by_name(ranks, tmp_path, tensors, problem):
     path = ranks(1).run(save, tmp_path, 1)[0]
     with pytest.raises(RankError, match=f"cannot load {path}: {problem}"):
         ranks(1).run(load, path, tensors)
 
 
-def test_a_tensor_that_nobody_expects_is_refused(ranks, tmp_path):
+def test_unexpected_tensors_are_rejected_by_name(ranks, tmp_path):
     path = ranks(1).run(save, tmp_path, 1, 1, 0, 0, {"model/w": torch.zeros(4), "model/x/moment": torch.zeros(2)})[0]
-    with pytest.raises(RankError, match="model/x/moment belongs to no part of this run"):
+    with pytest.raises(RankError, match="model/x/moment is not a tensor of this run"):
         ranks(1).run(load, path, {"model/w": torch.zeros(4)})

@@ -1,4 +1,4 @@
-"""Models that leave are the same elsewhere, and those that come are the same here."""
+"""Export to and import from Hugging Face format."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, sizes_fro
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.conftest import ROOT
 from tests.training_runs import full, train, trainer_from
-from trainer.checkpoint.export import export_from_checkpoint, export_run
-from trainer.checkpoint.huggingface import HfModelFolder, import_folder, is_export_of
+from trainer.checkpoint.export import HfExport, export_run, is_export_of
+from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.checkpoint.storage import read_index, read_rows
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -26,57 +26,57 @@ from trainer.run.resolve import parameter_names
 from trainer.testing.ranks import RankError
 
 GIB = 2**30
-KINDS = {
-    "llama 2, every head its own": {"model.size": "7b", "model.name": "llama2", "n_kv_heads": 8, "rope_theta": 1e4},
-    "llama 3, grouped": {"model.size": "8b", "model.name": "llama3"},
+MODELS_TO_CONVERT = {
+    "llama 2, multi-head attention": {"model.size": "7b", "model.name": "llama2", "n_kv_heads": 8, "rope_theta": 1e4},
+    "llama 3, grouped-query attention": {"model.size": "8b", "model.name": "llama3"},
     "llama 3.1, scaled": {"model.size": "8b", "model.name": "llama3.1", "original_seq_len": 16},
     "llama 3.2, scaled and tied": {"model.size": "1b", "model.name": "llama3.2", "original_seq_len": 16},
 }
 SMALL = {"dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048}
 
 
-def flags_of(kind):
-    words = SMALL | KINDS[kind]
-    named = {key: words.pop(key) for key in ("model.name", "model.size")}
-    return [w for key, value in named.items() for w in (f"--{key}", value)] + [
-        w for key, value in words.items() for w in (f"--model.overrides.{key}", str(value))
-    ]
+def flags_of(model):
+    settings = {
+        (k if k.startswith("model.") else f"model.overrides.{k}"): v
+        for k, v in (SMALL | MODELS_TO_CONVERT[model]).items()
+    }
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def trained(ranks, tiny, folder, kind, size, *layout):
-    """A checkpoint after two steps, of a model whose layouts are small enough for four stages."""
+def trained(ranks, tiny, folder, model, size, *layout):
+    """Train a model with at least four layers for two steps and return the checkpoint."""
     tiny_flags = [*tiny[:2], "--training.steps", "2", "--run.output_folder", str(folder), "--run.name", "run"]
     (folder / "base.toml").write_text(Path(tiny[1]).read_text().replace("overrides =", "# overrides ="))
-    argv = ["--config", str(folder / "base.toml"), *tiny_flags[2:], *flags_of(kind), *layout]
+    argv = ["--config", str(folder / "base.toml"), *tiny_flags[2:], *flags_of(model), *layout]
     ranks(size).run(train, argv)
     return folder / "run" / "checkpoints" / "step-00000002"
 
 
-def our_logits(checkpoint, tokens):
-    export = export_from_checkpoint(checkpoint, torch.float32)
-    network = export.spec.model(export.sizes)
+def native_logits(checkpoint, tokens):
+    export = HfExport.from_checkpoint(checkpoint, torch.float32)
+    model = export.spec.model(export.sizes)
     index = read_index(checkpoint)
     with torch.no_grad():
-        for name, p in network.named_parameters():
+        for name, p in model.named_parameters():
             p.copy_(read_rows(checkpoint, f"model/{name}", index[f"model/{name}"], 0, p.shape[0]))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return network(tokens, positions, torch.zeros_like(tokens))
+        return model(tokens, positions, torch.zeros_like(tokens))
 
 
-def their_logits(folder, tokens):
+def hf_logits(folder, tokens):
     model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     with torch.no_grad():
         return model(tokens).logits
 
 
-def assert_same_logits(ours, theirs):
-    assert (ours - theirs).abs().max() < 5e-5 * ours.std()
+def assert_same_logits(logits, expected):
+    assert (logits - expected).abs().max() < 5e-5 * logits.std()
 
 
 TOKENS = torch.randint(2048, (2, 48), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", MODELS_TO_CONVERT)
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
@@ -84,42 +84,41 @@ TOKENS = torch.randint(2048, (2, 48), generator=torch.Generator().manual_seed(0)
         (8, ["--parallel.tp", "2", "--parallel.dp_shard", "2", "--parallel.pp", "2"]),
     ],
 )
-def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tmp_path, kind, size, layout):
-    if "tied" in kind and size == 8:
-        layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings cannot be cut into stages
-    checkpoint = trained(ranks, tiny, tmp_path, kind, size, *layout)
-    export_from_checkpoint(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
-    assert_same_logits(our_logits(checkpoint, TOKENS), their_logits(tmp_path / "out", TOKENS))
+def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tmp_path, model, size, layout):
+    if "tied" in model and size == 8:
+        layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings do not support pipeline stages
+    checkpoint = trained(ranks, tiny, tmp_path, model, size, *layout)
+    HfExport.from_checkpoint(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
+    assert_same_logits(native_logits(checkpoint, TOKENS), hf_logits(tmp_path / "out", TOKENS))
 
-    # And back, bit by bit, in small files.
+    # The import is bitwise identical, also from several small files.
     folder = HfModelFolder(tmp_path / "out", MODELS["llama3"])
     names = parameter_names(MODELS["llama3"], folder.sizes)
     import_folder(folder, "llama3", names, tmp_path / "back", 2**18, lambda n: None)
-    assert torch.equal(our_logits(tmp_path / "back", TOKENS), our_logits(checkpoint, TOKENS))
-    export_from_checkpoint(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
+    assert torch.equal(native_logits(tmp_path / "back", TOKENS), native_logits(checkpoint, TOKENS))
+    HfExport.from_checkpoint(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
     again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
     first = load_file(tmp_path / "out" / "model.safetensors")
     assert set(again) == set(first) and all(torch.equal(again[name], first[name]) for name in first)
-    assert_same_logits(their_logits(tmp_path / "again", TOKENS), their_logits(tmp_path / "out", TOKENS))
-    one, other = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("out", "again"))
-    assert one == other
+    assert_same_logits(hf_logits(tmp_path / "again", TOKENS), hf_logits(tmp_path / "out", TOKENS))
+    assert (tmp_path / "out" / "config.json").read_text() == (tmp_path / "again" / "config.json").read_text()
 
 
-def test_a_model_of_theirs_gives_the_same_logits_here(theirs, tmp_path):
-    folder = HfModelFolder(theirs, MODELS["llama3"])
+def test_an_imported_model_gives_the_same_logits_as_transformers(hf_model, tmp_path):
+    folder = HfModelFolder(hf_model, MODELS["llama3"])
     import_folder(
         folder, "llama3", parameter_names(MODELS["llama3"], folder.sizes), tmp_path / "c", GIB, lambda n: None
     )
-    assert_same_logits(our_logits(tmp_path / "c", TOKENS), their_logits(theirs, TOKENS))
+    assert_same_logits(native_logits(tmp_path / "c", TOKENS), hf_logits(hf_model, TOKENS))
 
 
-def a_model(theirs, tmp_path, ours):
-    """A folder of theirs, or a checkpoint that was made of it; and the parameters in it."""
-    folder = HfModelFolder(theirs, MODELS["llama3"])
+def source_and_parameters(hf_model, tmp_path, imported):
+    """Return the folder of the model, or a checkpoint imported from it, and its parameters."""
+    folder = HfModelFolder(hf_model, MODELS["llama3"])
     names = parameter_names(MODELS["llama3"], folder.sizes)
-    if ours:
+    if imported:
         import_folder(folder, "llama3", names, tmp_path / "imported", GIB, lambda n: None)
-    return tmp_path / "imported" if ours else theirs, {name: folder.rows(name, 0, 10**9) for name in names}
+    return tmp_path / "imported" if imported else hf_model, {name: folder.rows(name, 0, 10**9) for name in names}
 
 
 def initial_weights(argv):
@@ -131,33 +130,33 @@ def initial_weights(argv):
     ("size", "layout"),
     [(1, []), (2, ["--parallel.tp", "2"]), (4, ["--parallel.tp", "2", "--parallel.pp", "2"]), (4, [])],
 )
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, theirs, size, layout, ours):
-    source, expected = a_model(theirs, tmp_path, ours)
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_run_starts_from_a_model_on_any_layout(ranks, tiny, tmp_path, hf_model, size, layout, imported):
+    source, expected = source_and_parameters(hf_model, tmp_path, imported)
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(source), *layout]
-    found = {}
+    loaded = {}
     for weights, _ in ranks(size).run(initial_weights, argv):
-        found |= weights
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+        loaded |= weights
+    assert set(loaded) == set(expected)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
     ("size", "layout"),
     [(1, []), (4, []), (2, ["--parallel.tp", "2"]), (4, ["--parallel.tp", "2", "--parallel.pp", "2"])],
 )
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_vocabulary_grows_by_the_mean_of_its_rows(ranks, tiny, tmp_path, theirs, size, layout, ours):
-    source, expected = a_model(theirs, tmp_path, ours)
+@pytest.mark.parametrize("imported", [False, True])
+def test_new_embedding_rows_are_the_mean_of_the_stored_rows(ranks, tiny, tmp_path, hf_model, size, layout, imported):
+    source, expected = source_and_parameters(hf_model, tmp_path, imported)
     larger = len(expected["output.weight"]) + 37
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(source), *layout]
     argv += ["--model.overrides.vocab_size", str(larger)]
-    with pytest.raises(RankError, match=f"vocab_size is {larger - 37} there, {larger} here"):
+    with pytest.raises(RankError, match=f"vocab_size is {larger - 37}, expected {larger}"):
         ranks(size).run(initial_weights, argv)
-    found = {}
+    loaded = {}
     for weights, _ in ranks(size).run(initial_weights, [*argv, "--checkpoint.resize_embeddings", "true"]):
-        found |= weights
-    for name, weight in found.items():
+        loaded |= weights
+    for name, weight in loaded.items():
         if name in ("tok_embeddings.weight", "output.weight"):
             assert torch.equal(weight[:-37], expected[name])
             mean = expected[name].double().mean(0).float()
@@ -166,14 +165,14 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(ranks, tiny, tmp_path, their
             assert torch.equal(weight, expected[name])
 
 
-def test_what_is_excluded_stays_as_it_was_drawn(ranks, tiny, tmp_path, theirs):
+def test_excluded_parameters_keep_their_random_values(ranks, tiny, tmp_path, hf_model):
     more = [*tiny, "--run.output_folder", str(tmp_path)]
     drawn = ranks(1).run(initial_weights, [*more, "--run.name", "a"])[0][0]
     given = [
         "--run.name",
         "b",
         "--checkpoint.init_from",
-        str(theirs),
+        str(hf_model),
         "--checkpoint.init_exclude",
         "output.weight,layers.1.*",
     ]
@@ -187,34 +186,37 @@ def test_what_is_excluded_stays_as_it_was_drawn(ranks, tiny, tmp_path, theirs):
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--model.overrides.n_layers", "3"], "checkpoint.init_from: is another network: n_layers is 2 there, 3 here"),
-        (["--checkpoint.init_exclude", "outptu.weight"], "outptu.weight is no parameter; did you mean 'output.weight'"),
+        (["--model.overrides.n_layers", "3"], "checkpoint.init_from: is a different model: n_layers is 2, expected 3"),
+        (
+            ["--checkpoint.init_exclude", "outptu.weight"],
+            "outptu.weight matches no parameter; did you mean 'output.weight'",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(ranks, tiny, tmp_path, theirs, more, problem):
+def test_init_from_another_model_is_rejected(ranks, tiny, tmp_path, hf_model, more, problem):
     config = tmp_path / "base.toml"
     config.write_text(Path(tiny[1]).read_text().replace("n_layers = 2", ""))
     more = more if "n_layers" in more[0] else [*more, "--model.overrides.n_layers", "2"]
-    argv = ["--config", str(config), "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(theirs)]
+    argv = ["--config", str(config), "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(hf_model)]
     with pytest.raises(RankError, match=problem):
         ranks(1).run(initial_weights, [*argv, *more])
 
 
-def test_a_run_leaves_its_model_for_others_at_the_end(ranks, tiny, tmp_path):
+def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]
     ranks(2).run(train, [*argv, "--checkpoint.export_huggingface", "true"])
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "huggingface")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "huggingface")
-    ours = load_tokenizer(TokenizerConfig())
+    native = load_tokenizer(TokenizerConfig())
     text = "def f(x):\n\treturn 'é' + \"\U0001f600\"  # <|end_of_text|>"
-    assert tokenizer(text, split_special_tokens=True).input_ids == [ours.bos, *ours.encode(text)]
-    assert model.generation_config.eos_token_id == ours.eos
+    assert tokenizer(text, split_special_tokens=True).input_ids == [native.bos, *native.encode(text)]
+    assert model.generation_config.eos_token_id == native.eos
     assert model.dtype == torch.bfloat16
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
     assert script("to-hf", tmp_path / "run", tmp_path / "out") == (0, "")
     assert is_export_of(tmp_path / "run" / "huggingface", checkpoint) and is_export_of(tmp_path / "out", checkpoint)
 
-    # An export that could not be made again when the run trained on is of the step before.
+    # The run trains further without an export, so the existing one belongs to an earlier step.
     ranks(1).run(train, [*argv, "--training.steps", "6"])
     exported = tmp_path / "run" / "huggingface" / "model.safetensors"
     before = exported.read_bytes()
@@ -230,7 +232,7 @@ def test_a_run_leaves_its_model_for_others_at_the_end(ranks, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [*LLAMA2.values(), *LLAMA3.values(), *LLAMA3_1.values(), *LLAMA3_2.values()])
-def test_sizes_survive_their_config(sizes):
+def test_sizes_round_trip_through_the_config(sizes):
     assert sizes_from_hf(hf_config(sizes, 2048)) == (
         sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
     )
@@ -238,7 +240,7 @@ def test_sizes_survive_their_config(sizes):
     assert sizes_from_hf(json.loads(written.to_json_string())) == sizes_from_hf(hf_config(sizes, 2048))
 
 
-def test_turning_rows_back_gives_what_was_there():
+def test_rope_permutation_round_trips():
     rows = torch.arange(48.0).view(24, 2)
     assert torch.equal(permute_from_hf(permute_to_hf(rows, 8), 8), rows)
     assert permute_to_hf(rows, 8)[:8, 0].tolist() == [0, 4, 8, 12, 2, 6, 10, 14]
@@ -261,7 +263,7 @@ def test_turning_rows_back_gives_what_was_there():
         ({"hidden_size": 130}, "n_heads 8 must divide dim 130"),
     ],
 )
-def test_another_network_is_refused(tmp_path, change, problem):
+def test_unsupported_config_is_rejected(tmp_path, change, problem):
     config = hf_config(LLAMA3["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
@@ -269,7 +271,7 @@ def test_another_network_is_refused(tmp_path, change, problem):
     assert error.value.message == f"{tmp_path}/config.json: {problem}"
 
 
-# ------------------------------------------------------------ what may not be trusted
+# ------------------------------------------------------------ untrusted folders
 
 
 def folder_of(tmp_path, weight_map=None):
@@ -281,34 +283,34 @@ def folder_of(tmp_path, weight_map=None):
 
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 7, None, ["x"], "a\nb"])
-def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path, file):
-    with pytest.raises(ConfigError, match="which is no name of a file in it"):
+def test_index_with_a_path_out_of_its_folder_is_rejected(tmp_path, file):
+    with pytest.raises(ConfigError, match="which is not a plain file name"):
         HfModelFolder(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
 
 
-def test_a_link_to_elsewhere_is_refused_and_that_of_their_cache_is_not(tmp_path):
+def test_links_are_rejected_except_into_the_cache_of_hugging_face(tmp_path):
     (tmp_path / "blobs").mkdir()
     snapshot = tmp_path / "snapshots" / "1"
     snapshot.mkdir(parents=True)
-    made = folder_of(snapshot, {"model.norm.weight": "model.safetensors"})
-    shutil.move(made / "model.safetensors", tmp_path / "blobs" / "0a")
-    (made / "model.safetensors").symlink_to("../../blobs/0a")
-    assert list(HfModelFolder(made, MODELS["llama3"]).index(["norm.weight"])) == ["norm.weight"]
-    (made / "model.safetensors").unlink()
+    folder = folder_of(snapshot, {"model.norm.weight": "model.safetensors"})
+    shutil.move(folder / "model.safetensors", tmp_path / "blobs" / "0a")
+    (folder / "model.safetensors").symlink_to("../../blobs/0a")
+    assert list(HfModelFolder(folder, MODELS["llama3"]).index(["norm.weight"])) == ["norm.weight"]
+    (folder / "model.safetensors").unlink()
     shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
-    (made / "model.safetensors").symlink_to("../../elsewhere")
-    with pytest.raises(ConfigError, match=r"model.safetensors is a link that leads elsewhere"):
-        HfModelFolder(made, MODELS["llama3"])
+    (folder / "model.safetensors").symlink_to("../../elsewhere")
+    with pytest.raises(ConfigError, match=r"model.safetensors is a symbolic link out of the folder"):
+        HfModelFolder(folder, MODELS["llama3"])
 
 
 @pytest.mark.parametrize(
     "head", [struct.pack("<Q", 8 * 2**30), b"", b"\x05\0\0\0\0\0\0\0{}}}}", struct.pack("<Q", 2) + b"[]"]
 )
-def test_a_hostile_header_is_one_line(tmp_path, head):
-    made = folder_of(tmp_path)
-    (made / "model.safetensors").write_bytes(head)
+def test_invalid_header_is_a_one_line_error(tmp_path, head):
+    folder = folder_of(tmp_path)
+    (folder / "model.safetensors").write_bytes(head)
     with pytest.raises(ConfigError, match=r"model\.safetensors: "):
-        HfModelFolder(made, MODELS["llama3"])
+        HfModelFolder(folder, MODELS["llama3"])
 
 
 # ------------------------------------------------------------ the script
@@ -320,8 +322,8 @@ def script(*words):
     return done.returncode, done.stderr.strip()
 
 
-def test_the_script_converts_and_refuses_in_one_line(theirs, tmp_path):
-    assert script("from-hf", theirs, tmp_path / "c") == (0, "")
+def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
+    assert script("from-hf", hf_model, tmp_path / "c") == (0, "")
     assert script("to-hf", tmp_path / "c", tmp_path / "out", "--dtype", "bf16") == (0, "")
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
@@ -332,14 +334,14 @@ def test_the_script_converts_and_refuses_in_one_line(theirs, tmp_path):
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: is no model of Hugging Face (it has no config.json)",
+        f"{tmp_path}: is not a Hugging Face model (it has no config.json)",
     )
-    assert script("from-hf", theirs, tmp_path / "x", "--family", "lama3") == (
+    assert script("from-hf", hf_model, tmp_path / "x", "--family", "lama3") == (
         2,
         "--family lama3: expected one of llama2, llama3, llama3.1, llama3.2; did you mean 'llama3'?",
     )
-    part = next((tmp_path / "c").glob("part-*"))
-    part.write_bytes(part.read_bytes()[:-1] + b"\x55")
+    shard = next((tmp_path / "c").glob("model-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
     code, line = script("to-hf", tmp_path / "c", tmp_path / "y")
-    assert (code, line) == (2, f"{tmp_path}/c: {part.name} has another content than was written")
+    assert (code, line) == (2, f"{tmp_path}/c: {shard.name} does not match its hash")
     assert not (tmp_path / "y").exists()

@@ -1,4 +1,4 @@
-"""The newest that is whole is gone on from; a rollback leaves the others behind."""
+"""Selection of the checkpoint to resume from, and rollbacks."""
 
 import json
 import shutil
@@ -14,42 +14,42 @@ from trainer.testing.ranks import RankError
 # ------------------------------------------------------------ finding
 
 
-def found_and_told(folder, *args):
-    told = []
-    original, resume.logging.warning = resume.logging.warning, told.append
+def find_with_warnings(folder, *args):
+    messages = []
+    original, resume.logging.warning = resume.logging.warning, messages.append
     try:
-        return resume.find_resume_point(folder, *args), told
+        return resume.find_resume_point(folder, *args), messages
     finally:
         resume.logging.warning = original
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_damaged_checkpoints_are_passed_over_and_told_on_every_rank(ranks, tmp_path, size):
+def test_damaged_checkpoints_are_ignored_with_a_warning_on_every_rank(ranks, tmp_path, size):
     for step in (1, 2, 3, 4, 5):
         ranks(size).run(save, tmp_path, step)
     damage(tmp_path / "step-00000002", f"rank-{size - 1:05d}.safetensors")
     (tmp_path / "step-00000003" / "index.json").unlink()
     (tmp_path / "step-00000004" / "manifest.json").write_text("[]")
     (tmp_path / "step-00000005" / "notes.txt").touch()
-    for found, told in ranks(size).run(found_and_told, tmp_path):
-        assert found.path.name == "step-00000001"
-        assert told == [
-            f"passed over {tmp_path}/step-00000005: notes.txt does not belong to it",
-            f"passed over {tmp_path}/step-00000004: manifest.json is not what was written",
-            f"passed over {tmp_path}/step-00000003: index.json is missing",
-            f"passed over {tmp_path}/step-00000002: rank-{size - 1:05d}.safetensors has another content than was written",
+    for point, messages in ranks(size).run(find_with_warnings, tmp_path):
+        assert point.path.name == "step-00000001"
+        assert messages == [
+            f"ignoring damaged checkpoint {tmp_path}/step-00000005: notes.txt is not in the manifest",
+            f"ignoring damaged checkpoint {tmp_path}/step-00000004: manifest.json is not a valid manifest",
+            f"ignoring damaged checkpoint {tmp_path}/step-00000003: index.json is missing",
+            f"ignoring damaged checkpoint {tmp_path}/step-00000002: rank-{size - 1:05d}.safetensors does not match its hash",
         ]
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(ranks, tmp_path):
+def test_a_checkpoint_under_the_name_of_another_step_is_ignored(ranks, tmp_path):
     ranks(1).run(save, tmp_path, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
-    found, told = ranks(1).run(found_and_told, tmp_path)[0]
-    assert found.path.name == "step-00000001"
-    assert told == [f"passed over {tmp_path}/step-00000009: train_state.json is of step 1"]
+    point, messages = ranks(1).run(find_with_warnings, tmp_path)[0]
+    assert point.path.name == "step-00000001"
+    assert messages == [f"ignoring damaged checkpoint {tmp_path}/step-00000009: train_state.json belongs to step 1"]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(ranks, tmp_path):
     for step in (1, 2):
         damage(ranks(1).run(save, tmp_path, step)[0])
     with pytest.raises(RankError) as error:
@@ -57,22 +57,22 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(ranks, tm
     assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
 
 
-def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(ranks, tmp_path):
-    """Else the run would start afresh, and clear its records."""
+def test_unreadable_folder_is_an_error(ranks, tmp_path):
+    """Otherwise the run would start from scratch and delete its metrics."""
     (tmp_path / "checkpoints").write_text("")  # root may read any folder
     for size in (1, 2):
         with pytest.raises(RankError, match=r"checkpoints cannot be read \(Not a directory\)"):
             ranks(size).run(resume.find_resume_point, tmp_path / "checkpoints")
 
 
-def test_other_folders_are_ignored(ranks, tmp_path):
+def test_other_names_are_ignored(ranks, tmp_path):
     assert ranks(1).run(resume.find_resume_point, tmp_path / "none") == [None]
     path = ranks(1).run(save, tmp_path, 8)[0]
     for name in ("step-00000009-backup", "step-x", "step-00000012.tmp-0a1b2c3d", "step-9", "discarded-1"):
         shutil.copytree(path, tmp_path / name)
     (tmp_path / "step-00000010").touch()
     (tmp_path / "notes.txt").touch()
-    assert [found.path.name for found in ranks(2).run(resume.find_resume_point, tmp_path)] == ["step-00000008"] * 2
+    assert [point.path.name for point in ranks(2).run(resume.find_resume_point, tmp_path)] == ["step-00000008"] * 2
 
 
 # ------------------------------------------------------------ rolling back
@@ -85,32 +85,34 @@ def rolled_back(folder, step):
     return saved.path.name, saved.rollback
 
 
-def test_a_rollback_begins_a_new_lineage_once(ranks, tmp_path):
+def test_rollback_discards_newer_checkpoints_once(ranks, tmp_path):
     for step in (2, 4, 6, 8):
         ranks(2).run(save, tmp_path, step)
     assert ranks(2).run(rolled_back, tmp_path, 4) == [("step-00000004", True)] * 2
     assert names(tmp_path) == ["discarded-1", "lineage.json", "step-00000002", "step-00000004"]
     assert names(tmp_path / "discarded-1") == ["step-00000006", "step-00000008"]
     ranks(1).run(save, tmp_path, 5)
-    # The same command again, as after a crash, goes on.
+    # The same command resumes the newest checkpoint, as after a crash.
     assert ranks(1).run(rolled_back, tmp_path, 4) == [("step-00000005", False)]
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
     assert names(tmp_path / "discarded-2") == ["step-00000004", "step-00000005"]
 
 
-def test_a_rollback_to_what_is_not_there_or_damaged_is_refused(ranks, tmp_path):
-    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: none"):
+def test_rollback_to_a_missing_or_damaged_step_is_rejected(ranks, tmp_path):
+    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; available: none"):
         ranks(1).run(resume.find_resume_point, tmp_path, 4)
     for step in (2, 4):
         ranks(1).run(save, tmp_path, step)
-    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; there are: 2, 4"):
+    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; available: 2, 4"):
         ranks(1).run(resume.find_resume_point, tmp_path, 3)
     damage(tmp_path / "step-00000002")
-    with pytest.raises(RankError, match=r"checkpoint.load_step: .*step-00000002: rank-00000.safetensors has another"):
+    with pytest.raises(
+        RankError, match=r"checkpoint.load_step: .*step-00000002: rank-00000.safetensors does not match"
+    ):
         ranks(1).run(resume.find_resume_point, tmp_path, 2)
 
 
-def test_a_rollback_leaves_what_was_being_replaced_too(ranks, tmp_path):
+def test_rollback_discards_replaced_checkpoints_too(ranks, tmp_path):
     for step in (2, 4):
         ranks(1).run(save, tmp_path, step)
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000004.old")
@@ -119,13 +121,13 @@ def test_a_rollback_leaves_what_was_being_replaced_too(ranks, tmp_path):
     assert names(tmp_path / "discarded-1") == ["step-00000004", "step-00000004.old"]
 
 
-def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
+def test_unreadable_lineage_file_can_be_removed(ranks, tmp_path):
     for step in (2, 4):
         ranks(1).run(save, tmp_path, step)
     ranks(1).run(rolled_back, tmp_path, 2)
     ranks(1).run(save, tmp_path, 3)
     (tmp_path / "lineage.json").write_text("{")
-    with pytest.raises(RankError, match=r"lineage\.json cannot be read; remove it to roll back anew"):
+    with pytest.raises(RankError, match=r"lineage\.json cannot be read; remove it to roll back again"):
         ranks(1).run(resume.find_resume_point, tmp_path, 2)
     (tmp_path / "lineage.json").unlink()
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]
@@ -145,16 +147,16 @@ def test_a_lineage_that_cannot_be_read_can_be_removed(ranks, tmp_path):
         *({"skipped_samples": [["a", "b"]]}, {"rng": None}, {"rollbacks": 0.5}),
     ],
 )
-def test_a_state_of_other_types_is_damage(tmp_path, wrong):
+def test_state_with_wrong_types_is_damaged(tmp_path, wrong):
     path = tmp_path / "step-00000000"
     path.mkdir()
     (path / "train_state.json").write_text(json.dumps(STATE))
     assert resume.check_train_state(path) == ""
     (path / "train_state.json").write_text(json.dumps(STATE | wrong))
-    assert resume.check_train_state(path) == "train_state.json is not the state of a run"
+    assert resume.check_train_state(path) == "train_state.json is not a valid training state"
 
 
-def test_differences_are_told_all_at_once(tmp_path):
+def test_all_differences_are_in_one_error(tmp_path):
     saved = resume.ResumePoint(tmp_path, {"fingerprint": {"a": 1, "b": "x", "c": [1, 2]}})
     with pytest.raises(ConfigError) as error:
         resume.require_compatible(saved, {"a": 2, "b": "x", "d": True})

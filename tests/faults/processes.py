@@ -73,7 +73,7 @@ def row_4(bench: FaultHarness, draw: SeededRandom) -> None:
     ended = run.wait()
     expect(ended.code == 1, f"ended with {ended.code}")
     # By the rank whose writer it was, or by one that was in the middle of a save with it.
-    expect("the process that writes checkpoints" in ended.err, f"does not say so: {ended.err}")
+    expect("the checkpoint writer process" in ended.err, f"does not say so: {ended.err}")
     few_lines(ended)
     bench.finish("row-4", 2, more)
 

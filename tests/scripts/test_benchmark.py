@@ -29,8 +29,8 @@ def test_preparing_and_loading_stand_beside_what_they_are_built_on(monkeypatch, 
     assert table[0][-2] == table[2][-2] == "100"
 
 
-def test_ranks_that_take_over_a_model_tell_their_memory(monkeypatch, capsys, theirs):
-    _, *table = lines_of(monkeypatch, capsys, "initial", theirs, "--ranks", "2")
+def test_ranks_that_take_over_a_model_tell_their_memory(monkeypatch, capsys, hf_model):
+    _, *table = lines_of(monkeypatch, capsys, "initial", hf_model, "--ranks", "2")
     assert [line[:2] for line in table] == [["rank", "0"], ["rank", "1"]]
 
 

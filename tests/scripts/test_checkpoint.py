@@ -57,7 +57,7 @@ def test_only_verify_detects_changed_content(run):
     state.write_text(state.read_text().replace('"cursor": 6', '"cursor": 7'))
     assert [script(name, run)[0] for name in ("list", "inspect", "verify")] == [0, 0, 1]
     lines = script("verify", run)[1]
-    assert lines[0] == f"{state.parent}: train_state.json has another content than was written"
+    assert lines[0] == f"{state.parent}: train_state.json does not match its hash"
     assert lines[1].endswith("step-00000002: intact")
 
 

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy of the state is taken, and written in a thread or a process of its own."""
+"""Asynchronous saving: the state is copied to host memory and written in the background by a thread or a process."""
 
 import mmap
 import multiprocessing
@@ -29,22 +29,22 @@ from trainer.system.process import detach_signals, in_child_of
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
-"""Of the ranks' writers among each other: the slowest disk decides."""
+"""For collectives of the ranks' writers, which wait for the slowest disk."""
 
 
 class WriterDied(SaveFailed):
-    """The process that writes ended: no later save would succeed either."""
+    """The writer process has ended, so no later save can succeed."""
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A save that has come to its end, good or bad."""
+    """A finished save."""
 
     path: Path
     blocked_s: float
-    """Training stood still."""
+    """Seconds that training waited."""
     background_s: float
-    """Writing went on beside training."""
+    """Seconds of writing in the background."""
     failure: SaveFailed | None
 
     @property
@@ -56,35 +56,36 @@ class SaveResult:
 class PendingSave:
     path: Path
     blocked_s: float
-    since: float
-    end: "Future[float]"
-    """When it was committed (perf_counter); or the SaveFailed that ended it."""
+    started: float
+    """perf_counter when the background write started."""
+    committed: "Future[float]"
+    """perf_counter at the commit, or SaveFailed."""
 
 
 class Writer(Protocol):
-    """How a checkpoint gets from memory to disk; each call is made on all ranks, one at a time."""
+    """Writes checkpoints. Every call is collective, and one save runs at a time."""
 
     def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
-        """Begins to save; the result is the time (perf_counter) when it was committed, or SaveFailed."""
+        """Start a save; the future holds perf_counter at the commit, or SaveFailed."""
 
     def before_update(self) -> None:
-        """Returns when the tensors may change. Raises WriterDied."""
+        """Wait until the tensors may change. Raises WriterDied."""
 
     def close(self) -> None: ...
 
 
 class AsyncCheckpointer:
-    """At most one save at a time. What becomes of each is told once, by `ended` or `wait`, and never swallowed."""
+    """Saves with at most one save in flight. Each result, success or failure, is returned once by `poll` or `wait`."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, device: torch.device, tensors: Tensors):
-        """tensors: everything that will be saved; their layout counts, and the memory of their copy is taken now."""
+        """tensors: all tensors that will be saved; host memory for their copy is allocated here."""
         self.config = config
         self.folder = folder
         self.writer = WRITERS[config.async_mode](device, tensors)
         self.pending: PendingSave | None = None
         self.finished: list[SaveResult] = []
         self.waited_s = 0.0
-        """For the save before, since the last one began; training stood still for it too."""
+        """Seconds that training waited for the previous save since the last one started."""
 
     def save(
         self,
@@ -95,8 +96,10 @@ class AsyncCheckpointer:
         keep_best: int = 0,
         keep_all: bool = False,
     ) -> None:
-        """Begin to save the state of a step, on all ranks together, when the save before has ended. keep_best: a step whose
-        checkpoint stays, whatever the configuration keeps; keep_all: all of them do."""
+        """Wait for the previous save, then start to save a step, collectively.
+
+        keep_best: a step whose checkpoint is never deleted. keep_all: delete none.
+        """
         self._await_pending()
         start = time.perf_counter() - self.waited_s
         self.waited_s = 0.0
@@ -111,39 +114,39 @@ class AsyncCheckpointer:
                 keep_best=keep_best,
                 staging_dir=commit.make_staging_dir(self.folder, step),
             )
-            end = self.writer.start(request, tensors)
+            committed = self.writer.start(request, tensors)
         except SaveFailed as failure:
-            end = Future()
-            end.set_exception(failure)
+            committed = Future()
+            committed.set_exception(failure)
         now = time.perf_counter()
-        self.pending = PendingSave(commit.path_of(self.folder, step), now - start, now, end)
+        self.pending = PendingSave(commit.path_of(self.folder, step), now - start, now, committed)
 
     def before_update(self) -> None:
         self.writer.before_update()
 
     def poll(self) -> list[SaveResult]:
-        """The saves that have ended since the last call."""
-        if self.pending is not None and self.pending.end.done():
+        """Return the saves that have finished since the last call."""
+        if self.pending is not None and self.pending.committed.done():
             self._await_pending()
-        told, self.finished = self.finished, []
-        return told
+        results, self.finished = self.finished, []
+        return results
 
     def wait(self) -> list[SaveResult]:
-        """The same, when nothing is being written any more."""
+        """Wait for the save in flight, then return the saves that have finished since the last call."""
         self._await_pending()
         return self.poll()
 
     def _await_pending(self) -> None:
         if self.pending is None:
             return
-        run, self.pending = self.pending, None
+        save, self.pending = self.pending, None
         start = time.perf_counter()
         try:
-            background_s, failure = max(0.0, run.end.result() - run.since), None
+            background_s, failure = max(0.0, save.committed.result() - save.started), None
         except SaveFailed as error:
             background_s, failure = 0.0, error
         self.waited_s += time.perf_counter() - start
-        self.finished.append(SaveResult(run.path, run.blocked_s, background_s, failure))
+        self.finished.append(SaveResult(save.path, save.blocked_s, background_s, failure))
 
     def close(self) -> None:
         self.writer.close()
@@ -157,16 +160,16 @@ BufferLayout = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
 
 
 class Staging:
-    """A copy in host memory of what this rank holds, in buffers that every save uses again."""
+    """A copy of this rank's tensors in a host buffer that every save reuses."""
 
     def __init__(self, tensors: Tensors, device: torch.device, allocate: Callable[[int], Tensor]):
-        """allocate: bytes -> a buffer of that many."""
-        places, end = {}, 0
+        """allocate: returns a buffer of a number of bytes."""
+        offsets, end = {}, 0
         for name, tensor in tensors.items():
-            places[name] = end
+            offsets[name] = end
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         self.layout: BufferLayout = {
-            name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in places.items()
+            name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in offsets.items()
         }
         self.buffer = allocate(max(end, 1))
         host_memory.pin(self.buffer, device)
@@ -178,19 +181,19 @@ class Staging:
 
 
 def views(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
-    """The tensors that lie in a buffer of bytes."""
-    result = {}
+    """Return the tensors of a byte buffer."""
+    tensors = {}
     for name, (start, dtype, shape) in layout.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
-        result[name] = buffer[start : start + size].view(dtype).view(shape)
-    return result
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        tensors[name] = buffer[start : start + num_bytes].view(dtype).view(shape)
+    return tensors
 
 
-# ---------------------------------------------------------------- three ways to write
+# ---------------------------------------------------------------- writers
 
 
 class SyncWriter:
-    """Training waits."""
+    """Writes synchronously: training waits."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
         self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -210,23 +213,23 @@ class SyncWriter:
 
 
 class StagedWriter:
-    """What a thread and a process have in common: the copy, and a thread that waits for the end."""
+    """Base of the background writers: the host copy, and a thread that writes or waits for the writer process."""
 
     def __init__(self, device: torch.device, tensors: Tensors, allocate: Callable[[int], Tensor]):
-        """allocate: bytes -> a buffer of that many."""
+        """allocate: returns a buffer of a number of bytes. Raises ConfigError if memory does not suffice."""
         self.plan = local_save_plan(tensors, dist.get_rank() == 0)
         try:
             self.staging = Staging(local_tensors(tensors), device, allocate)
         except MemoryError as error:
-            raise ConfigError("checkpoint.async_mode", f"{error}; off needs no copy") from None
-        self.waiting = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            raise ConfigError("checkpoint.async_mode", f"{error}; 'off' does not need a copy") from None
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def write(self, request: SaveRequest) -> None:
         raise NotImplementedError
 
     def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
         self.staging.copy_from(local_tensors(tensors))
-        return self.waiting.submit(self._write_copy, request)
+        return self.executor.submit(self._write_copy, request)
 
     def _write_copy(self, request: SaveRequest) -> float:
         self.staging.copying.wait()
@@ -237,14 +240,14 @@ class StagedWriter:
         self.staging.copying.before_update()
 
     def close(self) -> None:
-        self.waiting.shutdown(wait=False)
+        self.executor.shutdown(wait=False)
 
 
 class ThreadWriter(StagedWriter):
-    """Written by a thread, with a process group of its own: its collectives must not mix with training's."""
+    """Writes in a thread, with a separate process group: its collectives must not interleave with those of training."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
-        super().__init__(device, tensors, lambda size: torch.empty(size, dtype=torch.uint8))
+        super().__init__(device, tensors, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
     def write(self, request: SaveRequest) -> None:
@@ -252,25 +255,29 @@ class ThreadWriter(StagedWriter):
 
 
 class ProcessWriter(StagedWriter):
-    """Written by a process of its own, which shares the copy's memory: writing takes no time of training's interpreter.
+    """Writes in a separate process that shares the copy's memory, so that writing does not hold the trainer's GIL.
 
-    Not torch's own such process: that one is forked by a thread that ends, outlives a killed trainer until it has committed
-    what it writes, and is never replaced.
+    torch's own writer process is not used: it is forked by a thread that ends, outlives a killed trainer until its commit, and
+    is never replaced.
     """
 
     def __init__(self, device: torch.device, tensors: Tensors):
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("checkpoint.async_mode", f"{sys.platform} has no memory files; thread works everywhere")
+            raise ConfigError(
+                "checkpoint.async_mode", f"{sys.platform} does not support memfd; 'thread' works on every platform"
+            )
         self.descriptor = os.memfd_create("checkpoint")
         super().__init__(device, tensors, self._allocate)
         self.store, address = _writer_store()
         context = multiprocessing.get_context("spawn")
-        self.connection, there = context.Pipe()
-        place = (dist.get_rank(), dist.get_world_size(), address)
+        self.connection, child_connection = context.Pipe()
+        peers = (dist.get_rank(), dist.get_world_size(), address)
         memory = (f"/proc/{os.getpid()}/fd/{self.descriptor}", self.staging.buffer.numel(), self.staging.layout)
-        self.process = context.Process(target=_serve, args=(there, os.getpid(), place, memory, self.plan), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(child_connection, os.getpid(), peers, memory, self.plan), daemon=True
+        )
         self.process.start()
-        there.close()
+        child_connection.close()
 
     def _allocate(self, num_bytes: int) -> Tensor:
         os.ftruncate(self.descriptor, num_bytes)
@@ -286,15 +293,15 @@ class ProcessWriter(StagedWriter):
         if failure is not None:
             raise failure
 
-    def _lost(self, what: str) -> WriterDied:
-        end = self.process.exitcode
-        how = f"ended by {signal.Signals(-end).name}" if end is not None and end < 0 else f"ended with {end}"
-        return WriterDied(f"{what}: the process that writes checkpoints was {how}")
+    def _lost(self, consequence: str) -> WriterDied:
+        code = self.process.exitcode
+        end = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with {code}"
+        return WriterDied(f"{consequence}: the checkpoint writer process {end}")
 
     def before_update(self) -> None:
         super().before_update()
         if self.process.exitcode is not None:
-            raise self._lost("no step can be saved any more")
+            raise self._lost("no further step can be saved")
 
     def close(self) -> None:
         super().close()
@@ -302,13 +309,13 @@ class ProcessWriter(StagedWriter):
 
 
 def _writer_store() -> tuple[dist.Store | None, tuple[str, int] | None]:
-    """Another store than that of training, for the writers: it is there however the ranks found each other. Only rank 0 has
-    it; all have its address."""
+    """Create a c10d store for the writers on rank 0, independent of the rendezvous of training; return it (None on the other
+    ranks) and its address."""
     if dist.get_world_size() == 1:
         return None, None
     store, port = None, None
-    alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == dist.get_world_size()
-    host = "localhost" if alone else os.environ["MASTER_ADDR"]  # where rank 0 has been reached before
+    single_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == dist.get_world_size()
+    host = "localhost" if single_node else os.environ["MASTER_ADDR"]  # rank 0 was reachable there before
     if dist.get_rank() == 0:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         port = store.port
@@ -322,25 +329,25 @@ def _mapped(descriptor: int, num_bytes: int) -> Tensor:
 def _serve(
     connection: Connection,
     parent: int,
-    place: tuple[int, int, tuple[str, int] | None],
+    peers: tuple[int, int, tuple[str, int] | None],
     memory: tuple[str, int, BufferLayout],
     plan: SavePlan,
 ) -> None:
-    """The writing process. place: rank, ranks, and where the ranks' writers meet; memory: file of the copy, bytes, layout."""
+    """Run the writer process. peers: rank, world size, address of the writers' store. memory: file of the copy, bytes, layout."""
     detach_signals()
-    rank, ranks, address = place
+    rank, world_size, address = peers
     path, num_bytes, layout = memory
     try:
         contents = views(_mapped(os.open(path, os.O_RDWR), num_bytes), layout)
         group = None
-        if ranks > 1:
+        if world_size > 1:
             store = dist.TCPStore(*address, is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_GROUP_TIMEOUT)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
             group = dist.group.WORLD
         while in_child_of(parent):
             connection.send(_attempt(connection.recv(), plan, contents, group))
     except (EOFError, OSError, dist.DistNetworkError, dist.DistStoreError):
-        pass  # the trainer has ended, or another one of the run
+        pass  # this trainer or another rank has ended
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise
@@ -353,12 +360,13 @@ def _attempt(
     try:
         commit.save(request, plan, contents, group)
     except SaveFailed as failure:
-        return SaveFailed(str(failure))  # without its cause, which other processes may not be able to read
+        return SaveFailed(str(failure))  # without its cause, which may not unpickle in the trainer
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise
-        what = "the process that writes checkpoints on another rank has ended"
-        return WriterDied(f"step {request.step} could not be saved: {what}")
+        return WriterDied(
+            f"step {request.step} could not be saved: the checkpoint writer process of another rank has ended"
+        )
     return None
 
 

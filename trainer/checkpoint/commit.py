@@ -1,17 +1,17 @@
-"""Checkpoints: one folder a step, committed by one rename or not there at all, and trusted only after it was verified.
+"""Checkpoints: one folder per step, committed by one rename, and verified before it is loaded.
 
 checkpoints/
     step-00000100/
-        rank-00000.safetensors ...   model, optimizer and random state: each rank's parts (shards.py)
-        index.json                   where each tensor's parts are
-        train_state.json             step, data cursor, and what a run that resumes must have in common
+        rank-00000.safetensors ...   each rank's chunks of model, optimizer, stability and RNG state (storage.py)
+        index.json                   the files that hold the chunks of each tensor
+        train_state.json             step, data cursor, and the settings that a resumed run must share
         config.toml                  the resolved configuration
-        model.json, tokenizer.*      what the network is, and its tokenizer
-        manifest.json                every file, its size and the hash of its content; written last (manifest.py)
-    step-00000100.tmp-xxxxxxxx       a save that is not finished; nothing reads it
-    step-00000100.old                what a second save of the step has just replaced; counts where that never came to its end
-    discarded-1/                     the newer checkpoints that a run left when it was rolled back
-    lineage.json                     what it was rolled back to
+        model.json, tokenizer.*      sizes of the model, and its tokenizer
+        manifest.json                size and hash of every file; written last (manifest.py)
+    step-00000100.tmp-xxxxxxxx       an unfinished save or removal; never read
+    step-00000100.old                the previous save of a step while it is replaced; used if that was interrupted
+    discarded-1/                     newer checkpoints that a rollback moved away
+    lineage.json                     the steps that the run was rolled back to
 """
 
 import os
@@ -51,9 +51,9 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a name is of; None for other names."""
-    found = _NAME.fullmatch(name)
-    return found and int(found[1])
+    """Return the step that a checkpoint's name contains, or None for other names."""
+    match = _NAME.fullmatch(name)
+    return match and int(match[1])
 
 
 def step_of(checkpoint: Path) -> int:
@@ -63,18 +63,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def committed(folder: Path) -> list[Path]:
-    """The folders of committed checkpoints, newest first, of a step that was saved again the newer one first; whether they are
-    whole is not looked at. Raises OSError where the folder cannot be read; one that is not there has none."""
+    """Return the folders of committed checkpoints, unverified, newest first; the replaced save of a step follows the new one.
+    Raises OSError if the folder exists but cannot be read."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    found = [folder / name for name in names if parse_step(name) is not None and (folder / name).is_dir()]
-    return sorted(found, key=lambda path: (-step_of(path), path.name))
+    paths = [folder / name for name in names if parse_step(name) is not None and (folder / name).is_dir()]
+    return sorted(paths, key=lambda path: (-step_of(path), path.name))
 
 
 def latest_per_step(folder: Path) -> list[Path]:
-    """Of each step the checkpoint that counts, newest first."""
+    """Return one checkpoint per step, newest first."""
     return list({step_of(path): path for path in reversed(committed(folder))}.values())[::-1]
 
 
@@ -83,22 +83,22 @@ def latest_per_step(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is to be saved besides tensors, and where."""
+    """Destination and everything to save besides tensors."""
 
     folder: Path
     step: int
     files: Mapping[str, bytes]
-    """Small ones: name -> content."""
+    """Small files: name -> content."""
     metadata: Mapping[str, Any]
     """For the manifest."""
     keep: int
-    """Newest checkpoints that are kept; 0: all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_interval_steps: int
-    """Steps whose multiples are kept too; 0: none."""
+    """Multiples of this step are kept too; 0 disables this."""
     keep_best: int
-    """A step that is kept too; 0: none."""
+    """This step is kept too; 0 disables this."""
     staging_dir: Path
-    """A folder of its own until all is written, made by `prepare`."""
+    """The folder from make_staging_dir, until the commit."""
 
     @property
     def final(self) -> Path:
@@ -106,18 +106,17 @@ class SaveRequest:
 
 
 class SaveFailed(Exception):
-    """One line: what could not be saved and why. What was saved before is untouched."""
+    """One line: the step and the reason. Earlier checkpoints are unaffected."""
 
 
 def make_staging_dir(folder: Path, step: int) -> Path:
-    """A new folder to save a step in, on all ranks together; what saves that never came to their end left behind is
-    removed. Raises SaveFailed."""
+    """Make a new folder to save a step in, and remove those of interrupted saves, collectively. Raises SaveFailed."""
 
     def work() -> Path | str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
-                if is_temporary(path):
+                if path.name.startswith("step-") and is_temporary(path):
                     shutil.rmtree(path, ignore_errors=True)
             staging_dir = temporary_path(path_of(folder, step))
             retry_transient(staging_dir.mkdir)
@@ -125,15 +124,17 @@ def make_staging_dir(folder: Path, step: int) -> Path:
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
 
-    made = run_on_rank_0(work)
-    if isinstance(made, str):
-        raise SaveFailed(f"step {step} could not be saved: {made}")
-    return made
+    result = run_on_rank_0(work)
+    if isinstance(result, str):
+        raise SaveFailed(f"step {step} could not be saved: {result}")
+    return result
 
 
 def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
-    """Write and commit a checkpoint, on all ranks together. plan: of this rank (shards.plan_of); contents: its tensors, or
-    copies. group: of all ranks, None where there is one rank only. Raises SaveFailed."""
+    """Write and commit a checkpoint, collectively. Raises SaveFailed.
+
+    plan: this rank's local_save_plan. contents: this rank's local tensors, or copies of them. group: None for a single rank.
+    """
     commit = partial(_commit, request)
     try:
         with _collectives():
@@ -145,7 +146,7 @@ def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.Pr
                 no_dist=group is None,
             )
     except (CheckpointException, OSError) as error:
-        # All ranks have ended their work when this is raised on each.
+        # It is raised when every rank has finished writing, so no file appears after this.
         if group is None or dist.get_rank(group) == 0:
             shutil.rmtree(request.staging_dir, ignore_errors=True)
         cause = _cause(error)
@@ -157,10 +158,10 @@ def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.Pr
 
 
 def _cause(error: Exception) -> str:
-    """What the file system refused, in words; "" where it was not the file system."""
+    """Return the file system's error message, or "" for other errors."""
     if isinstance(error, CheckpointException):
-        told = ((rank, _cause(cause)) for rank, (cause, _) in sorted(error.failures.items()))
-        return next((f"rank {rank}: {cause}" for rank, cause in told if cause), "")
+        causes = ((rank, _cause(cause)) for rank, (cause, _) in sorted(error.failures.items()))
+        return next((f"rank {rank}: {cause}" for rank, cause in causes if cause), "")
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return ""
@@ -168,16 +169,18 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _collectives() -> Iterator[None]:
-    """One rank saves and loads without collectives. They run in a thread of gloo's, with an OpenMP team of its own; with more
-    teams than cores libgomp no longer spins, and after a save every later step took 1.7 times as long (torch 2.13, 2
-    cores). torch warns of it."""
+    """Silence torch's warning about saving and loading without collectives, which a single rank does.
+
+    Collectives run in a gloo thread with a separate OpenMP team. With more teams than cores libgomp stops spinning, and each
+    step after a save took 1.7 times as long (torch 2.13, 2 cores).
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def _commit(request: SaveRequest, files: dict[str, File]) -> None:
-    """Everything is written: make it a checkpoint."""
+    """Write the remaining files and the manifest, then rename the staging folder to its final name."""
     staging_dir, final = request.staging_dir, request.final
     for name, content in request.files.items():
         files[name] = retry_transient(partial(manifest.write_file, staging_dir / name, content))
@@ -195,25 +198,27 @@ def _commit(request: SaveRequest, files: dict[str, File]) -> None:
 
 
 def prune(request: SaveRequest) -> None:
-    """Remove checkpoints older than the one just saved, which counts as the first of those to keep. Never fatal. What lacks a
-    file does not count; what is newer, as after damage that a run went back behind, is none of this lineage's."""
+    """Delete checkpoints older than the one just saved, which counts towards `keep`. Never raises.
+
+    Incomplete checkpoints do not count. Newer ones, which remain when a run resumes from before a damaged checkpoint, are kept.
+    """
     if not request.keep:
         return
     try:
-        whole = 1
+        complete = 1
         for path in latest_per_step(request.folder):
             if step_of(path) >= request.step:
                 continue
-            if whole >= request.keep and not _is_kept(request, step_of(path)):
+            if complete >= request.keep and not _is_protected(request, step_of(path)):
                 if not path.is_symlink():
                     _remove(path)
             elif _has_all_files(path):
-                whole += 1
+                complete += 1
     except OSError as error:
         logging.warning(f"old checkpoints were not removed: {error.filename}: {error.strerror}")
 
 
-def _is_kept(request: SaveRequest, step: int) -> bool:
+def _is_protected(request: SaveRequest, step: int) -> bool:
     return step == request.keep_best or (request.keep_interval_steps > 0 and step % request.keep_interval_steps == 0)
 
 
@@ -226,7 +231,7 @@ def _has_all_files(checkpoint: Path) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Under another name first, so that what is half removed is no checkpoint."""
+    """Rename the folder before deleting it, so that a partly deleted one is never taken for a checkpoint."""
     trash = temporary_path(checkpoint)
     checkpoint.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
@@ -236,16 +241,16 @@ def _remove(checkpoint: Path) -> None:
 
 
 def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
-    """Fill the tensors from a verified checkpoint, on all ranks together, whatever ranks and layout it was saved by.
+    """Load the tensors in place from a verified checkpoint of any number of ranks and any layout, collectively.
 
-    expected: every name that some rank fills, or that need not be filled; a stored tensor whose name does not begin with
-    one of them is an error, as are missing ones and other shapes or dtypes: ConfigError, with the names.
+    expected: names, or leading path components of names, that a checkpoint may contain. Raises ConfigError that names
+    unexpected and missing tensors and those of another shape or dtype.
     """
     try:
         index = read_index(checkpoint)
     except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
-    problems = [f"{name} belongs to no part of this run" for name in index if not _is_expected(name, expected)]
+    problems = [f"{name} is not a tensor of this run" for name in index if not _is_expected(name, expected)]
     load_into(checkpoint, ShardReader(checkpoint, index), index, tensors, problems=problems)
 
 
@@ -258,17 +263,17 @@ def load_into(
     cast: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Fill the tensors from what the reader reads, on all ranks together. cast: whether another dtype may become that of the
-    tensor. Raises ConfigError, with the names of what does not fit and the problems that are known already."""
+    """Load the tensors in place through the reader, collectively. cast: convert stored dtypes. Raises ConfigError with
+    `problems` and the names of tensors that do not match."""
     problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)
         if stored is None:
             problems.append(f"{name} is missing")
         elif stored.shape != tuple(tensor.shape):
-            problems.append(f"{name} is {list(stored.shape)} there, {list(tensor.shape)} here")
+            problems.append(f"{name} has shape {list(stored.shape)}, expected {list(tensor.shape)}")
         elif stored.dtype != tensor.dtype and not cast:
-            problems.append(f"{name} is {stored.dtype} there, {tensor.dtype} here")
+            problems.append(f"{name} has dtype {stored.dtype}, expected {tensor.dtype}")
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
@@ -284,6 +289,6 @@ def load_into(
 
 
 def _is_expected(name: str, expected: Collection[str]) -> bool:
-    """Whether the name, or a part of it that ends at a slash, is among them."""
-    parts = name.split("/")
-    return any("/".join(parts[:n]) in expected for n in range(1, len(parts) + 1))
+    """Whether the name, or a prefix of it that ends before a slash, is expected."""
+    words = name.split("/")
+    return any("/".join(words[:n]) in expected for n in range(1, len(words) + 1))

@@ -1,46 +1,137 @@
-"""A checkpoint as a model of Hugging Face's format, by what the checkpoint itself says of it."""
+"""Export of checkpoints to Hugging Face format."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from trainer.checkpoint import commit as checkpoints
+from models.spec import ModelSpec
 from trainer.checkpoint import manifest
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, Export, ModelMetadata, is_export_of
+from trainer.checkpoint.commit import latest_per_step
+from trainer.checkpoint.huggingface import (
+    CHAT_TEMPLATE,
+    MODEL_FILE,
+    ModelMetadata,
+    Progress,
+    group_by_file,
+    layer_order,
+    read_in_chunks,
+    require_empty,
+)
 from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.storage import TensorMetadata, TensorWrite, read_index, read_rows, write_safetensors
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
+from trainer.system.files import atomic_folder, digest_of
 from trainer.system.units import GIB
 
 _SHARD_BYTES = 5 * GIB
+_SOURCE = "meshwright_checkpoint"
+"""Key in the header of exported weights: digest of the manifest of their checkpoint."""
 
 
-def export_from_checkpoint(checkpoint: Path, dtype: torch.dtype) -> Export:
-    """Raises ConfigError for what is damaged, or no checkpoint of a model."""
+@dataclass(frozen=True)
+class HfExport:
+    """An export of a checkpoint's model and tokenizer."""
+
+    checkpoint: Path
+    spec: ModelSpec
+    sizes: Any
+    seq_len: int
+    dtype: torch.dtype
+    tokenizer_files: Mapping[str, bytes]
+    """Name -> content."""
+    special_token_ids: Mapping[str, Any]
+    """bos_token_id and eos_token_id."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Path, dtype: torch.dtype) -> "HfExport":
+        """Raises ConfigError if the checkpoint is damaged or contains no model."""
+        try:
+            if problem := manifest.find_damage(checkpoint):
+                raise CorruptError(problem)
+            model = ModelMetadata.read(checkpoint)
+            if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
+                raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
+            spec, sizes = model.spec_and_sizes()
+            files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
+        except CorruptError as damage:
+            raise ConfigError("", f"{checkpoint}: {damage}") from None
+        if model.tokenizer:
+            files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
+        if (checkpoint / CHAT_TEMPLATE).exists():
+            files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
+        return cls(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special_token_ids)
+
+    def _index(self) -> dict[str, TensorMetadata]:
+        prefix = "model/"
+        return {n.removeprefix(prefix): t for n, t in read_index(self.checkpoint).items() if n.startswith(prefix)}
+
+    def num_bytes(self) -> int:
+        return sum(torch.Size(stored.shape).numel() for stored in self._index().values()) * self.dtype.itemsize
+
+    def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
+        """Write the export in safetensors files of at most shard_bytes. Raises ConfigError if out is not empty, unless it is to
+        be replaced."""
+        if not replace:
+            require_empty(out)
+        with atomic_folder(out) as folder:
+            self._write_weights(folder, shard_bytes, progress)
+            config = self.spec.huggingface.config(self.sizes, self.seq_len)
+            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special_token_ids}
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            (folder / "generation_config.json").write_text(json.dumps(dict(self.special_token_ids), indent=2) + "\n")
+            for name, content in self.tokenizer_files.items():
+                (folder / name).write_bytes(content)
+
+    def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
+        index = self._index()
+        entries = [self._entry(name, index[name], progress) for name in sorted(index, key=layer_order)]
+        groups = group_by_file(entries, shard_bytes)
+        metadata = {"format": "pt", _SOURCE: digest_of(self.checkpoint / manifest.NAME)}
+        weight_map = {}
+        for i, group in enumerate(groups, start=1):
+            file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            write_safetensors(folder / file, group, metadata)
+            weight_map |= {entry.name: file for entry in group}
+        if len(groups) > 1:
+            text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+
+    def _entry(self, name: str, stored: TensorMetadata, progress: Progress) -> TensorWrite:
+        hf, head_dim = self.spec.huggingface, self.sizes.head_dim
+
+        def read(start: int, stop: int) -> Tensor:
+            rows = read_rows(self.checkpoint, f"model/{name}", stored, start, stop)
+            return hf.permute_to_hf(rows, head_dim) if hf.is_rope_permuted(name) else rows
+
+        pieces = partial(read_in_chunks, read, stored.shape, self.dtype, head_dim, progress)
+        return TensorWrite(hf.name(name), self.dtype, stored.shape, pieces)
+
+
+def is_export_of(folder: Path, checkpoint: Path) -> bool:
+    """Whether the folder contains the weights of exactly this checkpoint."""
     try:
-        if problem := manifest.find_damage(checkpoint):
-            raise CorruptError(problem)
-        model = ModelMetadata.read(checkpoint)
-        if others := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
-            raise CorruptError(f"{MODEL_FILE} names {min(others)}, which is none of its files")
-        spec, sizes = model.spec_and_sizes()
-        files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-    except CorruptError as damage:
-        raise ConfigError("", f"{checkpoint}: {damage}") from None
-    if model.tokenizer:
-        files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
-    if (checkpoint / CHAT_TEMPLATE).exists():
-        files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
-    return Export(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special_token_ids)
+        with safe_open(min(folder.glob("model*.safetensors")), framework="pt") as tensors:
+            metadata = tensors.metadata() or {}
+        return metadata.get(_SOURCE) == digest_of(checkpoint / manifest.NAME)
+    except (SafetensorError, OSError, ValueError):
+        return False
 
 
 def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokenizer:
-    """Raises ConfigError where there is none."""
+    """Raises ConfigError if the checkpoint has no tokenizer."""
     if not model.tokenizer:
-        return load_hf_tokenizer(checkpoint)  # what came from Hugging Face is there as it was
+        return load_hf_tokenizer(checkpoint)
     path = str(checkpoint / model.tokenizer_files[0])
     return load_tokenizer(
         TokenizerConfig(
@@ -53,26 +144,28 @@ def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokeniz
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
-    """Of a folder that holds Hugging Face's files. Raises ConfigError where it has none."""
-    for file, kind in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
+    """Raises ConfigError if the folder has no tokenizer in Hugging Face format."""
+    for file, backend in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
         if (folder / file).exists():
-            return load_tokenizer(TokenizerConfig(backend=kind, path=str(folder / file)))
-    raise ConfigError("", f"{folder}: has neither of tokenizer.json, tokenizer.model")
+            return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
+    raise ConfigError("", f"{folder}: has neither tokenizer.json nor tokenizer.model")
 
 
-def export_run(run_folder: Path, unless_there: bool = False) -> None:
-    """Write the newest checkpoint of a finished run to its folder huggingface/, in bf16, by the first rank; the others wait at
-    the end of the run. Raises ConfigError where it cannot be written. unless_there: not over the same."""
+def export_run(run_folder: Path, skip_existing: bool = False) -> None:
+    """Export the newest checkpoint of a finished run in bf16 to its folder huggingface/, on rank 0.
+
+    skip_existing: keep an export of the same checkpoint. Raises ConfigError if the folder cannot be written.
+    """
     if dist.get_rank() != 0:
         return
     out = run_folder / "huggingface"
     try:
-        newest = checkpoints.latest_per_step(run_folder / "checkpoints")[0]
-        if unless_there and is_export_of(out, newest):
+        newest = latest_per_step(run_folder / "checkpoints")[0]
+        if skip_existing and is_export_of(out, newest):
             return
-        export_from_checkpoint(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda written: None, replace=True)
+        HfExport.from_checkpoint(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None, replace=True)
     except (OSError, CorruptError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        rule = f"{out} could not be written ({why}); the same command tries it again"
-        raise ConfigError("checkpoint.export_huggingface", rule) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"{out} could not be written ({reason}); rerun the same command to retry"
+        raise ConfigError("checkpoint.export_huggingface", message) from None
     logging.info(f"exported {out}")

@@ -1,5 +1,6 @@
-"""Models leave for, and come from, Hugging Face's format: safetensors files, config.json, tokenizer files. Nothing is ever
-in memory as a whole: tensors stream through in blocks of rows, and a rank reads no more than its shards."""
+"""Hugging Face's model format: safetensors files, config.json and tokenizer files.
+
+Tensors are streamed in chunks of rows, so memory does not grow with the model, and a rank reads only its shards."""
 
 import json
 import os
@@ -25,15 +26,13 @@ from trainer.checkpoint.storage import (
     TensorMetadata,
     TensorWrite,
     index_text,
-    read_index,
-    read_rows,
     write_safetensors,
 )
 from trainer.config import ConfigError
 from trainer.system.files import atomic_folder, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
-"""In a checkpoint: what the network is, and which of the files are its tokenizer's."""
+"""File of a checkpoint that describes its model and names its tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,30 +42,29 @@ _TOKENIZER_FILES = (
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
-_SOURCE = "meshwright_checkpoint"
-"""In the header of exported weights: digest of the manifest of the checkpoint that they are from."""
-_BLOCK_BYTES = 2**25
+_CHUNK_BYTES = 2**25
 _LARGEST_JSON = 2**28
 
 Progress = Callable[[int], None]
-"""Called with the bytes that were written."""
+"""Called with numbers of bytes written."""
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """The content of model.json."""
+    """Content of model.json."""
 
     family: str
     sizes: Mapping[str, Any]
     seq_len: int
     tokenizer: str
-    """Kind of the tokenizer; "" where there are files of Hugging Face's only, or none."""
+    """Tokenizer backend; "" if the checkpoint has only Hugging Face's tokenizer files, or none."""
     tokenizer_files: tuple[str, ...]
     special_token_ids: Mapping[str, Any]
-    """bos_token_id, eos_token_id."""
+    """bos_token_id and eos_token_id."""
     reuse_reserved_tokens: Mapping[str, str]
+    """As in TokenizerConfig."""
     extra_special_tokens: tuple[str, ...]
-    """Both as in TokenizerConfig."""
+    """As in TokenizerConfig."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -86,9 +84,9 @@ class ModelMetadata:
             raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
 
     def spec_and_sizes(self) -> tuple[ModelSpec, Any]:
-        """Its family and sizes. Raises CorruptError."""
+        """Return the model's family and sizes. Raises CorruptError."""
         if self.family not in MODELS:
-            raise CorruptError(f"is a {self.family}, which is none of {', '.join(MODELS)}")
+            raise CorruptError(f"unknown model family {self.family}; available: {', '.join(MODELS)}")
         spec = MODELS[self.family]
         try:
             return spec, type(next(iter(spec.sizes.values())))(**self.sizes)
@@ -96,20 +94,19 @@ class ModelMetadata:
             raise CorruptError(f"{MODEL_FILE}: {error}") from None
 
 
-# ---------------------------------------------------------------- a folder of theirs
+# ---------------------------------------------------------------- reading
 
 
 class HfModelFolder:
-    """A model as Hugging Face's libraries write it."""
+    """A folder with a model in Hugging Face format."""
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        """Raises ConfigError for what is no such model, or another network."""
+        """Raises ConfigError if the folder contains no such model, or a model of another architecture."""
         self.folder = folder
         self.spec = spec
         if not os.path.exists(folder / "config.json"):
-            raise ConfigError(
-                "", f"{folder}: {folder_error(folder) or 'is no model of Hugging Face (it has no config.json)'}"
-            )
+            message = folder_error(folder) or "is not a Hugging Face model (it has no config.json)"
+            raise ConfigError("", f"{folder}: {message}")
         try:
             self.config = self._json("config.json")
             self.sizes = spec.huggingface.sizes(self.config)
@@ -126,58 +123,57 @@ class HfModelFolder:
             raise CorruptError(f"{name} is not a JSON object") from None
 
     def _inside(self, name: Any) -> Path:
-        """A file of the folder. Its cache keeps files as links into a folder of blobs beside that of snapshots; links to
-        anywhere else, and names that lead elsewhere, are refused."""
-        path = self.folder / manifest.require_plain_filename(name, "it")
+        """Return the path of a file in the folder. Raises CorruptError for names with a path, and for symbolic links out of the
+        folder, except those into the blobs of Hugging Face's cache."""
+        path = self.folder / manifest.require_plain_filename(name, "the index")
         target, home = path.resolve(), self.folder.resolve()
         blobs = home.parent.parent / "blobs"
         if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
-            raise CorruptError(f"{name} is a link that leads elsewhere")
+            raise CorruptError(f"{name} is a symbolic link out of the folder")
         return path
 
     def content(self, name: str) -> bytes:
-        """Of a small file. Raises ConfigError."""
+        """Read a small file. Raises ConfigError."""
         try:
             return manifest.read_bytes(self._inside(name), _LARGEST_JSON)
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
 
     def _files(self) -> dict[str, Path]:
-        """Name there -> file."""
+        """Return the file of each tensor, by its name in Hugging Face's format."""
         if (self.folder / "model.safetensors.index.json").exists():
             weights = self._json("model.safetensors.index.json").get("weight_map")
             if not isinstance(weights, dict):
                 raise CorruptError("model.safetensors.index.json has no weight_map")
             return {name: self._inside(file) for name, file in weights.items()}
         path = self._inside("model.safetensors")
-        with _opened(path) as tensors:
+        with _open_tensors(path) as tensors:
             return dict.fromkeys(tensors.keys(), path)
 
     def index(self, names: Iterable[str]) -> dict[str, TensorMetadata]:
-        """Our names -> where they are. Raises ConfigError for those that are not there."""
+        """Return an index of the parameters by their native names. Raises ConfigError for missing ones."""
         index = {}
         for name in names:
-            there = self.spec.huggingface.name(name)
-            if there not in self.files:
-                raise ConfigError("", f"{self.folder}: has no {there}")
-            path = self.files[there]
-            with _opened(path) as tensors:
+            hf_name = self.spec.huggingface.name(name)
+            if hf_name not in self.files:
+                raise ConfigError("", f"{self.folder}: has no {hf_name}")
+            path = self.files[hf_name]
+            with _open_tensors(path) as tensors:
                 try:
-                    found = tensors.get_slice(there)
-                    shape, dtype = tuple(found.get_shape()), DTYPE_OF[found.get_dtype()]
+                    tensor = tensors.get_slice(hf_name)
+                    shape, dtype = tuple(tensor.get_shape()), DTYPE_OF[tensor.get_dtype()]
                 except (SafetensorError, KeyError) as error:
-                    raise ConfigError("", f"{path}: {there}: {error}") from None
+                    raise ConfigError("", f"{path}: {hf_name}: {error}") from None
             index[name] = TensorMetadata(dtype, shape, (Chunk(path.name, (0,) * len(shape), shape),))
         return index
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a parameter of ours."""
-        there = self.spec.huggingface.name(name)
-        with _opened(self.files[there]) as tensors:
+        """Read rows [start, stop) of a parameter in the native row order."""
+        with _open_tensors(self.files[self.spec.huggingface.name(name)]) as tensors:
             return _permuted_rows(tensors, name, self.spec, self.sizes.head_dim, (slice(start, stop),))
 
 
-def _opened(path: Path):
+def _open_tensors(path: Path):
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -185,21 +181,21 @@ def _opened(path: Path):
 
 
 def _permuted_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
-    """A range of a parameter in our order of rows; of a parameter that is turned, whole heads are read for it."""
-    found = tensors.get_slice(spec.huggingface.name(name))
+    """Read a range of a parameter in the native row order. Rows that are permuted for RoPE are read by full heads."""
+    tensor = tensors.get_slice(spec.huggingface.name(name))
     if not spec.huggingface.is_rope_permuted(name):
-        return found[ranges]
+        return tensor[ranges]
     start, stop = ranges[0].start, ranges[0].stop
     first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
-    rows = spec.huggingface.permute_from_hf(found[(slice(first, last), *ranges[1:])], head_dim)
+    rows = spec.huggingface.permute_from_hf(tensor[(slice(first, last), *ranges[1:])], head_dim)
     return rows[start - first : stop - first]
 
 
 class HfReader(ShardReader):
-    """For torch.distributed.checkpoint: each rank reads its shards of our parameters."""
+    """Storage reader of torch.distributed.checkpoint for a model folder."""
 
     def __init__(self, folder: HfModelFolder, index: Mapping[str, TensorMetadata], prefix: str):
-        """prefix: of the names of the index."""
+        """prefix: precedes the parameter names in the index."""
         super().__init__(folder.folder, index)
         self.source = folder
         self.prefix = prefix
@@ -209,38 +205,33 @@ class HfReader(ShardReader):
         return _permuted_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
 
 
-# ---------------------------------------------------------------- there and back
+# ---------------------------------------------------------------- writing
 
 
-def _blocks(shape: tuple[int, ...], dtype: torch.dtype, head_dim: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of some megabytes, of whole heads."""
-    row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    step = max(1, _BLOCK_BYTES // row_bytes // head_dim) * head_dim
-    for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
-
-
-def _pieces(
+def read_in_chunks(
     read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
 ) -> Iterator[Tensor]:
-    for start, stop in _blocks(shape, dtype, head_dim):
-        piece = read(start, stop).to(dtype)
-        yield piece
-        progress(piece.numel() * dtype.itemsize)
+    """Yield the rows of a tensor in chunks of some megabytes of full heads. read: returns rows [start, stop)."""
+    row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
+    num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
+    for start in range(0, shape[0], num_rows):
+        chunk = read(start, min(start + num_rows, shape[0])).to(dtype)
+        yield chunk
+        progress(chunk.numel() * dtype.itemsize)
 
 
-def _grouped(entries: list[TensorWrite], limit: int) -> list[list[TensorWrite]]:
-    """In order, into files of at most limit bytes, or of one tensor."""
+def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[TensorWrite]]:
+    """Group tensors, in order, into files of at most max_bytes or a single tensor."""
     groups: list[list[TensorWrite]] = [[]]
     for entry in entries:
-        if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > limit:
+        if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > max_bytes:
             groups.append([])
         groups[-1].append(entry)
     return groups
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """A key that sorts the 10th layer behind the 9th."""
+def layer_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that places layer 10 after layer 9."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
 
@@ -250,109 +241,42 @@ def require_empty(folder: Path) -> None:
         raise ConfigError("", f"{folder}: exists already")
 
 
-@dataclass(frozen=True)
-class Export:
-    """A checkpoint on its way to Hugging Face's format."""
-
-    checkpoint: Path
-    spec: ModelSpec
-    sizes: Any
-    seq_len: int
-    dtype: torch.dtype
-    files: Mapping[str, bytes]
-    """Of the tokenizer."""
-    special_token_ids: Mapping[str, Any]
-    """bos_token_id, eos_token_id."""
-
-    def num_bytes(self) -> int:
-        stored = read_index(self.checkpoint)
-        return (
-            sum(torch.Size(s.shape).numel() for n, s in stored.items() if n.startswith("model/")) * self.dtype.itemsize
-        )
-
-    def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
-        """Raises ConfigError where out exists and is not to be replaced."""
-        if not replace:
-            require_empty(out)
-        with atomic_folder(out, overwrite=True) as folder:
-            self._write_weights(folder, shard_bytes, progress)
-            config = self.spec.huggingface.config(self.sizes, self.seq_len)
-            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special_token_ids}
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            (folder / "generation_config.json").write_text(json.dumps(dict(self.special_token_ids), indent=2) + "\n")
-            for name, content in self.files.items():
-                (folder / name).write_bytes(content)
-
-    def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
-        index = {n.removeprefix("model/"): s for n, s in read_index(self.checkpoint).items() if n.startswith("model/")}
-        entries = [self._entry(name, index[name], progress) for name in sorted(index, key=_in_order)]
-        groups = _grouped(entries, shard_bytes)
-        digest_of_source, places = manifest.digest_of(self.checkpoint / manifest.NAME), {}
-        for number, group in enumerate(groups, start=1):
-            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-            write_safetensors(folder / file, group, {"format": "pt", _SOURCE: digest_of_source})
-            places |= {entry.name: file for entry in group}
-        if len(groups) > 1:
-            text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": places}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
-
-    def _entry(self, name: str, stored: TensorMetadata, progress: Progress) -> TensorWrite:
-        head_dim = self.sizes.head_dim
-
-        def read(start: int, stop: int) -> Tensor:
-            rows = read_rows(self.checkpoint, f"model/{name}", stored, start, stop)
-            return (
-                self.spec.huggingface.permute_to_hf(rows, head_dim)
-                if self.spec.huggingface.is_rope_permuted(name)
-                else rows
-            )
-
-        pieces = partial(_pieces, read, stored.shape, self.dtype, head_dim, progress)
-        return TensorWrite(self.spec.huggingface.name(name), self.dtype, stored.shape, pieces)
-
-
-def is_export_of(folder: Path, checkpoint: Path) -> bool:
-    """Whether the folder holds the weights of just this checkpoint."""
-    try:
-        with safe_open(min(folder.glob("model*.safetensors")), framework="pt") as tensors:
-            about = tensors.metadata() or {}
-        return about.get(_SOURCE) == manifest.digest_of(checkpoint / manifest.NAME)
-    except (SafetensorError, OSError, ValueError):
-        return False
-
-
 def import_folder(
     folder: HfModelFolder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
 ) -> None:
-    """Write a checkpoint that holds a model alone, in the precision it has there. names: of our parameters. Raises
-    ConfigError where out exists or something is missing."""
-    index = folder.index(sorted(names, key=_in_order))
+    """Write a checkpoint with the model only, in its stored precision. names: of all parameters. Raises ConfigError if out is
+    not empty or a parameter is missing."""
+    index = folder.index(sorted(names, key=layer_order))
     entries = [
         TensorWrite(
             f"model/{name}",
             stored.dtype,
             stored.shape,
-            partial(_pieces, partial(folder.rows, name), stored.shape, stored.dtype, folder.sizes.head_dim, progress),
+            partial(
+                read_in_chunks, partial(folder.rows, name), stored.shape, stored.dtype, folder.sizes.head_dim, progress
+            ),
         )
         for name, stored in index.items()
     ]
     require_empty(out)
-    with atomic_folder(out, overwrite=True) as unfinished:
+    with atomic_folder(out) as unfinished:
         files, stored = {}, {}
-        for number, group in enumerate(_grouped(entries, shard_bytes)):
-            file = f"part-{number:05d}.safetensors"
+        for i, group in enumerate(group_by_file(entries, shard_bytes)):
+            file = f"model-{i:05d}.safetensors"
             files[file] = write_safetensors(unfinished / file, group, {})
             stored |= {
                 e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
             }
-        there = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
-        longest = int(folder.config.get("max_position_embeddings", 2048))
+        tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
+        seq_len = int(folder.config.get("max_position_embeddings", 2048))
         special_token_ids = {
             key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config
         }
-        model = ModelMetadata(family, asdict(folder.sizes), longest, "", tuple(there), special_token_ids, {}, ())
+        model = ModelMetadata(
+            family, asdict(folder.sizes), seq_len, "", tuple(tokenizer_files), special_token_ids, {}, ()
+        )
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
-        contents |= {name: folder.content(name) for name in there}
+        contents |= {name: folder.content(name) for name in tokenizer_files}
         for name, content in contents.items():
             files[name] = manifest.write_file(unfinished / name, content)
         manifest.write(unfinished, Manifest(files, {"from": str(folder.folder)}))

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what becomes of those that it leaves behind."""
+"""Selection of the checkpoint that a run resumes from, and rollbacks."""
 
 import json
 from collections.abc import Mapping
@@ -25,22 +25,22 @@ LARGEST_STATE = 16 * 2**20
 _LARGEST_CONFIG = 2**20
 
 
-# ---------------------------------------------------------------- finding what to go on from
+# ---------------------------------------------------------------- finding a checkpoint
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A verified checkpoint that a run can go on from."""
+    """A verified checkpoint to resume from."""
 
     path: Path
     state: TrainState
     rollback: bool = False
-    """Whether newer ones are to be left."""
+    """Whether newer checkpoints must be discarded."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Of each step the checkpoint that counts, newest first. Raises ConfigError where the folder cannot be read: that is not one
-    without checkpoints."""
+    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read, which does not mean that it
+    has no checkpoints."""
     try:
         return latest_per_step(folder)
     except OSError as error:
@@ -48,39 +48,40 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
-    """The checkpoint to go on from, or None, on all ranks together: the newest whose content is what was written, or that of
-    load_step. Rank 0 looks, since ranks that see different states of a file system must not go on from different steps.
+    """Return the newest intact checkpoint, or that of load_step, or None if there are no checkpoints; collectively.
 
-    Other folders are ignored; a damaged checkpoint is passed over with a warning. Raises ConfigError where all are damaged:
-    starting afresh would write over what may still be of use; and where load_step is missing or damaged.
+    Rank 0 lists the folder: ranks may see different states of a file system, but must resume from one step. A damaged checkpoint
+    is ignored with a warning. Raises ConfigError if all are damaged, because a new run would overwrite data that may still be
+    useful, and if load_step is missing or damaged.
     """
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
     if load_step > 0:
-        before = run_on_rank_0(lambda: _rollbacks(folder))
-        if load_step not in before[-1:]:
+        rollbacks = run_on_rank_0(lambda: _rollbacks(folder))
+        if load_step not in rollbacks[-1:]:
             return _find_step(folder, steps, load_step)
         if steps:
             logging.info(
-                f"went back to step {load_step} before; going on from there. To do it again, remove {folder / _LINEAGE}"
+                f"already rolled back to step {load_step}; resuming the newest checkpoint. To roll back again, remove "
+                f"{folder / _LINEAGE}"
             )
     for path in steps:
         problem = verify(path, of_run=True)
         if not problem:
             return ResumePoint(path, _read_state(path))
-        logging.warning(f"passed over {path}: {problem}")
+        logging.warning(f"ignoring damaged checkpoint {path}: {problem}")
     if steps:
-        rule = f"{folder}: all {len(steps)} checkpoints are damaged; another --run.name starts a new run"
-        raise ConfigError("", rule)
+        message = f"{folder}: all {len(steps)} checkpoints are damaged; another --run.name starts a new run"
+        raise ConfigError("", message)
     if load_step:
-        raise ConfigError("checkpoint.load_step", f"there is no checkpoint in {folder}")
+        raise ConfigError("checkpoint.load_step", f"{folder} contains no checkpoint")
     return None
 
 
 def _find_step(folder: Path, steps: list[Path], step: int) -> ResumePoint:
     path = next((path for path in steps if step_of(path) == step), None)
     if path is None:
-        there = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
-        raise ConfigError("checkpoint.load_step", f"no such step in {folder}; there are: {there}")
+        available = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
+        raise ConfigError("checkpoint.load_step", f"no such step in {folder}; available: {available}")
     problem = verify(path, of_run=True)
     if problem:
         raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
@@ -88,13 +89,13 @@ def _find_step(folder: Path, steps: list[Path], step: int) -> ResumePoint:
 
 
 def verify(checkpoint: Path, of_run: bool = False) -> str:
-    """What is wrong with it, or "", on all ranks together: each reads a share of the files, whole. of_run: whether a run shall
-    go on from it."""
-    mine = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
-    if of_run and not mine and dist.get_rank() == 0:
-        mine = check_train_state(checkpoint)
+    """Return a line that describes the damage of a checkpoint, or "", collectively: each rank reads a share of the files.
+    of_run: check train_state.json too."""
+    problem = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
+    if of_run and not problem and dist.get_rank() == 0:
+        problem = check_train_state(checkpoint)
     problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, mine)
+    dist.all_gather_object(problems, problem)
     return next(filter(None, problems), "")
 
 
@@ -103,23 +104,20 @@ def check_train_state(checkpoint: Path) -> str:
         state = _read_state(checkpoint)
     except CorruptError as damage:
         return str(damage)
-    return "" if state.step == step_of(checkpoint) else f"train_state.json is of step {state.step}"
+    return "" if state.step == step_of(checkpoint) else f"train_state.json belongs to step {state.step}"
 
 
 def _read_state(checkpoint: Path) -> TrainState:
     try:
         return TrainState.from_json(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise CorruptError("train_state.json is not the state of a run") from None
+        raise CorruptError("train_state.json is not a valid training state") from None
 
 
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with every difference, where a resumed run would not mean what the checkpoint holds.
-
-    now: as in the state's "fingerprint", or a part of it.
-    """
+    """Raises ConfigError with every entry of the current fingerprint, or of a part of it, that differs from the checkpoint's."""
     before = saved.state.fingerprint
-    now = json.loads(json.dumps(now))  # as it would have been saved
+    now = json.loads(json.dumps(now))  # tuples become lists, as in the checkpoint
     differences = [
         f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
         for key, value in sorted(now.items())
@@ -150,7 +148,7 @@ def _flat(document: dict[str, Any]) -> dict[str, str]:
 
 
 def _rollbacks(folder: Path) -> list[int]:
-    """The steps that the run was rolled back to, the last one last."""
+    """Return the steps that the run was rolled back to, oldest first. Raises ConfigError."""
     try:
         steps = read_json_object(folder / _LINEAGE)["rolled_back_to"]
         if all(type(step) is int for step in steps):
@@ -159,12 +157,12 @@ def _rollbacks(folder: Path) -> list[int]:
         return []
     except (ValueError, KeyError, TypeError):
         pass
-    raise ConfigError("", f"{folder / _LINEAGE} cannot be read; remove it to roll back anew") from None
+    raise ConfigError("", f"{folder / _LINEAGE} cannot be read; remove it to roll back again") from None
 
 
 def discard_newer(saved: ResumePoint) -> None:
-    """Move checkpoints newer than the resume point to discarded-N/, newest first, so that an interruption leaves nothing that a
-    later start could take for a checkpoint of this run. Raise ConfigError if the folder cannot be written."""
+    """Move checkpoints newer than the resume point to discarded-N/, newest first, so that an interruption leaves no
+    gap between checkpoints. Raises ConfigError if the folder cannot be written."""
     folder = saved.path.parent
     try:
         _discard_newer(folder, step_of(saved.path))
@@ -178,10 +176,10 @@ def _discard_newer(folder: Path, step: int) -> None:
     steps = _rollbacks(folder)
     newer = [path for path in committed(folder) if step_of(path) > step]
     if newer:
-        away = next(path for n in count(1) if not (path := folder / f"discarded-{n}").exists())
-        away.mkdir()
+        discarded = next(path for n in count(1) if not (path := folder / f"discarded-{n}").exists())
+        discarded.mkdir()
         for path in newer:
-            path.rename(away / path.name)
+            path.rename(discarded / path.name)
             sync(folder)
-        logging.info(f"{len(newer)} newer checkpoints are left in {away}")
+        logging.info(f"moved {len(newer)} newer checkpoints to {discarded}")
     atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step]}))

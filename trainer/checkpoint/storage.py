@@ -1,12 +1,14 @@
-"""Sharded tensors in files, for torch.distributed.checkpoint: safetensors files and a JSON index, so that nothing that is
-loaded can run code, as the pickles of torch's own writer could.
+"""Storage of sharded tensors for torch.distributed.checkpoint: safetensors files and a JSON index.
 
-    rank-00000.safetensors ...    what each rank holds, under "<name>" or, for a chunk of a tensor, "<name>@<offsets>"
+torch's own writer uses pickles, which can run code when they are loaded.
+
+    rank-00000.safetensors ...    the chunks of a rank: "<name>" for a full tensor, "<name>@<offsets>" for a part of one
     index.json                    dtype, shape and chunks of each tensor
 """
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -55,7 +57,7 @@ from trainer.system.files import HashingFile
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30
 
-# torch's names -> those of safetensors (https://github.com/huggingface/safetensors, "Format").
+# torch dtype -> safetensors dtype (https://github.com/huggingface/safetensors, "Format").
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -70,7 +72,7 @@ DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
 
 _TRANSIENT_ERRNOS = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
-"""Errors of a file system that may be gone a moment later."""
+"""File system errors that a retry may resolve."""
 _ATTEMPTS = 4
 
 
@@ -79,13 +81,13 @@ _ATTEMPTS = 4
 
 @dataclass(frozen=True)
 class TensorWrite:
-    """A tensor of a safetensors file that is written piece by piece."""
+    """A tensor to write to a safetensors file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Tensor]]
-    """Gives its content, in row-major order, when it is written."""
+    """Yields the content in row-major order when the file is written."""
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +95,7 @@ class TensorWrite:
 
 
 def write_safetensors(path: Path, entries: Iterable[TensorWrite], metadata: Mapping[str, str]) -> File:
-    """Write and sync a file that never exists in memory as a whole, and read it back. Raises OSError."""
+    """Stream tensors to a file, sync it and read it back. Raises OSError."""
     entries = list(entries)
     end, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
@@ -122,7 +124,7 @@ def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]
 
 
 def retry_transient(write: Callable[[], Any]) -> Any:
-    """The result of write, tried again after errors that may pass. Raises OSError."""
+    """Call write, again after transient errors, and return its result. Raises OSError."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return write()
@@ -139,21 +141,21 @@ def retry_transient(write: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Of a tensor, as it stands in a file."""
+    """A part of a tensor in a file."""
 
     file: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     written: File | None = None
-    """Of the whole file; said once, with its first chunk."""
+    """Size and hash of the file, with its first chunk only."""
 
-    def key(self, name: str, whole: tuple[int, ...]) -> str:
-        return name if self.shape == whole else f"{name}@{','.join(map(str, self.offsets))}"
+    def key(self, name: str, full_shape: tuple[int, ...]) -> str:
+        return name if self.shape == full_shape else f"{name}@{','.join(map(str, self.offsets))}"
 
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """A tensor of the index."""
+    """An entry of the index."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -174,17 +176,17 @@ def index_text(index: Mapping[str, TensorMetadata]) -> str:
 
 
 def local_save_plan(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
-    """What this rank has to write, without the content: the layout of tensors, which may be DTensors."""
+    """Plan which chunks of the tensors, which may be DTensors, this rank writes."""
     return create_default_local_save_plan(dict(tensors), is_coordinator)
 
 
 def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of them this rank holds."""
+    """Return the local shard of every tensor."""
     return {name: to_local(t) for name, t in tensors.items()}
 
 
 class Planner(DefaultSavePlanner):
-    """Writes what plan_of planned, from the content of this rank or a copy of it."""
+    """Writes a local_save_plan from this rank's local tensors or copies of them."""
 
     def __init__(self, plan: SavePlan, contents: Mapping[str, Tensor]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -202,10 +204,10 @@ class Planner(DefaultSavePlanner):
 
 
 class ShardWriter(StorageWriter):
-    """Writes the tensors; what becomes of the folder then is up to `commit`."""
+    """Writes one safetensors file per rank, and the index."""
 
     def __init__(self, folder: Path, commit: Callable[[dict[str, File]], None]):
-        """commit: called on the first rank with every file that was written, when all ranks have written theirs."""
+        """commit: called on the coordinator with the files of all ranks, after they are written."""
         self.folder = folder
         self.commit = commit
         self.rank = 0
@@ -251,7 +253,7 @@ class ShardWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files, chunks = {}, {}
-        for result in (result for of_rank in results for result in of_rank):
+        for result in itertools.chain.from_iterable(results):
             chunk = result.storage_data
             if chunk.written is not None:
                 files[chunk.file] = chunk.written
@@ -272,12 +274,12 @@ class ShardWriter(StorageWriter):
 
 
 def read_index(folder: Path) -> dict[str, TensorMetadata]:
-    """name -> what is stored of it. Raises CorruptError for what cannot be an index, or names files outside the folder."""
+    """Read the index: name -> metadata. Raises CorruptError if it is invalid or names a file outside the folder."""
     text = read_text(folder / INDEX, _LARGEST_INDEX)
     try:
         return {name: _stored(raw) for name, raw in json.loads(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError(f"{INDEX} is not an index of tensors") from None
+        raise CorruptError(f"{INDEX} is not a valid index of tensors") from None
 
 
 def _stored(raw: Mapping[str, Any]) -> TensorMetadata:
@@ -299,7 +301,7 @@ def _integers(raw: Any) -> tuple[int, ...]:
 
 
 class ShardReader(StorageReader):
-    """Reads of each file just the chunks of tensors that a rank asks for. Raises CorruptError."""
+    """Reads only the ranges that this rank needs. Raises CorruptError."""
 
     def __init__(self, folder: Path, index: Mapping[str, TensorMetadata]):
         self.folder = folder
@@ -362,7 +364,7 @@ class ShardReader(StorageReader):
         return self.read_chunk(tensors, item.storage_index.fqn, self._chunk(item.storage_index), slices)
 
     def read_chunk(self, tensors: Any, name: str, chunk: Chunk, ranges: tuple[slice, ...]) -> Tensor:
-        """Some of a chunk of a tensor, from the file it is in."""
+        """Return ranges of a chunk from its open file."""
         key = chunk.key(name, self.index[name].shape)
         return tensors.get_slice(key)[ranges] if ranges else tensors.get_tensor(key)
 
@@ -372,7 +374,7 @@ class ShardReader(StorageReader):
 
 
 def read_tensor(folder: Path, name: str, stored: TensorMetadata) -> Tensor:
-    """A stored tensor, whole."""
+    """Read a full tensor."""
     if stored.shape:
         return read_rows(folder, name, stored, 0, stored.shape[0])
     try:
@@ -383,19 +385,19 @@ def read_tensor(folder: Path, name: str, stored: TensorMetadata) -> Tensor:
 
 
 def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a stored tensor, put together from its chunks."""
+    """Read rows [start, stop) of a tensor from its chunks."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
     for chunk in stored.chunks:
         first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.shape[0])
         if first >= last or 0 in chunk.shape:
             continue
-        there = [slice(first - chunk.offsets[0], last - chunk.offsets[0]), *(slice(0, n) for n in chunk.shape[1:])]
-        here = [slice(first - start, last - start)]
-        here += [slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
+        source = [slice(first - chunk.offsets[0], last - chunk.offsets[0]), *(slice(0, n) for n in chunk.shape[1:])]
+        target = [slice(first - start, last - start)]
+        target += [slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
         try:
-            # Opened anew for every block: what stays mapped counts as this process's memory.
+            # The file is opened for each range because mapped pages count as memory of the process.
             with safe_open(folder / chunk.file, framework="pt") as tensors:
-                rows[tuple(here)] = tensors.get_slice(chunk.key(name, stored.shape))[tuple(there)]
+                rows[tuple(target)] = tensors.get_slice(chunk.key(name, stored.shape))[tuple(source)]
         except (SafetensorError, OSError) as error:
             raise CorruptError(f"{chunk.file}: {error}") from None
     return rows

@@ -15,6 +15,7 @@ from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.sources import DATASETS
 from trainer.data.store.store import identity, open_store
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.files import file_lock
 
 SINGLE = "data"
 """Name of the dataset of a configuration without [data] datasets."""
@@ -81,7 +82,10 @@ def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
     if config.packing != "wrapped":
         with writing(Path(config.store_folder)):
             for split in splits(config):
-                pack(open_store(store, split), packing_folder(store, split, config, seq_len), seq_len, config)
+                folder = packing_folder(store, split, config, seq_len)
+                if not folder.exists():
+                    with file_lock(folder.with_name(f"{folder.name}.lock")):
+                        pack(open_store(store, split), folder, seq_len, config)
 
 
 def splits(config: DataConfig) -> tuple[str, ...]:

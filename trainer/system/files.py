@@ -1,10 +1,10 @@
 """Atomic and durable writes, content digests, file locks."""
 
 import fcntl
+import glob
 import json
 import math
 import os
-import re
 import shutil
 import socket
 import time
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import xxhash
 
 _CHUNK_BYTES = 2**22
-_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{8}")
+_SUFFIX = ".tmp-" + 8 * "[0-9a-f]"  # a glob pattern
 
 
 def folder_error(path: str | Path) -> str:
@@ -53,7 +53,7 @@ def temporary_path(path: Path) -> Path:
 
 def is_temporary(path: Path) -> bool:
     """Whether `temporary_path` made the name: the content is unfinished."""
-    return _TEMPORARY.fullmatch(path.name) is not None
+    return path.match(f"*{_SUFFIX}")
 
 
 @contextmanager
@@ -83,30 +83,21 @@ def atomic_write(path: Path, text: str, durable: bool = True) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Make a new folder that is synced and renamed to `path` when the block ends, or removed after an error.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a new folder that is synced and replaces `path` when the block ends, or is removed after an error.
 
-    overwrite: replace an existing folder, and first remove what killed processes left unfinished: the caller is the only
-    writer of `path`. Otherwise the folder of the first of several writers remains.
+    What killed processes left unfinished is removed first, so the caller must be the only writer of `path`.
     """
-    if overwrite and path.parent.exists():
-        for leftover in path.parent.iterdir():
-            if (match := _TEMPORARY.fullmatch(leftover.name)) and match[1] == path.name:
-                shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in path.parent.glob(glob.escape(path.name) + _SUFFIX):
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary = temporary_path(path)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for inner in (*temporary.iterdir(), temporary):
             sync(inner)
-        if overwrite:
-            shutil.rmtree(path, ignore_errors=True)
-        try:
-            temporary.rename(path)
-        except OSError:
-            if overwrite or not path.is_dir():
-                raise
-            shutil.rmtree(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

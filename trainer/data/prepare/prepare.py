@@ -104,7 +104,7 @@ def _build(
 
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for part in parts for run in part.runs)
-    with atomic_folder(folder, overwrite=True) as unfinished:
+    with atomic_folder(folder) as unfinished:
         with progress(tokens, " tokens", "shuffling") as bar:
             written = {split: write_split(unfinished, split, partial, parts, dtype, bar.update) for split in SPLITS}
         with contextlib.closing(HashingFile(unfinished / "problems.jsonl")) as out:

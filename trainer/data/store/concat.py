@@ -61,7 +61,7 @@ def _write(
     folder: Path, members: list[Path], descriptions: list[dict[str, Any]], places: list[dict], tokenizer: Tokenizer
 ) -> None:
     splits, files = {}, {}
-    with atomic_folder(folder, overwrite=True) as unfinished:
+    with atomic_folder(folder) as unfinished:
         for split in SPLITS:
             tokens = 0
             with contextlib.closing(HashingFile(unfinished / f"{split}.documents")) as out:
