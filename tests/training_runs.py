@@ -11,10 +11,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from trainer.batch import Batch
 from trainer.build import build_trainer
+from trainer.checkpoint.storage import TensorMetadata, read_rows
 from trainer.config.load import load_config
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
@@ -99,3 +101,11 @@ def largest_deviation(one: list[dict], other: list[dict], key: str) -> float:
     """Relative, over all steps; both must have the same steps."""
     assert [r["step"] for r in one] == [r["step"] for r in other]
     return max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(one, other, strict=True))
+
+
+def read_tensor(checkpoint: Path, name: str, stored: TensorMetadata) -> torch.Tensor:
+    """Read a full tensor of a checkpoint."""
+    if stored.shape:
+        return read_rows(checkpoint, name, stored, 0, stored.shape[0])
+    with safe_open(checkpoint / stored.chunks[0].file, framework="pt") as tensors:
+        return tensors.get_tensor(name)

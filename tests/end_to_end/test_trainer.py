@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
-from tests.training_runs import hash_of, largest_deviation, leaves_of_step, records, train, trainer_from
-from trainer.checkpoint.storage import read_index, read_tensor
+from tests.training_runs import hash_of, largest_deviation, leaves_of_step, read_tensor, records, train, trainer_from
+from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.system import logging

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import xxhash
 
+from tests.training_runs import read_tensor
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import latest_per_step, step_of
-from trainer.checkpoint.storage import read_index, read_tensor
+from trainer.checkpoint.storage import read_index
 
 ROOT = Path(__file__).parent.parent.parent
 

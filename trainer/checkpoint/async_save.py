@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,16 +62,18 @@ class PendingSave:
     """perf_counter at the commit, or SaveFailed."""
 
 
-class Writer(Protocol):
-    """Writes checkpoints. Every call is collective, and one save runs at a time."""
+class Writer:
+    """Base of the writers. Every call is collective, and one save runs at a time."""
 
     def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
         """Start a save; the future holds perf_counter at the commit, or SaveFailed."""
+        raise NotImplementedError
 
     def before_update(self) -> None:
         """Wait until the tensors may change. Raises WriterDied."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the writer without waiting for a save in flight."""
 
 
 class AsyncCheckpointer:
@@ -192,7 +194,7 @@ def views(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- writers
 
 
-class SyncWriter:
+class SyncWriter(Writer):
     """Writes synchronously: training waits."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
@@ -205,14 +207,8 @@ class SyncWriter:
         future.set_result(time.perf_counter())
         return future
 
-    def before_update(self) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class StagedWriter:
+class StagedWriter(Writer):
     """Base of the background writers: the host copy, and a thread that writes or waits for the writer process."""
 
     def __init__(self, device: torch.device, tensors: Tensors, allocate: Callable[[int], Tensor]):

@@ -131,13 +131,11 @@ def make_staging_dir(folder: Path, step: int) -> Path:
 
 
 def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
-    """Write and commit a checkpoint, collectively. Raises SaveFailed.
-
-    plan: this rank's local_save_plan. contents: this rank's local tensors, or copies of them. group: None for a single rank.
-    """
+    """Write and commit a checkpoint, collectively. plan: from local_save_plan. contents: this rank's local tensors, or copies of
+    them. group: None for a single rank. Raises SaveFailed."""
     commit = partial(_commit, request)
     try:
-        with _collectives():
+        with _no_dist_warning():
             dcp.save(
                 {},
                 storage_writer=ShardWriter(request.staging_dir, commit),
@@ -168,12 +166,10 @@ def _cause(error: Exception) -> str:
 
 
 @contextmanager
-def _collectives() -> Iterator[None]:
-    """Silence torch's warning about saving and loading without collectives, which a single rank does.
-
-    Collectives run in a gloo thread with a separate OpenMP team. With more teams than cores libgomp stops spinning, and each
-    step after a save took 1.7 times as long (torch 2.13, 2 cores).
-    """
+def _no_dist_warning() -> Iterator[None]:
+    """Silence torch's warning that a single rank saves and loads without collectives. They would run in a gloo thread with a
+    separate OpenMP team: with more teams than cores libgomp stops spinning, and each step after a save took 1.7 times as
+    long (torch 2.13, 2 cores)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -198,10 +194,8 @@ def _commit(request: SaveRequest, files: dict[str, File]) -> None:
 
 
 def prune(request: SaveRequest) -> None:
-    """Delete checkpoints older than the one just saved, which counts towards `keep`. Never raises.
-
-    Incomplete checkpoints do not count. Newer ones, which remain when a run resumes from before a damaged checkpoint, are kept.
-    """
+    """Delete checkpoints older than the one just saved, which counts towards `keep`; incomplete ones do not count. Newer ones
+    remain: the run resumed from before a damaged checkpoint. Logs errors of the file system as a warning."""
     if not request.keep:
         return
     try:
@@ -241,11 +235,8 @@ def _remove(checkpoint: Path) -> None:
 
 
 def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
-    """Load the tensors in place from a verified checkpoint of any number of ranks and any layout, collectively.
-
-    expected: names, or leading path components of names, that a checkpoint may contain. Raises ConfigError that names
-    unexpected and missing tensors and those of another shape or dtype.
-    """
+    """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: names, or leading components
+    of names, that a checkpoint may contain. Raises ConfigError that names the tensors that do not match."""
     try:
         index = read_index(checkpoint)
     except CorruptError as damage:
@@ -279,7 +270,7 @@ def load_into(
         raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        with _collectives():
+        with _no_dist_warning():
             dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=dist.get_world_size() == 1)
     except CheckpointException as error:
         damage = next((cause for cause, _ in error.failures.values() if isinstance(cause, CorruptError)), None)

@@ -1,6 +1,5 @@
-"""Hugging Face's model format: safetensors files, config.json and tokenizer files.
-
-Tensors are streamed in chunks of rows, so memory does not grow with the model, and a rank reads only its shards."""
+"""Hugging Face's model format: safetensors files, config.json and tokenizer files. Tensors are streamed in chunks of rows:
+memory does not grow with the model, and a rank reads only its shards."""
 
 import json
 import os

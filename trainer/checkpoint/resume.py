@@ -48,12 +48,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
-    """Return the newest intact checkpoint, or that of load_step, or None if there are no checkpoints; collectively.
-
-    Rank 0 lists the folder: ranks may see different states of a file system, but must resume from one step. A damaged checkpoint
-    is ignored with a warning. Raises ConfigError if all are damaged, because a new run would overwrite data that may still be
-    useful, and if load_step is missing or damaged.
-    """
+    """Return the newest intact checkpoint, or that of load_step, or None if there are no checkpoints; collectively. Rank 0 lists
+    them: ranks may see different states of a file system, but must resume from one step. A damaged checkpoint is ignored with a
+    warning. Raises ConfigError if load_step is missing or damaged, and if all checkpoints are damaged: a new run would overwrite
+    data that may still be useful."""
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
     if load_step > 0:
         rollbacks = run_on_rank_0(lambda: _rollbacks(folder))
@@ -163,23 +161,18 @@ def _rollbacks(folder: Path) -> list[int]:
 def discard_newer(saved: ResumePoint) -> None:
     """Move checkpoints newer than the resume point to discarded-N/, newest first, so that an interruption leaves no
     gap between checkpoints. Raises ConfigError if the folder cannot be written."""
-    folder = saved.path.parent
-    try:
-        _discard_newer(folder, step_of(saved.path))
-    except OSError as error:
-        raise ConfigError(
-            "run.output_folder", f"{error.filename or folder} cannot be written ({error.strerror})"
-        ) from None
-
-
-def _discard_newer(folder: Path, step: int) -> None:
+    folder, step = saved.path.parent, step_of(saved.path)
     steps = _rollbacks(folder)
-    newer = [path for path in committed(folder) if step_of(path) > step]
-    if newer:
-        discarded = next(path for n in count(1) if not (path := folder / f"discarded-{n}").exists())
-        discarded.mkdir()
-        for path in newer:
-            path.rename(discarded / path.name)
-            sync(folder)
-        logging.info(f"moved {len(newer)} newer checkpoints to {discarded}")
-    atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step]}))
+    try:
+        newer = [path for path in committed(folder) if step_of(path) > step]
+        if newer:
+            discarded = next(path for n in count(1) if not (path := folder / f"discarded-{n}").exists())
+            discarded.mkdir()
+            for path in newer:
+                path.rename(discarded / path.name)
+                sync(folder)
+            logging.info(f"moved {len(newer)} newer checkpoints to {discarded}")
+        atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step]}))
+    except OSError as error:
+        message = f"{error.filename or folder} cannot be written ({error.strerror})"
+        raise ConfigError("run.output_folder", message) from None

@@ -1,6 +1,5 @@
-"""Storage of sharded tensors for torch.distributed.checkpoint: safetensors files and a JSON index.
-
-torch's own writer uses pickles, which can run code when they are loaded.
+"""Storage of sharded tensors for torch.distributed.checkpoint: safetensors files and a JSON index. torch's own writer
+uses pickles, which can run code when they are loaded.
 
     rank-00000.safetensors ...    the chunks of a rank: "<name>" for a full tensor, "<name>@<offsets>" for a part of one
     index.json                    dtype, shape and chunks of each tensor
@@ -371,17 +370,6 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
-
-
-def read_tensor(folder: Path, name: str, stored: TensorMetadata) -> Tensor:
-    """Read a full tensor."""
-    if stored.shape:
-        return read_rows(folder, name, stored, 0, stored.shape[0])
-    try:
-        with safe_open(folder / stored.chunks[0].file, framework="pt") as tensors:
-            return tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CorruptError(f"{stored.chunks[0].file}: {error}") from None
 
 
 def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:

@@ -43,9 +43,6 @@ def drop_page_cache(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-# ---------------------------------------------------------------- write, then rename
-
-
 def temporary_path(path: Path) -> Path:
     """Return a new name for the unfinished content of `path`: NAME.tmp-xxxxxxxx in the same folder."""
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -58,10 +55,7 @@ def is_temporary(path: Path) -> bool:
 
 @contextmanager
 def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
-    """Open a new file that replaces `path` when the block ends, or is removed after an error.
-
-    durable: sync the content before the rename, and the folder after it.
-    """
+    """Open a new file that replaces `path` when the block ends, or is removed after an error. durable: sync it and the folder."""
     temporary = temporary_path(path)
     try:
         with temporary.open("w") as file:
@@ -77,7 +71,7 @@ def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
 
 
 def atomic_write(path: Path, text: str, durable: bool = True) -> None:
-    """Write a file that has either its old content or all of the new one. durable: as in `atomic_file`."""
+    """Replace the content of a file."""
     with atomic_file(path, durable) as file:
         file.write(text)
 
@@ -102,9 +96,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(path.parent)
-
-
-# ---------------------------------------------------------------- content
 
 
 def digest(content: bytes) -> str:
@@ -153,9 +144,6 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 def read_json_object(path: str | Path) -> dict[str, Any]:
     """Raises ValueError for anything but a JSON object, and OSError."""
     return parse_json_object(Path(path).read_bytes())
-
-
-# ---------------------------------------------------------------- locks
 
 
 def try_lock(path: Path, timeout_s: float) -> TextIO | str:
