@@ -21,7 +21,7 @@ from trainer.config.load import load_config
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.run.training_data import TrainingData
-from trainer.runtime.device import random_state
+from trainer.runtime.device import rng_state
 from trainer.state import TrainState
 from trainer.trainer import Trainer
 
@@ -83,7 +83,7 @@ def train(argv: Sequence[str]) -> Result:
     with recorded_batches() as batches:
         trainer.train()
     hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
-    return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(random_state(torch.device("cpu"))))
+    return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu"))))
 
 
 def leaves_of_step(results: list[Result], step: int) -> list[str]:

@@ -77,14 +77,14 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     engine = Engine(config, resolved, device, meshes, model_parts, loaded)
     if point is None and config.checkpoint.init_from:
         init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
-        engine.optimizer.after_load(state_too=False)
+        engine.optimizer.sync_master_weights(state_loaded=False)
     files = {"config.toml": to_toml(config).encode(), **model_files(config, resolved)}
     checkpoints = CheckpointManager(
         config.checkpoint,
         folder / "checkpoints",
         device,
         tensors=engine.tensors,
-        after_load=partial(engine.optimizer.after_load, state_too=True),
+        after_load=partial(engine.optimizer.sync_master_weights, state_loaded=True),
         best=BestTracker(config.evaluation, data.datasets.evaluation_names.get(config.evaluation.keep_best_on, "")),
         state=state,
         point=point,
@@ -98,7 +98,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     log_summary(config, resolved, device, deterministic, data.description)
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
-        stragglers.watch(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
+        stragglers.time_blocks_of(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
     return Trainer(
         config,
         folder,

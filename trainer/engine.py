@@ -113,7 +113,7 @@ class Engine:
     ) -> StepResult:
         """Run one optimizer step. stop: whether this rank was asked to stop. on_before_update: called before parameters, optimizer
         state and the guard's state change."""
-        self.optimizer.begin(lr)
+        self.optimizer.start_step(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:
             on_before_update()

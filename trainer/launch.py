@@ -103,7 +103,7 @@ def main() -> NoReturn:
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
         resolve(config, options.ranks * options.max_nodes)
-        device.require_enough(config.run.device, options.ranks)
+        device.require_enough_gpus(config.run.device, options.ranks)
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
     )  # otherwise torchrun warns and sets 1

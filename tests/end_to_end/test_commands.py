@@ -162,7 +162,7 @@ def test_nodes_with_different_settings_are_an_error(tiny, tmp_path):
     codes, outputs = two_nodes([SCRIPT, *tiny, "--run.output_folder", tmp_path], "--run.seed", "4")
     assert codes == [2, 2], outputs
     assert [err for _, err in outputs] == 2 * [
-        "the ranks were not started alike: run.seed is 0 on rank 0, 4 on rank 1\n",
+        "ranks were launched with different settings: run.seed is 0 on rank 0, 4 on rank 1\n",
     ]
     assert not (tmp_path / "tiny").exists()
 
@@ -173,10 +173,10 @@ def test_a_run_with_non_finite_losses_stops_and_does_not_save_them(tiny, tmp_pat
     lines = sorted(re.sub(r"loss [^,]+", "loss X", re.sub(r"^[\d:]+ ", "", line)) for line in done.stderr.splitlines())
     # The rank that stops first may be ahead of the rank that warns.
     assert [line for line in lines if "warning" in line] == [
-        f"warning: step {n}: loss X, gradient norm nan; update left out, {n - 1} in a row, {n - 1} in all"
+        f"warning: step {n}: loss X, gradient norm nan; update skipped ({n - 1} in a row, {n - 1} in total)"
         for n in (2, 3, 4)
     ]
-    assert re.search(r"step 4: loss \S+, gradient norm nan; stopped, and this state is not saved", done.stderr)
+    assert re.search(r"step 4: loss \S+, gradient norm nan: training stops, and this state is not saved", done.stderr)
     assert len(lines) == 4
     assert [p.name for p in (tmp_path / "outputs" / "tiny" / "checkpoints").iterdir()] == ["step-00000001"]
 

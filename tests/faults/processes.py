@@ -47,7 +47,7 @@ def row_2(bench: FaultHarness, draw: SeededRandom) -> None:
     if ended.code != 0:  # else it was at its end
         expect(ended.seconds <= 5, f"the others ended after {ended.seconds:.1f} s")
         few_lines(ended)
-        expect("ended by SIGKILL" in ended.err or "lost contact" in ended.err, f"does not say so: {ended.err}")
+        expect("ended by SIGKILL" in ended.err or "lost the connection" in ended.err, f"does not say so: {ended.err}")
     bench.finish("row-2", 2, more)
 
 
@@ -133,11 +133,11 @@ def row_9(bench: FaultHarness, draw: SeededRandom) -> None:
     ).wait()  # torchrun gives it 30 s
     expect(ended.code == 1, f"ended with {ended.code}")
     if at_end:
-        expect(f"no sign of life from rank {rank} for" in ended.err, f"not named: {ended.err}")
+        expect(f"no heartbeat from rank {rank} for" in ended.err, f"not named: {ended.err}")
         bench.finish("row-9", 2)
         return
-    expect(f"rank {rank} gives no sign of life" in ended.err, f"not named: {ended.err}")
-    expect(re.search(r"waiting in gloo:\w+, number \d+ of process group", ended.err), f"no collective: {ended.err}")
+    expect(f"rank {rank} sends no heartbeat" in ended.err, f"not named: {ended.err}")
+    expect(re.search(r"waiting in gloo:\w+, collective \d+ of process group", ended.err), f"no collective: {ended.err}")
     expect("train_step" in ended.err, "no stack")
     bench.finish("row-9", 2)
 
@@ -159,7 +159,7 @@ def row_11(bench: FaultHarness, draw: SeededRandom) -> None:
     more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.interval_steps", "10"]
     ended = bench.run(name, 3, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
-    expect(f"warning: rank {rank} is slow" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
+    expect(f"warning: rank {rank} is a straggler" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
     records = map(json.loads, (bench.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
     told = [(record["step"], record["rank"]) for record in records if record["kind"] == "straggler"]
     expect(told and told[0][0] <= 20, f"{where}: told {told[:3]}, not within 20 steps")
@@ -190,7 +190,7 @@ def row_14(bench: FaultHarness, draw: SeededRandom) -> None:
     }
     ended = bench.run(bench.fresh("row-14"), 1, more, **place, LOCAL_RANK="0").wait(60)
     expect(ended.code == 1, f"ended with {ended.code}")
-    expect("of 2 ranks, 1 did not come within 6 s" in ended.err, f"not named: {ended.err}")
+    expect("of 2 ranks, 1 did not join within 6 s" in ended.err, f"not named: {ended.err}")
     few_lines(ended)
 
 
@@ -207,7 +207,7 @@ def row_38(bench: FaultHarness, draw: SeededRandom) -> None:
     ended = run.wait(60)
     expect(ended.code == 1, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(time.monotonic() - before < 15, f"ended after {time.monotonic() - before:.0f} s")
-    told = "DataLoader worker" if number == signal.SIGKILL else "no step has ended for"
+    told = "DataLoader worker" if number == signal.SIGKILL else "no step has completed for"
     expect(told in ended.err, f"does not say so: {ended.err[-500:]}")
     expect(gone(workers, within_s=5), "the worker is left behind")
     bench.finish("row-38", 1, more)

@@ -1,4 +1,4 @@
-"""Whole runs whose update is in host memory, in backward, or in another precision."""
+"""Complete runs whose update runs in host memory, in backward, or in another precision."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.testing.ranks import RankError
 
-EARLY = ("--training.max_norm", "none", "--resilience.max_consecutive_skips", "1")
-"""What an update in backward needs."""
-NOT_IN_BACKWARD = [
+IN_BACKWARD = ("--training.max_norm", "none", "--resilience.max_consecutive_skips", "1")
+"""Settings that an update in backward requires."""
+INCOMPATIBLE_WITH_IN_BACKWARD = [
     (
         ["--training.reduce_every_microbatch", "true"],
         "[training] reduce_every_microbatch: gradients are complete after the last one",
@@ -27,54 +27,54 @@ def argv(tiny, folder, name, *more, interval=2):
 
 @pytest.mark.parametrize("offload", ["state", "state_and_gradients"])
 @pytest.mark.parametrize("layout", [[], ["--parallel.tp", "2", "--training.local_batch_size", "2"]])
-def test_a_run_with_its_state_on_the_host_is_the_same_run_resumed_and_resharded(ranks, tiny, tmp_path, offload, layout):
-    """Two steps on 2 ranks, two on 4, and the learning rates of all; gradients are clipped."""
-    results, rates = [], []
+def test_a_run_with_offloaded_state_equals_one_without_after_resuming_on_other_ranks(
+    ranks, tiny, tmp_path, offload, layout
+):
+    """Two steps on 2 ranks and two on 4, with clipped gradients. The learning rates are compared too."""
+    results, learning_rates = [], []
     for name, more in (("plain", []), ("offloaded", ["--optimizer.offload", offload])):
-        words = argv(
-            tiny, tmp_path, name, *layout, *more, "--training.max_norm", "0.5", "--metrics.interval_steps", "1"
-        )
-        ranks(2).run(train, [*words, "--training.steps", "2"])
-        results.append(ranks(4).run(train, [*words, "--training.steps", "4"])[0].weights)
-        rates.append([record["learning_rate"] for record in records(tmp_path / name)])
+        args = argv(tiny, tmp_path, name, *layout, *more, "--training.max_norm", "0.5", "--metrics.interval_steps", "1")
+        ranks(2).run(train, [*args, "--training.steps", "2"])
+        results.append(ranks(4).run(train, [*args, "--training.steps", "4"])[0].weights)
+        learning_rates.append([record["learning_rate"] for record in records(tmp_path / name)])
     assert results[0] == results[1]
-    assert rates[0] == rates[1] and len(rates[0]) == 4
+    assert learning_rates[0] == learning_rates[1] and len(learning_rates[0]) == 4
 
 
 @pytest.mark.parametrize(
     "layout", [["--parallel.tp", "2"], ["--parallel.pp", "2"], ["--checkpoint.async_mode", "thread"]]
 )
-def test_a_run_that_updates_in_backward_is_the_same_run(ranks, tiny, tmp_path, layout):
-    """Two steps on 2 ranks, two on 4, with two microbatches or more, saved beside training."""
+def test_a_run_that_updates_in_backward_equals_one_that_updates_after_it(ranks, tiny, tmp_path, layout):
+    """Two steps on 2 ranks and two on 4, with at least two microbatches, saved in the background."""
     results = []
-    for name, more in (("plain", []), ("early", ["--optimizer.in_backward", "true"])):
-        words = argv(tiny, tmp_path, name, *layout, *more, *EARLY, interval=1)
-        ranks(2).run(train, [*words, "--training.steps", "2"])
-        results.append(ranks(4).run(train, [*words, "--training.steps", "4"])[0].weights)
+    for name, more in (("plain", []), ("in_backward", ["--optimizer.in_backward", "true"])):
+        args = argv(tiny, tmp_path, name, *layout, *more, *IN_BACKWARD, interval=1)
+        ranks(2).run(train, [*args, "--training.steps", "2"])
+        results.append(ranks(4).run(train, [*args, "--training.steps", "4"])[0].weights)
     assert results[0] == results[1]
 
 
-def test_a_run_may_change_where_its_state_is(ranks, tiny, tmp_path):
-    ends = []
-    for name, offload in (("stays", "none"), ("moves", "state")):
-        words = argv(tiny, tmp_path, name)
-        ranks(1).run(train, [*words, "--training.steps", "2"])
-        ends.append(ranks(1).run(train, [*words, "--training.steps", "4", "--optimizer.offload", offload])[0].weights)
-    assert ends[0] == ends[1]
+def test_a_run_may_be_resumed_with_another_offload_setting(ranks, tiny, tmp_path):
+    weights = []
+    for name, offload in (("unchanged", "none"), ("changed", "state")):
+        args = argv(tiny, tmp_path, name)
+        ranks(1).run(train, [*args, "--training.steps", "2"])
+        weights.append(ranks(1).run(train, [*args, "--training.steps", "4", "--optimizer.offload", offload])[0].weights)
+    assert weights[0] == weights[1]
 
 
-def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_path):
-    more = ["--training.parameter_dtype", "bf16", "--optimizer.offload", "state"]
-    whole = ranks(1).run(train, [*argv(tiny, tmp_path, "whole", *more), "--training.steps", "4"])[0]
-    ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more), "--training.steps", "2"])
+def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_path):
+    flags = ["--training.parameter_dtype", "bf16", "--optimizer.offload", "state"]
+    complete = ranks(1).run(train, [*argv(tiny, tmp_path, "complete", *flags), "--training.steps", "4"])[0]
+    ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags), "--training.steps", "2"])
     with pytest.raises(RankError, match=r"an fp32 copy of the parameters \(\[optimizer\] offload\) was true, is false"):
-        ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more[:2]), "--training.steps", "4"])
-    halves = ranks(1).run(train, [*argv(tiny, tmp_path, "halves", *more), "--training.steps", "4"])[0]
-    assert halves.weights == whole.weights
+        ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags[:2]), "--training.steps", "4"])
+    resumed = ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags), "--training.steps", "4"])[0]
+    assert resumed.weights == complete.weights
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("args", "message"),
     [
         (
             ["--activation_checkpoint.offload_inputs", "true", "--activation_checkpoint.mode", "selective"],
@@ -82,10 +82,10 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
         ),
         *(
             (
-                ["--optimizer.in_backward", "true", *EARLY, *more],
+                ["--optimizer.in_backward", "true", *IN_BACKWARD, *more],
                 f"--optimizer.in_backward true: incompatible with {rule}",
             )
-            for more, rule in NOT_IN_BACKWARD
+            for more, rule in INCOMPATIBLE_WITH_IN_BACKWARD
         ),
         (
             ["--optimizer.in_backward", "true"],
@@ -106,7 +106,7 @@ def test_an_fp32_copy_of_bf16_parameters_outlives_the_process(ranks, tiny, tmp_p
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(words, line):
+def test_incompatible_settings_are_rejected(args, message):
     with pytest.raises(ConfigError) as error:
-        load_config(words)
-    assert str(error.value) == line
+        load_config(args)
+    assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""Averages in 8 bits: what is lost, and what is not."""
+"""8-bit optimizer moments: their error, and their independence of the layout."""
 
 import pytest
 import torch
@@ -7,86 +7,96 @@ from tests.optim.test_offload import argv
 from tests.training_runs import records, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
-from trainer.optim.quantization import BLOCK, BlockQuantizer, _values, fits
+from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, _values, is_quantizable
 from trainer.planning.simulate import simulate
 from trainer.run.resolve import resolve
 
 CPU = torch.device("cpu")
 
 
-def kept(matrix, signed):
-    """The matrix as it is read again, and what was written."""
-    codec = BlockQuantizer(signed, CPU)
-    codes, scales = codec.zeros_like(matrix)
-    assert torch.equal(codec.read(codes, scales), torch.zeros_like(matrix))
-    codec.write(matrix, codes, scales)
-    return codec.read(codes, scales), codes, scales
+def quantize(matrix, signed):
+    """Return the dequantized matrix, its codes and its scales."""
+    quantizer = BlockQuantizer(signed, CPU)
+    codes, scales = quantizer.zeros_like(matrix)
+    assert torch.equal(quantizer.dequantize(codes, scales), torch.zeros_like(matrix))
+    quantizer.quantize_(matrix, codes, scales)
+    return quantizer.dequantize(codes, scales), codes, scales
 
 
 def matrices():
     torch.manual_seed(0)
-    gradients = torch.randn(64, 2 * BLOCK) * torch.logspace(-12, 3, 64)[:, None] * torch.rand(64, 2 * BLOCK) ** 4
+    gradients = (
+        torch.randn(64, 2 * BLOCK_SIZE) * torch.logspace(-12, 3, 64)[:, None] * torch.rand(64, 2 * BLOCK_SIZE) ** 4
+    )
     gradients[5] = 0
     return {True: gradients, False: gradients.square()}
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_there_are_256_values_in_order(signed):
+def test_the_256_values_are_sorted_and_distinct(signed):
     values = _values(signed)
     assert len(values) == len(set(values)) == 256 and values == sorted(values)
     assert (values[0], values[-1]) == (-1.0 if signed else 0.0, 1.0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_values_are_near_and_the_largest_of_a_block_is_exact(signed):
+def test_values_are_close_and_the_largest_of_a_block_is_exact(signed):
     matrix = matrices()[signed]
-    read, _, scales = kept(matrix, signed)
-    blocks, read_blocks = matrix.unflatten(1, (-1, BLOCK)), read.unflatten(1, (-1, BLOCK))
-    assert torch.equal(blocks.abs().amax(2), scales) and torch.equal(read_blocks.abs().amax(2), scales)
-    # A step within the largest power of ten: 0.9 / 64 with a sign, half of it without.
+    dequantized, _, scales = quantize(matrix, signed)
+    blocks, result = matrix.unflatten(1, (-1, BLOCK_SIZE)), dequantized.unflatten(1, (-1, BLOCK_SIZE))
+    assert torch.equal(blocks.abs().amax(2), scales) and torch.equal(result.abs().amax(2), scales)
+    # The step within the largest power of ten is 0.9 / 64 if signed, and half of it if unsigned.
     assert (
-        (read_blocks - blocks).abs() <= scales[:, :, None] * (0.9 / 64 / (2 if signed else 4) + 1e-6)
+        (result - blocks).abs() <= scales[:, :, None] * (0.9 / 64 / (2 if signed else 4) + 1e-6)
     ).float().mean() > 0.99
-    assert ((read_blocks - blocks).abs() <= scales[:, :, None] * 0.9 / 64).all()
+    assert ((result - blocks).abs() <= scales[:, :, None] * 0.9 / 64).all()
 
 
-def test_of_squares_only_zero_becomes_zero():
-    """An update divides by their root: what is small beside its block must not become nothing."""
+def test_second_moment_quantizes_only_zero_to_zero():
+    """The update divides by its square root, so values that are small within their block must not become zero."""
     matrix = matrices()[False]
-    read, *_ = kept(matrix, signed=False)
-    assert torch.equal(read == 0, matrix == 0)
+    dequantized, *_ = quantize(matrix, signed=False)
+    assert torch.equal(dequantized == 0, matrix == 0)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_was_read_is_written_as_it_was(signed):
-    read, codes, scales = kept(matrices()[signed], signed)
-    again, codes_again, scales_again = kept(read, signed)
-    assert torch.equal(codes, codes_again) and torch.equal(scales, scales_again) and torch.equal(read, again)
+def test_quantizing_dequantized_values_reproduces_them(signed):
+    first = quantize(matrices()[signed], signed)
+    second = quantize(first[0], signed)
+    assert all(map(torch.equal, first, second))
 
 
-def test_matrices_of_whole_blocks_fit():
-    assert fits(torch.empty(3, BLOCK)) and fits(torch.empty(0, 2 * BLOCK))
-    assert not fits(torch.empty(3, BLOCK + 8)) and not fits(torch.empty(BLOCK))
+def test_matrices_of_complete_blocks_are_quantizable():
+    assert is_quantizable(torch.empty(3, BLOCK_SIZE)) and is_quantizable(torch.empty(0, 2 * BLOCK_SIZE))
+    assert not is_quantizable(torch.empty(3, BLOCK_SIZE + 8)) and not is_quantizable(torch.empty(BLOCK_SIZE))
 
 
 WIDE = ("--model.overrides.dim", "512", "--model.overrides.n_layers", "1", "--lr_schedule.warmup_steps", "0")
-"""Then all but norms and the feed-forward's w2 fit."""
-EIGHT = ("--optimizer.state_dtype", "8bit")
+"""A model in which all matrices but the feed-forward's w2 are quantizable."""
+EIGHT_BITS = ("--optimizer.state_dtype", "8bit")
 
 
 @pytest.mark.parametrize("offload", ["none", "state"])
-def test_a_checkpoint_is_loaded_on_other_ranks_and_cuts_bit_by_bit(ranks, tiny, tmp_path, offload):
-    words = [*argv(tiny, tmp_path, "run"), *WIDE[:4], *EIGHT, "--optimizer.offload", offload, "--training.steps", "2"]
-    saved = ranks(2).run(train, words)[0].weights
+def test_a_checkpoint_is_loaded_bitwise_identically_in_other_layouts(ranks, tiny, tmp_path, offload):
+    args = [
+        *argv(tiny, tmp_path, "run"),
+        *WIDE[:4],
+        *EIGHT_BITS,
+        "--optimizer.offload",
+        offload,
+        "--training.steps",
+        "2",
+    ]
+    saved = ranks(2).run(train, args)[0].weights
     for size, layout in ((4, []), (1, []), (4, ["--parallel.tp", "2"])):
-        assert ranks(size).run(train, [*words, *layout])[0].weights == saved
+        assert ranks(size).run(train, [*args, *layout])[0].weights == saved
 
 
-def test_updates_are_near_those_with_exact_averages_and_the_same_on_the_host(ranks, tiny, tmp_path):
-    ends, losses = {}, {}
+def test_updates_are_close_to_those_with_fp32_moments_and_identical_in_host_memory(ranks, tiny, tmp_path):
+    weights, losses = {}, {}
     host = ("--optimizer.offload", "state_and_gradients")
-    for name, more in (("exact", ()), ("8bit", EIGHT), ("host", (*EIGHT, *host))):
-        words = [
+    for name, more in (("fp32", ()), ("8bit", EIGHT_BITS), ("host", (*EIGHT_BITS, *host))):
+        args = [
             *tiny,
             "--run.output_folder",
             str(tmp_path),
@@ -97,30 +107,34 @@ def test_updates_are_near_those_with_exact_averages_and_the_same_on_the_host(ran
             "--metrics.interval_steps",
             "1",
         ]
-        ends[name] = ranks(2).run(train, [*words, "--training.steps", "8"])[0].weights
+        weights[name] = ranks(2).run(train, [*args, "--training.steps", "8"])[0].weights
         losses[name] = [record["loss"] for record in records(tmp_path / name)]
-    assert ends["8bit"] == ends["host"]
-    assert losses["8bit"] == pytest.approx(losses["exact"], rel=0.01) and losses["8bit"] != losses["exact"]
-    assert losses["exact"][-1] < losses["exact"][0] - 0.2
+    assert weights["8bit"] == weights["host"]
+    assert losses["8bit"] == pytest.approx(losses["fp32"], rel=0.01) and losses["8bit"] != losses["fp32"]
+    assert losses["fp32"][-1] < losses["fp32"][0] - 0.2
 
 
-def test_a_layout_that_cuts_blocks_is_refused():
-    words = ["--config", "train_configs/debug.toml", "--model.overrides.dim", "256", *EIGHT, "--parallel.tp", "2"]
+def test_a_layout_that_splits_quantization_blocks_is_rejected():
+    args = ["--config", "train_configs/debug.toml", "--model.overrides.dim", "256", *EIGHT_BITS, "--parallel.tp", "2"]
     with pytest.raises(ConfigError) as error:
-        simulate([(load_config(words), 0)], 2, on_gpu=False)
-    rule = "8bit keeps blocks of 256 values, and tp leaves rows of 128 of layers.0.attention.wo.weight; or bf16"
-    assert (error.value.key, error.value.message) == ("optimizer.state_dtype", rule)
+        simulate([(load_config(args), 0)], 2, on_gpu=False)
+    message = (
+        "8bit needs rows of multiples of 256, but under tp rows of layers.0.attention.wo.weight have 128; use bf16"
+    )
+    assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 
 
-def test_a_network_without_blocks_is_refused():
+def test_a_model_without_quantizable_matrices_is_rejected():
     with pytest.raises(ConfigError) as error:
-        resolve(load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT]), 1)
-    rule = "8bit keeps matrices whose rows are multiples of 256, and llama3/debug has none"
-    assert (error.value.key, error.value.message) == ("optimizer.state_dtype", rule)
+        resolve(
+            load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT_BITS]), 1
+        )
+    message = "8bit keeps matrices whose rows are multiples of 256, and llama3/debug has none"
+    assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 
 
-def test_state_takes_a_quarter():
-    words = [
+def test_8bit_moments_take_a_quarter_of_the_memory():
+    args = [
         "--config",
         "train_configs/debug.toml",
         "--model.overrides.dim",
@@ -128,6 +142,6 @@ def test_state_takes_a_quarter():
         "--model.overrides.hidden_dim",
         "1024",
     ]
-    exact, eight = (simulate([(load_config([*words, *m]), 0)], 2, on_gpu=True)[0].by_kind for m in ((), EIGHT))
-    assert eight["optimizer"] == pytest.approx(exact["optimizer"] * (1 + 4 / BLOCK) / 4, rel=0.02)
-    assert eight["parameters"] == exact["parameters"]
+    fp32, eight_bits = (simulate([(load_config([*args, *m]), 0)], 2, on_gpu=True)[0].by_kind for m in ((), EIGHT_BITS))
+    assert eight_bits["optimizer"] == pytest.approx(fp32["optimizer"] * (1 + 4 / BLOCK_SIZE) / 4, rel=0.02)
+    assert eight_bits["parameters"] == fp32["parameters"]

@@ -42,14 +42,21 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
 
 
 def inputs_on_the_host(argv) -> int:
-    """How often something went there in a whole run."""
-    sent, send = [], HostTransfer.to_host
+    """Return the number of copies to host memory in a complete run."""
+    sent, buffers, (host_like, copy) = [], set(), (HostTransfer.host_like, HostTransfer.copy)
+
+    def recorded_host_like(transfer, tensor, dtype):
+        buffer = host_like(transfer, tensor, dtype)
+        buffers.add(buffer.data_ptr())
+        return buffer
+
+    def recorded_copy(transfer, targets, sources):
+        sent.extend(target.shape for target in targets if target.data_ptr() in buffers)
+        return copy(transfer, targets, sources)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            HostTransfer,
-            "to_host",
-            lambda link, target, source: sent.append(target.shape) or send(link, target, source),
-        )
+        patch.setattr(HostTransfer, "host_like", recorded_host_like)
+        patch.setattr(HostTransfer, "copy", recorded_copy)
         train(argv)
     assert len(set(sent)) == 1
     return len(sent)
@@ -58,18 +65,19 @@ def inputs_on_the_host(argv) -> int:
 def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
     """The gradient of what goes through three blocks twice, how many buffers were made, and how many are in use then.
     link_changes: whether what comes back from the host is something else."""
-    made, (make, bring) = [], (HostTransfer.host_like, HostTransfer.to_device)
+    made, (make, copy) = [], (HostTransfer.host_like, HostTransfer.copy)
 
-    def counted(link, tensor, dtype):
-        made.append(make(link, tensor, dtype))
+    def counted(transfer, tensor, dtype):
+        made.append(make(transfer, tensor, dtype))
         return made[-1]
 
-    def changed(link, target, source):
-        return bring(link, target, source * 2 if link_changes else source)
+    def changed(transfer, targets, sources):
+        to_device = all(target is not buffer for target in targets for buffer in made)
+        return copy(transfer, targets, [s * 2 for s in sources] if link_changes and to_device else sources)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostTransfer, "host_like", counted)
-        patch.setattr(HostTransfer, "to_device", changed)
+        patch.setattr(HostTransfer, "copy", changed)
         inputs = InputOffloader(torch.device("cpu"))
         cubes = [inputs.wrap(_Cube.apply, first=number == 0) for number in range(3)]
         for _ in range(2):

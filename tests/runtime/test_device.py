@@ -1,3 +1,5 @@
+"""The device of a rank."""
+
 import pytest
 import torch
 
@@ -5,22 +7,22 @@ from trainer.config import ConfigError
 from trainer.runtime import device as devices
 
 
-def test_a_machine_without_gpus_computes_on_its_cpu(monkeypatch):
-    monkeypatch.setattr(devices, "count", lambda: 0)
+def test_a_node_without_gpus_uses_its_cpu(monkeypatch):
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
     assert devices.select_device("auto") == torch.device("cpu")
     assert devices.communication_backend(torch.device("cpu")) == "gloo"
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(devices, "count", lambda: 2)
+def test_more_ranks_than_gpus_are_rejected(monkeypatch):
+    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as error:
         devices.select_device("auto")
-    assert error.value.message == "NGPU=4: this machine has 2 GPUs; --run.device cpu uses none"
+    assert error.value.message == "NGPU=4: more ranks than the 2 GPUs of this node; --run.device cpu uses none"
     assert devices.select_device("cpu") == torch.device("cpu")
 
 
-def test_peaks_are_known_by_the_whole_name(monkeypatch):
+def test_peak_flops_are_looked_up_by_the_full_device_name(monkeypatch):
     for name, peak in {
         "NVIDIA H200": 989.4e12,
         "NVIDIA H200 NVL": None,
@@ -30,7 +32,7 @@ def test_peaks_are_known_by_the_whole_name(monkeypatch):
         assert devices.peak_flops(torch.device("cpu"), "bf16") == peak
 
 
-def test_threads_are_shared_among_the_ranks_of_a_machine(monkeypatch):
+def test_cores_are_divided_among_the_ranks_of_a_node(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(devices, "cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -43,10 +45,10 @@ def test_threads_are_shared_among_the_ranks_of_a_machine(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_random_state_comes_back():
-    state = devices.random_state(torch.device("cpu"))
+def test_rng_state_is_restored():
+    state = devices.rng_state(torch.device("cpu"))
     first = torch.rand(4)
-    devices.set_random_state(torch.device("cpu"), {})
+    devices.set_rng_state(torch.device("cpu"), {})
     assert not torch.equal(torch.rand(4), first)
-    devices.set_random_state(torch.device("cpu"), state)
+    devices.set_rng_state(torch.device("cpu"), state)
     assert torch.equal(torch.rand(4), first)

@@ -1,3 +1,5 @@
+"""Collectives outside the step."""
+
 import pytest
 import torch.distributed as dist
 
@@ -6,7 +8,7 @@ from trainer.runtime.distributed import once_per_node, require_agreement, run_on
 from trainer.testing.ranks import RankError
 
 
-def worked():
+def call_once_per_node_twice():
     calls = []
 
     def work():
@@ -16,11 +18,11 @@ def worked():
     return [once_per_node(work) for _ in range(2)], len(calls)
 
 
-def test_work_is_done_once_on_a_machine_and_known_to_all_its_ranks(ranks):
-    assert ranks(2).run(worked) == [(["by rank 0"] * 2, 2), (["by rank 0"] * 2, 0)]
+def test_work_runs_once_per_node_and_its_result_reaches_all_ranks_of_the_node(ranks):
+    assert ranks(2).run(call_once_per_node_twice) == [(["by rank 0"] * 2, 2), (["by rank 0"] * 2, 0)]
 
 
-def refused():
+def error_of_rank_0():
     def work():
         raise ConfigError("run.name", f"not by rank {dist.get_rank()}")
 
@@ -30,15 +32,15 @@ def refused():
         return error.key, error.message
 
 
-def test_what_rank_0_refuses_is_refused_on_all(ranks):
-    assert ranks(2).run(refused) == [("run.name", "not by rank 0")] * 2
+def test_a_config_error_on_rank_0_is_raised_on_all_ranks(ranks):
+    assert ranks(2).run(error_of_rank_0) == [("run.name", "not by rank 0")] * 2
 
 
-def agreed(differ):
+def require_same_values(differ):
     require_agreement({"a": 1, "b": dist.get_rank() if differ else 0})
 
 
-def test_ranks_that_differ_are_told_how(ranks):
-    ranks(2).run(agreed, False)
-    with pytest.raises(RankError, match="the ranks were not started alike: b is 0 on rank 0, 1 on rank 1"):
-        ranks(2).run(agreed, True)
+def test_differing_values_of_ranks_are_reported(ranks):
+    ranks(2).run(require_same_values, False)
+    with pytest.raises(RankError, match="ranks were launched with different settings: b is 0 on rank 0, 1 on rank 1"):
+        ranks(2).run(require_same_values, True)

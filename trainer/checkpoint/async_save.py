@@ -23,8 +23,8 @@ from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed, SaveRequest, Tensors
 from trainer.checkpoint.storage import local_save_plan, local_tensors
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.runtime import host_memory
 from trainer.runtime.distributed import broadcast, is_peer_loss
+from trainer.runtime.host_memory import HostTransfer, pin
 from trainer.system.process import detach_signals, in_child_of
 
 _ALIGNMENT = 64
@@ -174,12 +174,13 @@ class Staging:
             name: (start, tensors[name].dtype, tuple(tensors[name].shape)) for name, start in offsets.items()
         }
         self.buffer = allocate(max(end, 1))
-        host_memory.pin(self.buffer, device)
+        pin(self.buffer, device)
         self.contents = views(self.buffer, self.layout)
-        self.copying = host_memory.StagingCopy(device)
+        self.transfer = HostTransfer(device)
+        self.copied = self.transfer.copy([], [])
 
     def copy_from(self, tensors: Tensors) -> None:
-        self.copying.start([self.contents[name] for name in tensors], list(tensors.values()))
+        self.copied = self.transfer.copy([self.contents[name] for name in tensors], list(tensors.values()))
 
 
 def views(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
@@ -228,12 +229,12 @@ class StagedWriter(Writer):
         return self.executor.submit(self._write_copy, request)
 
     def _write_copy(self, request: SaveRequest) -> float:
-        self.staging.copying.wait()
+        self.staging.copied.synchronize()
         self.write(request)
         return time.perf_counter()
 
     def before_update(self) -> None:
-        self.staging.copying.before_update()
+        self.staging.copied.wait()
 
     def close(self) -> None:
         self.executor.shutdown(wait=False)

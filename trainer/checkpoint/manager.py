@@ -126,12 +126,12 @@ class CheckpointManager:
         resume.require_compatible(point, state.fingerprint)
         # A rank that the saving run did not have keeps its fresh generators.
         names = saved.rng if dist.get_rank() < saved.world_size else []
-        fresh = devices.random_state(self.device)
+        fresh = devices.rng_state(self.device)
         rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
         tensors = self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}
         load(point.path, tensors, self.stored_names | {"stability", "rng"})
         self.after_load()
-        devices.set_random_state(self.device, rng)
+        devices.set_rng_state(self.device, rng)
         state.resume_from(saved)
         existing = run_on_rank_0(lambda: resume.list_checkpoints(self.folder))
         self.best.load_state(saved.best, [step_of(path) for path in existing])
@@ -148,5 +148,5 @@ class CheckpointManager:
 
     def _all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors and the states of this rank's random generators."""
-        rng = devices.random_state(self.device)
+        rng = devices.rng_state(self.device)
         return self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step: there is no state to save."""
+"""Learning-rate schedules. They are functions of the step, so there is no state to save."""
 
 import math
 
@@ -13,15 +13,15 @@ def _linear(progress: float) -> float:
     return 1 - progress
 
 
-# name -> share of the way from the lowest to the peak rate, falling from 1 to 0 while progress rises from 0 to 1
+# Name -> position between the minimum (0) and the peak (1), which falls from 1 to 0 while progress rises from 0 to 1.
 DECAYS = {"cosine": _cosine, "linear": _linear, "warmup_stable_decay": _linear}
 
 
 def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """Rate of the optimizer step number `step` (counted from 1) of a run of `steps`.
+    """Return the learning rate of a step, counted from 1, in a run of `steps`.
 
-    Rises linearly to the peak at step warmup_steps (so the first step is not lost at rate 0), then decays so that the
-    last step has min_lr_ratio * peak; warmup_stable_decay holds the peak until decay_steps are left.
+    It rises linearly to the peak at step warmup_steps, so the first step is not wasted at 0. Then it decays to
+    min_lr_ratio * peak in the last step. warmup_stable_decay stays at the peak until the last decay_steps.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
@@ -29,5 +29,4 @@ def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) 
     if config.name == "warmup_stable_decay":
         start = max(start, steps - config.decay_steps)
     progress = min(1.0, max(0, step - start) / max(1, steps - start))
-    share = DECAYS[config.name](progress)
-    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * DECAYS[config.name](progress))

@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters, with global gradient-norm clipping."""
+"""Optimizers for sharded parameters, with clipping by the global gradient norm."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,58 +19,58 @@ from trainer.runtime.dtensor import sharded_like, to_local
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
-    """Matrices decay; norms and biases (one dim) do not."""
-    decayed, plain = [], []
+    """Return two groups: matrices with weight decay, and one-dimensional parameters (norms, biases) without."""
+    decay, no_decay = [], []
     for parameter in parameters:
-        (decayed if parameter.dim() >= 2 else plain).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        (decay if parameter.dim() >= 2 else no_decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
 def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Loshchilov & Hutter 2017 (arXiv:1711.05101), torch's fused kernel."""
+    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with torch's fused kernel and allocated moments."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
-    alike = all(p.dtype == DTYPES.get(config.state_dtype) for group in groups for p in group["params"])
+    same_dtype = all(p.dtype == DTYPES.get(config.state_dtype) for group in groups for p in group["params"])
     hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-    codes = {}
+    quantizers = {}
     if config.state_dtype == "8bit":
         device = groups[0]["params"][0].device
-        codes = {name: BlockQuantizer(signed, device) for name, signed in _AVERAGES.items()}
-    if alike:
+        quantizers = {name: BlockQuantizer(signed, device) for name, signed in _MOMENTS.items()}
+    if same_dtype:
         optimizer = torch.optim.AdamW(groups, **hyperparameters)
     else:
-        optimizer = _AdamWInFp32(groups, codes, **hyperparameters)
-    # Made now, not in the first step: a checkpoint can be loaded into it, and memory is taken from the start.
+        optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
+    # Allocated now instead of in the first step, so that a checkpoint can be loaded and the memory is known from the start.
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-            for name in _AVERAGES:
-                optimizer.state[p] |= _new_average(name, p, codes.get(name), DTYPES.get(config.state_dtype))
+            for name in _MOMENTS:
+                optimizer.state[p] |= _new_moment(name, p, quantizers.get(name), DTYPES.get(config.state_dtype))
     return optimizer
 
 
-_CHUNK = 2**23
-"""Values that are in fp32 at a time."""
+_CHUNK_VALUES = 2**23
+"""Values that are converted to fp32 at a time."""
 
-_AVERAGES = {"exp_avg": True, "exp_avg_sq": False}
-"""Name -> whether it has a sign."""
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Name -> whether it is signed."""
 
 
-def _new_average(name: str, p: Tensor, codes: BlockQuantizer | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """codes: where it is kept in 8 bits, if it can be; else dtype."""
-    if codes is None or not quantization.fits(p):
+def _new_moment(name: str, p: Tensor, quantizer: BlockQuantizer | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return a zero moment: quantized if there is a quantizer and the parameter allows it, else of a dtype (default fp32)."""
+    if quantizer is None or not quantization.is_quantizable(p):
         return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
-    values, scales = codes.zeros_like(to_local(p.detach()))
-    return {name: sharded_like(p, values), f"{name}_scale": sharded_like(p, scales)}
+    codes, scales = quantizer.zeros_like(to_local(p.detach()))
+    return {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
 
 
-class _AdamWInFp32(torch.optim.AdamW):
-    """For parameters and averages of different precisions: each parameter's update is computed in fp32, by the same kernel, and
-    rounded to the nearest."""
+class _MixedPrecisionAdamW(torch.optim.AdamW):
+    """AdamW for parameters and moments of different precisions: the same fused kernel computes each update in fp32, and the
+    result is rounded to nearest."""
 
-    def __init__(self, groups: list[dict], codes: dict[str, BlockQuantizer], **hyperparameters: Any):
-        """codes: of averages that are kept in 8 bits, by name."""
+    def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
+        """quantizers: by name of the 8-bit moments."""
         super().__init__(groups, **hyperparameters)
-        self.codes = codes
+        self.quantizers = quantizers
 
     @torch.no_grad()
     def step(self) -> None:
@@ -84,30 +84,29 @@ class _AdamWInFp32(torch.optim.AdamW):
         step += 1
         tensors = {"p": to_local(p), "grad": to_local(p.grad)}
         tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
-        rows = max(1, _CHUNK // max(1, tensors["p"][:1].numel()))
-        names, parts = list(tensors), zip(*(t.split(rows) for t in tensors.values()), strict=True)
-        for chunk in parts:
-            self._update_rows(dict(zip(names, chunk, strict=True)), step, group)
-        # A skipped update has still counted itself.
+        rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
+        for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
+            self._update_rows(dict(zip(tensors, chunk, strict=True)), step, group)
+        # A skipped update must not increase the step.
         step -= self.found_inf
 
     def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
-        """stored: some rows of the parameter, its gradient and state, by name."""
-        parameter, average, squares = computed = [self._read(stored, name) for name in ("p", *_AVERAGES)]
+        """stored: some rows of the parameter, its gradient and its moments, by name."""
+        parameter, exp_avg, exp_avg_sq = in_fp32 = [self._to_fp32(stored, name) for name in ("p", *_MOMENTS)]
         torch._fused_adamw_(
-            [parameter], [stored["grad"].float()], [average], [squares], [], [step],
+            [parameter], [stored["grad"].float()], [exp_avg], [exp_avg_sq], [], [step],
             lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
             eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=self.found_inf,
         )  # fmt: skip
-        for name, value in zip(("p", *_AVERAGES), computed, strict=True):
+        for name, value in zip(("p", *_MOMENTS), in_fp32, strict=True):
             if f"{name}_scale" in stored:
-                self.codes[name].write(value, stored[name], stored[f"{name}_scale"])
+                self.quantizers[name].quantize_(value, stored[name], stored[f"{name}_scale"])
             else:
                 stored[name].copy_(value)
 
-    def _read(self, stored: dict[str, Tensor], name: str) -> Tensor:
+    def _to_fp32(self, stored: dict[str, Tensor], name: str) -> Tensor:
         if f"{name}_scale" in stored:
-            return self.codes[name].read(stored[name], stored[f"{name}_scale"])
+            return self.quantizers[name].dequantize(stored[name], stored[f"{name}_scale"])
         return stored[name].float()
 
 
@@ -115,86 +114,91 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.
 
 
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-    """Raises ConfigError where what is kept in 8 bits would depend on the layout. parameters: they need no memory yet."""
+    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: may be on the meta device."""
     for name, p in parameters.items():
-        if config.state_dtype == "8bit" and quantization.fits(p) and not quantization.fits(to_local(p)):
+        if (
+            config.state_dtype == "8bit"
+            and quantization.is_quantizable(p)
+            and not quantization.is_quantizable(to_local(p))
+        ):
             columns = to_local(p).shape[1]
-            rule = (
-                f"8bit keeps blocks of {quantization.BLOCK} values, and tp leaves rows of {columns} of {name}; or bf16"
+            message = (
+                f"8bit needs rows of multiples of {quantization.BLOCK_SIZE}, but under tp rows of {name} have {columns}; "
+                "use bf16"
             )
-            raise ConfigError("optimizer.state_dtype", rule)
+            raise ConfigError("optimizer.state_dtype", message)
 
 
 class Optimizer:
-    """The update of the parameters, its state under their names, and the global norm of their gradients."""
+    """The parameters' update, its state by parameter name, and the global gradient norm."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_per_stage: int
     ):
-        """parameters: by their names, what this rank holds of them; frozen ones are left alone. model_group: all ranks that
-        hold a part of the model. ranks_per_stage: how many of them hold a part of what this rank holds; all, unless the model is
-        cut into stages."""
+        """parameters: this rank's parameters by name; frozen ones are ignored. model_group: all ranks that hold a shard of the
+        model. ranks_per_stage: number of ranks in this rank's pipeline stage, which is all of model_group without a pipeline."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
-        self.copies = torch.tensor(
-            [_copies(p, ranks_per_stage) for p in self.names], dtype=torch.float32, device=self.device
-        )
+        factors = [_replication_factor(p, ranks_per_stage) for p in self.names]
+        self.replication = torch.tensor(factors, dtype=torch.float32, device=self.device)
 
-        def make(some: Iterable[Tensor]) -> torch.optim.Optimizer:
-            return OPTIMIZERS[config.name](some, config)
+        def factory(subset: Iterable[Tensor]) -> torch.optim.Optimizer:
+            return OPTIMIZERS[config.name](subset, config)
 
         self.update: UpdateStrategy
         if config.in_backward:
-            self.update = InBackward(list(self.names), make)
+            self.update = InBackward(list(self.names), factory)
         elif config.offload == "none":
-            self.update = OnDevice(list(self.names), make)
+            self.update = OnDevice(list(self.names), factory)
         else:
-            self.update = CpuOffload(list(self.names), make, config.offload == "state_and_gradients")
+            self.update = CpuOffload(list(self.names), factory, config.offload == "state_and_gradients")
         self.model_group = model_group
 
-    def begin(self, learning_rate: float) -> None:
-        """Before the first backward of a step."""
+    def start_step(self, lr: float) -> None:
+        """Set the learning rate and free the gradients, before the first backward of a step."""
         for p in self.names:
             p.grad = None
-        self.update.begin(learning_rate)
+        self.update.set_lr(lr)
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
-        """Global norm of the gradients before clipping, a scalar; gradients are scaled so that it becomes max_norm at
-        most. None: only the norm. vote: of this rank; the number of votes of all ranks comes back with the norm."""
-        # One reduction, whatever the layouts: what several ranks hold, each of them adds a part of.
-        part = (self.update.norms().square() / self.copies).sum()
-        squared, votes = sum_over(torch.stack([part, torch.full_like(part, vote)]), self.model_group).unbind()
+        """Scale the gradients so that their global norm is at most max_norm (None: do not scale). Return the norm before
+        scaling and the number of ranks that voted, both scalars."""
+        # One all-reduce for all layouts: each of the ranks with the same values contributes an equal share of the square.
+        local = (self.update.norms().square() / self.replication).sum()
+        squared, votes = sum_over(torch.stack([local, torch.full_like(local, vote)]), self.model_group).unbind()
         norm = squared.sqrt()
         if max_norm is not None:
-            # As a tensor, without asking the host whether it is needed.
+            # Always multiplied, because a condition would need a host synchronization.
             self.update.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm, votes
 
     def step(self, skip: Tensor) -> None:
-        """skip: a scalar; where it is true, nothing changes: neither parameters nor any state (of an update in backward, what
-        is not finite has been skipped already). The host does not ask."""
-        self.update.step(skip.to(self.copies))
+        """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change.
+
+        An update in backward has already run, and has skipped only the shards with non-finite gradients.
+        """
+        self.update.step(skip.to(self.replication))
 
     def state(self) -> dict[str, Tensor]:
-        """The live state: "<parameter>/<quantity>" -> tensor. Hyperparameters are not in it: they are settings."""
+        """Return the live state: "<parameter>/<quantity>" -> tensor. Hyperparameters are settings, not state."""
         return {
             f"{name}/{quantity}": tensor
             for p, name in self.names.items()
             for quantity, tensor in self.update.state(p).items()
         }
 
-    def after_load(self, state_too: bool) -> None:
-        """To be called when parameters, and the state too, were given values from elsewhere."""
-        self.update.after_load(state_too)
+    def sync_master_weights(self, state_loaded: bool) -> None:
+        """Call after parameters were loaded. state_loaded: whether the optimizer state was loaded too."""
+        self.update.sync_master_weights(state_loaded)
 
     def host_tensors(self) -> list[Tensor]:
-        """What is in host memory on purpose."""
+        """Return the tensors that are offloaded to host memory."""
         return self.update.host_tensors()
 
 
-def _copies(parameter: Tensor, ranks_per_stage: int) -> int:
-    """How many ranks hold the values that this rank holds: all of its stage, less those that hold other shards."""
+def _replication_factor(parameter: Tensor, ranks_per_stage: int) -> int:
+    """Return the number of ranks that hold the same shard."""
     if not isinstance(parameter, DTensor):
         return ranks_per_stage
     assert not any(placement.is_partial() for placement in parameter.placements)

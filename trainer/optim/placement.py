@@ -1,40 +1,46 @@
-"""Where the update of the parameters runs, and when: on their device, after backward or in it, or in host memory."""
+"""Placement of the optimizer step: on the parameters' device after backward or inside it, or on the CPU."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.runtime.dtensor import sharded_like, to_local
-from trainer.runtime.host_memory import HostTransfer
+from trainer.runtime.host_memory import Event, HostTransfer
 
-MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-class UpdateStrategy(Protocol):
-    """Of all parameters of a rank."""
+class UpdateStrategy:
+    """Update of all parameters of a rank."""
+
+    optimizers: Sequence[torch.optim.Optimizer]
 
     def norms(self) -> Tensor:
-        """Of each parameter's gradient, this rank's part: (parameters,), fp32."""
+        """Return the norm of this rank's shard of each gradient: (parameters,), fp32."""
+        raise NotImplementedError
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradients by a scalar."""
+        raise NotImplementedError
 
-    def begin(self, learning_rate: float) -> None:
-        """Before the first backward."""
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
     def step(self, skip: Tensor) -> None:
-        """skip: as fp32."""
+        """Update the parameters. skip: scalar, fp32; nothing changes where it is 1."""
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The live state, by quantity."""
+        """Return the live state by quantity."""
+        raise NotImplementedError
 
-    def after_load(self, state_too: bool) -> None:
-        """As of Optimizer."""
+    def sync_master_weights(self, state_loaded: bool) -> None:
+        """Copy the parameters to the master weights after they were loaded, unless these were loaded too."""
 
     def host_tensors(self) -> list[Tensor]:
-        """As of Optimizer."""
+        """Return the tensors in host memory."""
         return []
 
 
@@ -42,170 +48,152 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [to_local(p.grad) for p in parameters]
 
 
-def _norms(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Of their gradients: scalars, fp32."""
+def _grad_norms(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return scalars in fp32."""
     return list(torch._foreach_norm(_gradients(parameters), 2, dtype=torch.float32))
 
 
-def _set_learning_rate(inners: Iterable[torch.optim.Optimizer], learning_rate: float) -> None:
-    for inner in inners:
-        for group in inner.param_groups:
-            group["lr"] = learning_rate
-
-
-def _step(inner: torch.optim.Optimizer, skip: Tensor) -> None:
-    """skip: as fp32."""
-    # The protocol of torch.amp.GradScaler, which fused optimizers honour inside their kernels.
-    inner.grad_scale = None
-    inner.found_inf = skip
-    inner.step()
+def _step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """skip: scalar, fp32."""
+    # The protocol of torch.amp.GradScaler, which fused optimizers implement inside their kernels.
+    optimizer.grad_scale = None
+    optimizer.found_inf = skip
+    optimizer.step()
 
 
 class OnDevice(UpdateStrategy):
-    """On the device of the parameters, after backward."""
+    """Update on the parameters' device, after backward."""
 
-    def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
+    def __init__(self, parameters: Sequence[Tensor], factory: OptimizerFactory):
         self.parameters = parameters
-        self.inner = make(parameters)
+        self.optimizers = [factory(parameters)]
 
     def norms(self) -> Tensor:
-        return torch.stack(_norms(self.parameters))
+        return torch.stack(_grad_norms(self.parameters))
 
     def scale(self, factor: Tensor) -> None:
         torch._foreach_mul_(_gradients(self.parameters), factor)
 
-    def begin(self, learning_rate: float) -> None:
-        _set_learning_rate([self.inner], learning_rate)
-
     def step(self, skip: Tensor) -> None:
-        _step(self.inner, skip)
+        _step(self.optimizers[0], skip)
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self.inner.state[parameter]
+        return self.optimizers[0].state[parameter]
 
 
 class InBackward(UpdateStrategy):
-    """In backward: each parameter as soon as its gradient is complete, which is let go of then (Lv et al. 2023, "LOMO",
-    arXiv:2306.09782). What depends on all gradients cannot be: a norm to scale by, or an update that is left out as a whole.
-    A shard whose gradient is no number stays as it is, but the run must not go on from there."""
+    """Update of each parameter in backward, as soon as its gradient is reduced, which is freed then (Lv et al. 2023, "LOMO",
+    arXiv:2306.09782).
 
-    def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer):
-        self.inners = {p: make([p]) for p in parameters}
-        self.found_norms: dict[Tensor, Tensor] = {}
+    Clipping and skipping a complete step are impossible, because they need all gradients. A shard with a non-finite gradient
+    stays unchanged, but other shards are updated, so the run must not continue from this state.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], factory: OptimizerFactory):
+        self.optimizer_of = {p: factory([p]) for p in parameters}
+        self.optimizers = list(self.optimizer_of.values())
+        self.grad_norms: dict[Tensor, Tensor] = {}
         for p in parameters:
-            p.register_post_accumulate_grad_hook(self._take)
+            p.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     @torch.no_grad()
-    def _take(self, p: Tensor) -> None:
-        """Its gradient is complete."""
-        (norm,) = _norms([p])
-        self.found_norms[p] = norm
-        _step(self.inners[p], skip=norm.isfinite().logical_not().float())
+    def _on_grad_ready(self, p: Tensor) -> None:
+        (norm,) = _grad_norms([p])
+        self.grad_norms[p] = norm
+        _step(self.optimizer_of[p], skip=norm.isfinite().logical_not().float())
         p.grad = None
 
     def norms(self) -> Tensor:
-        return torch.stack([self.found_norms[p] for p in self.inners])
-
-    def scale(self, factor: Tensor) -> None:
-        raise AssertionError("the configuration refuses clipping")
-
-    def begin(self, learning_rate: float) -> None:
-        _set_learning_rate(self.inners.values(), learning_rate)
-
-    def step(self, skip: Tensor) -> None:
-        pass  # done
+        return torch.stack([self.grad_norms[p] for p in self.optimizer_of])
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return self.inners[parameter].state[parameter]
+        return self.optimizer_of[parameter].state[parameter]
 
 
 class CpuOffload(UpdateStrategy):
-    """In host memory, parameter by parameter: a gradient comes there, an optimizer of its own updates an fp32 copy of the
-    parameter, and the result goes back, while the next one is on its way (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+    """Update on the CPU, one parameter at a time: its gradient is copied to host memory, a separate optimizer updates its fp32
+    master weights there, and the result is copied back during the next update (Ren et al. 2021, "ZeRO-Offload",
+    arXiv:2101.06840).
 
-    All buffers are made once. On a CPU the copies are ones within its memory; all else is the same.
+    All buffers are allocated once. On a CPU device the copies stay within host memory; everything else is the same.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], make: MakeOptimizer, gradients_too: bool):
-        """gradients_too: gradients leave the device in backward, as they come; else when the update begins."""
+    def __init__(self, parameters: Sequence[Tensor], factory: OptimizerFactory, offload_gradients: bool):
+        """offload_gradients: whether gradients are copied during backward, as soon as they are reduced, instead of in step."""
         self.parameters = parameters
-        self.numbers = {p: number for number, p in enumerate(parameters)}
-        self.link = HostTransfer(parameters[0].device)
-        self.masters = [self.link.host_like(to_local(p.detach()), torch.float32) for p in parameters]
-        self.gradients = [self.link.host_like(to_local(p.detach()), p.dtype) for p in parameters]
+        self.indices = {p: i for i, p in enumerate(parameters)}
+        self.transfer = HostTransfer(parameters[0].device)
+        self.masters = [self.transfer.host_like(to_local(p.detach()), torch.float32) for p in parameters]
+        self.gradients = [self.transfer.host_like(to_local(p.detach()), p.dtype) for p in parameters]
         self.results = [
-            master if p.dtype == master.dtype else self.link.host_like(to_local(p.detach()), p.dtype)
+            master if p.dtype == master.dtype else self.transfer.host_like(to_local(p.detach()), p.dtype)
             for p, master in zip(parameters, self.masters, strict=True)
         ]
-        """What goes back: of the parameter's precision."""
-        self.inners = [make([master]) for master in self.masters]
-        self.after_load(state_too=False)
-        self.arrived: list[Callable[[], None]] = [lambda: None] * len(parameters)
-        self.found_norms: list[Tensor | None] = [None] * len(parameters)
-        self.gradients_too = gradients_too
-        if gradients_too:
-            for number, p in enumerate(parameters):
-                p.register_post_accumulate_grad_hook(lambda p, number=number: self._take(number))
+        """Updated values in the parameters' precision."""
+        self.optimizers = [factory([master]) for master in self.masters]
+        self.sync_master_weights(state_loaded=False)
+        self.arrivals: dict[int, Event] = {}
+        self.grad_norms: dict[int, Tensor] = {}
+        self.offload_gradients = offload_gradients
+        if offload_gradients:
+            for i, p in enumerate(parameters):
+                p.register_post_accumulate_grad_hook(lambda p, i=i: self._on_grad_ready(i))
 
     @torch.no_grad()
-    def _take(self, number: int) -> None:
-        """A gradient that is complete."""
-        p = self.parameters[number]
-        (self.found_norms[number],) = _norms([p])
-        self._send(number)
+    def _on_grad_ready(self, i: int) -> None:
+        p = self.parameters[i]
+        (self.grad_norms[i],) = _grad_norms([p])
+        self._copy_to_host(i)
         p.grad = None
 
-    def _send(self, number: int) -> None:
-        self.arrived[number] = self.link.to_host(self.gradients[number], to_local(self.parameters[number].grad))
+    def _copy_to_host(self, i: int) -> None:
+        self.arrivals[i] = self.transfer.copy([self.gradients[i]], [to_local(self.parameters[i].grad)])
 
     def norms(self) -> Tensor:
-        if self.gradients_too:
-            return torch.stack(self.found_norms)
-        return torch.stack(_norms(self.parameters))
+        if self.offload_gradients:
+            return torch.stack([self.grad_norms[i] for i in range(len(self.parameters))])
+        return torch.stack(_grad_norms(self.parameters))
 
     def scale(self, factor: Tensor) -> None:
-        if not self.gradients_too:
+        if not self.offload_gradients:
             torch._foreach_mul_(_gradients(self.parameters), factor)
             return
         factor = factor.cpu()
-        for arrived, gradient in zip(self.arrived, self.gradients, strict=True):
-            arrived()
+        for i, gradient in enumerate(self.gradients):
+            self.arrivals[i].synchronize()
             gradient.mul_(factor)
-
-    def begin(self, learning_rate: float) -> None:
-        _set_learning_rate(self.inners, learning_rate)
 
     @torch.no_grad()
     def step(self, skip: Tensor) -> None:
-        if not self.gradients_too:
-            for number in range(len(self.parameters)):
-                self._send(number)
+        if not self.offload_gradients:
+            for i in range(len(self.parameters)):
+                self._copy_to_host(i)
         skip = skip.cpu()
-        for number, p in enumerate(self.parameters):
-            self.arrived[number]()
-            master = self.masters[number]
-            master.grad = self.gradients[number].float()
-            _step(self.inners[number], skip)
+        for i, p in enumerate(self.parameters):
+            self.arrivals[i].synchronize()
+            master, result = self.masters[i], self.results[i]
+            master.grad = self.gradients[i].float()
+            _step(self.optimizers[i], skip)
             master.grad = None
-            if self.results[number] is not master:
-                self.results[number].copy_(master)
-            returned = self.link.to_device(to_local(p.detach()), self.results[number])
-        returned()  # and so all before it
+            if result is not master:
+                result.copy_(master)
+            returned = self.transfer.copy([to_local(p.detach())], [result])
+        returned.wait()  # includes all earlier copies of this stream
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The copy too, where it is more than the parameter."""
-        number = self.numbers[parameter]
-        state = dict(self.inners[number].state[self.masters[number]])
-        if self.results[number] is not self.masters[number]:
-            state["master"] = self.masters[number]
+        """Include the master weights if they are more precise than the parameter."""
+        i = self.indices[parameter]
+        state = dict(self.optimizers[i].state[self.masters[i]])
+        if self.results[i] is not self.masters[i]:
+            state["master"] = self.masters[i]
         return {quantity: sharded_like(parameter, tensor) for quantity, tensor in state.items()}
 
     @torch.no_grad()
-    def after_load(self, state_too: bool) -> None:
+    def sync_master_weights(self, state_loaded: bool) -> None:
         for p, master, result in zip(self.parameters, self.masters, self.results, strict=True):
-            if result is master or not state_too:
+            if result is master or not state_loaded:
                 master.copy_(to_local(p.detach()))
 
     def host_tensors(self) -> list[Tensor]:
-        states = [t for inner in self.inners for state in inner.state.values() for t in state.values()]
+        states = [t for optimizer in self.optimizers for state in optimizer.state.values() for t in state.values()]
         return [*self.masters, *self.gradients, *self.results, *states]

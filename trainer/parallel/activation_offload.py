@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.recompute import storage_id
-from trainer.runtime.host_memory import HostTransfer
+from trainer.runtime.host_memory import Event, HostTransfer
 
 
 class InputOffloader:
     """Of the blocks of a rank. Buffers are made in the first step and used again."""
 
     def __init__(self, device: torch.device):
-        self.link = HostTransfer(device)
+        self.transfer = HostTransfer(device)
         self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.newest: Callable[[], _OffloadedInput | None] = lambda: None
 
@@ -48,20 +48,20 @@ class _OffloadedInput:
     def __init__(self, inputs: InputOffloader, tensor: Tensor, before: Callable[[], "_OffloadedInput | None"]):
         """before: what is wanted next in backward, the input of the block before."""
         free_buffers = inputs.free_buffers[tensor.shape, tensor.dtype]
-        self.buffer = free_buffers.pop() if free_buffers else inputs.link.host_like(tensor, tensor.dtype)
+        self.buffer = free_buffers.pop() if free_buffers else inputs.transfer.host_like(tensor, tensor.dtype)
         weakref.finalize(self, free_buffers.append, self.buffer)
-        self.link = inputs.link
-        self.link.to_host(self.buffer, tensor)
+        self.transfer = inputs.transfer
+        self.transfer.copy([self.buffer], [tensor])
         self.before = before
         self.device = tensor.device
-        self.coming: tuple[Tensor, Callable[[], None]] | None = None
+        self.coming: tuple[Tensor, Event] | None = None
         self.consumed = False
 
     def prefetch(self) -> None:
         """Begin to copy it to the device."""
         if self.coming is None:
             target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.device)
-            self.coming = target, self.link.to_device(target, self.buffer)
+            self.coming = target, self.transfer.copy([target], [self.buffer])
 
     def restore(self) -> Tensor:
         self.prefetch()
@@ -70,7 +70,7 @@ class _OffloadedInput:
         # A zero-bubble schedule goes through backward twice, the second time in another order.
         if (before := self.before()) is not None and not before.consumed:
             before.prefetch()
-        arrived()
+        arrived.wait()
         return tensor
 
 

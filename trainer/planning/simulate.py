@@ -109,7 +109,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
             # What is made once, and is no part of a step: DTensor tries each operator on whole tensors, FSDP makes its buffers.
             first = shown if resolved.dims.pp > 1 else min(shown, 2)
             _update(engine, [_batch(config) for _ in range(first)])
-            engine.optimizer.begin(1e-4)
+            engine.optimizer.start_step(1e-4)
             on_host = on_gpu and config.parallel.cpu_offload
             recorder = Recorder(on_gpu)
             for known in _there_already(engine, fake, on_gpu, on_host, buffers):

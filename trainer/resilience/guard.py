@@ -1,4 +1,4 @@
-"""What a run does when it is asked to stop, when an update is no good, and when nothing moves any more."""
+"""Non-finite steps and loss spikes: which updates are skipped, and when a run rolls back or stops."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,33 +14,27 @@ from trainer.system import logging
 
 WINDOW = 128
 """Accepted steps that a spike is measured against."""
-_FIRST_JUDGED = 32
-"""Accepted steps before anything counts as a spike."""
-
-
-# ---------------------------------------------------------------- being asked to stop
-
-
-# ---------------------------------------------------------------- updates that are not made
+_MIN_HISTORY = 32
+"""Accepted steps before any step can count as a spike."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """On a step, the same on every rank."""
+    """Result of one step, identical on every rank."""
 
     step: int
     cursor: int
-    """Behind the samples of the step."""
+    """Samples consumed, including those of this step."""
     stop: bool
-    """Some rank was asked to."""
+    """Whether any rank was asked to stop."""
     skipped: bool
-    """The update was not made."""
+    """Whether the update was skipped."""
     spike: bool
-    """It was not made for that reason."""
+    """Whether a spike was the reason for the skip."""
     consecutive_skips: int
-    """Updates that were not made, up to this one."""
-    total: int
-    """Updates that were not made since the start of the run."""
+    """Skipped steps in a row, up to and including this one."""
+    total_skips: int
+    """Skipped steps since the start of the run."""
     loss: float
     grad_norm: float
 
@@ -54,11 +48,11 @@ class StepOutcome:
 
 
 class TrainingDiverged(Exception):
-    """Training has come to a point from which it does not come back: one line for the user, exit code 1."""
+    """Training cannot recover by itself. The message is one line for the user; the exit code is 1."""
 
 
 class OutcomeReader:
-    """What the device has decided, read when it costs nothing: a step late, unless the host waits for the device anyway."""
+    """Outcomes of steps, read from the device without a host synchronization: one step late, unless the host must wait anyway."""
 
     def __init__(self, late: bool):
         self.late = late
@@ -68,86 +62,72 @@ class OutcomeReader:
         self.unread.append((step, cursor, devices.async_read(outcome)))
 
     def read(self, now: bool) -> list[StepOutcome]:
-        """Of the steps not read before, in order; with now, up to the last one. What was left out is told."""
+        """Return the unread outcomes in order, including the newest one if `now`. Log a warning for each skipped step."""
         outcomes = []
         while len(self.unread) > (1 if self.late and not now else 0):
             step, cursor, values = self.unread.popleft()
-            stop, skipped, spike, consecutive_skips, total, loss, grad_norm = values()
-            outcome = StepOutcome(
-                step,
-                cursor,
-                bool(stop),
-                bool(skipped),
-                bool(spike),
-                int(consecutive_skips),
-                int(total),
-                loss,
-                grad_norm,
-            )
+            stop, skipped, spike, consecutive, total, loss, grad_norm = values()
+            flags, counts = (bool(stop), bool(skipped), bool(spike)), (int(consecutive), int(total))
+            outcome = StepOutcome(step, cursor, *flags, *counts, loss, grad_norm)
             if outcome.skipped:
-                logging.warning(
-                    f"{outcome}; update left out, {outcome.consecutive_skips} in a row, {outcome.total} in all"
-                )
+                logging.warning(f"{outcome}; update skipped ({int(consecutive)} in a row, {int(total)} in total)")
             outcomes.append(outcome)
         return outcomes
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
-    """Whether it is time to go back to a checkpoint; where it is time to stop, raises TrainingDiverged. rollbacks: so far."""
-    if outcome.spike and config.on_loss_spike == "rollback":
-        back = True
-    elif outcome.consecutive_skips < config.max_consecutive_skips:
-        return False
-    else:
-        back = config.on_max_skips == "rollback"
-    if not back:
-        raise TrainingDiverged(
-            f"{outcome}; {outcome.consecutive_skips} updates in a row were left out: stopped, and this state is not saved. A lower "
-            "learning rate or longer warm-up, from an earlier checkpoint (--checkpoint.load_step), may help"
-        )
+    """Return whether to roll back to a checkpoint. Raise TrainingDiverged where the run must stop. rollbacks: number so far."""
+    if not (outcome.spike and config.on_loss_spike == "rollback"):
+        if outcome.consecutive_skips < config.max_consecutive_skips:
+            return False
+        if config.on_max_skips != "rollback":
+            raise TrainingDiverged(
+                f"{outcome}; {outcome.consecutive_skips} steps in a row were skipped: training stops, and this state is not "
+                "saved. A lower learning rate or a longer warm-up from an earlier checkpoint (--checkpoint.load_step) may help"
+            )
     if rollbacks == config.max_rollbacks:
-        raise TrainingDiverged(f"{outcome}, again, after {rollbacks} rollbacks: stopped, and this state is not saved")
+        raise TrainingDiverged(f"{outcome}, after {rollbacks} rollbacks: training stops, and this state is not saved")
     return True
 
 
 class StabilityGuard:
-    """Decides on the device which updates are made; the host reads it when it comes to it."""
+    """The decision which updates to skip, made on the device; the host reads it later."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
         self.config = config
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # accepted, left out in a row, left out in all
-        self.history = torch.zeros(2, WINDOW, device=device)  # loss and gradient norm of accepted steps, a ring
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # accepted, consecutive skips, total skips
+        self.history = torch.zeros(2, WINDOW, device=device)  # loss and gradient norm of accepted steps, a ring buffer
 
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """All scalars. Returns whether to leave the update out, and the outcome for OutcomeReader."""
-        # With offloaded parameters the loss is on another device than the gradients.
-        now = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
-        finite = now.isfinite().all()
+        """Return whether to skip the update, a scalar, and the outcome for OutcomeReader. All arguments are scalars."""
+        # With offloaded parameters, loss and gradient norm are on different devices.
+        values = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
+        finite = values.isfinite().all()
         spike = torch.zeros_like(finite)
         accepted, consecutive_skips, total = self.counts.unbind()
         if self.config.on_loss_spike != "off":
-            known = (torch.arange(WINDOW, device=now.device) < accepted).float()
-            mean = (self.history * known).sum(1) / known.sum().clamp(min=1)
-            variance = ((self.history - mean[:, None]).square() * known).sum(1) / known.sum().clamp(min=1)
-            high = now > mean + self.config.spike_threshold_sigma * variance.sqrt()
-            spike = high.any() & finite & (accepted >= _FIRST_JUDGED)
+            filled = (torch.arange(WINDOW, device=values.device) < accepted).float()
+            mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)
+            variance = ((self.history - mean[:, None]).square() * filled).sum(1) / filled.sum().clamp(min=1)
+            high = values > mean + self.config.spike_threshold_sigma * variance.sqrt()
+            spike = high.any() & finite & (accepted >= _MIN_HISTORY)
         accept = finite & ~spike
-        # Always: the policy may be switched on when the run goes on.
-        slot = torch.arange(WINDOW, device=now.device) == accepted % WINDOW
-        self.history.copy_(torch.where(slot & accept, now[:, None], self.history))
+        # Recorded under every policy, because on_loss_spike may be switched on when the run is resumed.
+        slot = torch.arange(WINDOW, device=values.device) == accepted % WINDOW
+        self.history.copy_(torch.where(slot & accept, values[:, None], self.history))
         skipped = ~accept
         self.counts.copy_(torch.stack([accepted + accept, (consecutive_skips + 1) * skipped, total + skipped]))
-        outcome = torch.cat([torch.stack([votes > 0, skipped, spike]).double(), self.counts[1:], now.double()])
+        outcome = torch.cat([torch.stack([votes > 0, skipped, spike]).double(), self.counts[1:], values.double()])
         return skipped, outcome
 
     def state(self) -> dict[str, Tensor]:
-        """The live state, for a checkpoint."""
+        """Return the live tensors that a checkpoint holds."""
         return {"counts": self.counts, "history": self.history}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What StepMonitor read after a step."""
+    """Outcomes that StepMonitor read after a step."""
 
     latest: StepOutcome | None
     """Newest outcome that was read, None if none was."""
@@ -182,7 +162,7 @@ class StepMonitor:
     def require_good_end(self, outcome: StepOutcome) -> None:
         """Raise TrainingDiverged if the run would end after several non-finite steps in a row."""
         if outcome.suspect and outcome.consecutive_skips > 1:
-            raise TrainingDiverged(f"{outcome}; stopped, and this state is not saved")
+            raise TrainingDiverged(f"{outcome}: training stops, and this state is not saved")
 
     def reset(self) -> None:
         """Discard unread outcomes."""

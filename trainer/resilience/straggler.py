@@ -1,4 +1,4 @@
-"""Which rank the others wait for."""
+"""Straggler detection."""
 
 import time
 from collections.abc import Callable
@@ -11,76 +11,79 @@ from torch import nn
 from trainer.runtime import device as devices
 from trainer.system import logging
 
-_FEWEST_STEPS = 5
-"""Of fewer, the mean says little."""
+_MIN_STEPS = 5
+"""The minimum over fewer steps is too noisy to compare."""
 
 
 class StragglerDetector:
-    """Compares the ranks' own times: of a block's forward, which does the same work on every rank, and of fetching data.
+    """Comparison of the time that each rank takes for a block's forward, which is equal work on every rank, and for its data.
 
-    A step takes as long on all ranks, for they wait for each other in every collective; only what lies between tells who is
-    slow. The forward of a block lies behind the gathering of its parameters, but collectives of tensor and context parallelism
-    are in it: ranks of one such group look alike.
+    The duration of a step cannot identify a straggler: it is the same on all ranks, because every collective waits for the
+    slowest. A block's forward is timed after its parameters are gathered, but it includes the collectives of tensor and context
+    parallelism: ranks of one such group look alike.
     """
 
     def __init__(self, ratio: float | None, device: torch.device):
-        """ratio: to the median rank, from which on a rank is slow; None: nothing is compared."""
+        """ratio: time relative to the median rank from which a rank is a straggler; None disables the detection."""
         self.ratio = ratio if dist.get_world_size() > 1 else None
         self.device = device
         self.block = devices.IntervalTimer(device)
-        self.named: int | None = None
-        """The rank that was told of last."""
+        self.last_reported: int | None = None
+        """Rank in the last warning."""
         self.start()
 
     def start(self) -> None:
-        """Steps are counted from now on."""
+        """Start a new window of steps."""
         self.steps, self.data_s, self.since = 0, 0.0, time.perf_counter()
         self.block.shortest_s()
 
-    def watch(self, blocks: nn.Module) -> None:
-        """Time the first of them, if there is one. It must be whole: compiled and cut, its parameters under FSDP."""
+    def time_blocks_of(self, blocks: nn.Module) -> None:
+        """Time the first child, if any. Call after it has been compiled, sharded and wrapped by FSDP."""
         for block in list(blocks.children())[:1]:
             block.forward = self._timed(block.forward)
 
-    def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             with self.block.lap():
-                return compute(*args, **kwargs)
+                return forward(*args, **kwargs)
 
-        return compute if self.ratio is None else timed
+        return forward if self.ratio is None else wrapper
 
     def after_data(self, data_s: float) -> None:
         self.steps += 1
         self.data_s += data_s
 
     def compare(self) -> dict[str, Any] | None:
-        """A collective of all ranks, when the device has done its work. Warns of a slow rank; returns what is known of it,
-        None if there is none."""
-        if self.ratio is None or self.steps < _FEWEST_STEPS:
+        """Return rank and reason of a straggler, or None. Log a warning when it is not the rank of the last warning.
+
+        A collective of all ranks; the device must have completed its work.
+        """
+        if self.ratio is None or self.steps < _MIN_STEPS:
             return None
-        mine = torch.tensor([self.data_s, self.block.shortest_s()], dtype=torch.float64, device=self.device)
+        local = torch.tensor([self.data_s, self.block.shortest_s()], dtype=torch.float64, device=self.device)
         elapsed_s = time.perf_counter() - self.since
-        all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_ranks, mine)
-        found = find_straggler(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
+        all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, local)
+        straggler = find_straggler(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
         self.start()
-        if found is not None and found["rank"] != self.named:
-            logging.warning(f"rank {found['rank']} is slow: {found['why']}")
-        self.named = found and found["rank"]
-        return found
+        if straggler is not None and straggler["rank"] != self.last_reported:
+            logging.warning(f"rank {straggler['rank']} is a straggler: {straggler['reason']}")
+        self.last_reported = straggler and straggler["rank"]
+        return straggler
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """times: (ranks, 2), seconds of data in all steps, and of a block. elapsed_s: of all steps."""
+    """times: (ranks, 2), seconds for the data of all steps and for one block's forward. elapsed_s: duration of these steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):
         share = 100 * data_late_s / elapsed_s
-        rank = times[:, 0].argmax().item()
-        return {"rank": rank, "why": f"the others wait {share:.0f} % of the time for its data"}
-    slowest_s = times[:, 1].max().item()
-    if slowest_s > ratio * medians[1].item() > 0:
-        rank = times[:, 1].argmax().item()
-        why = f"a block's forward takes {slowest_s * 1e3:.3g} ms there, {medians[1].item() * 1e3:.3g} ms on the median rank"
-        return {"rank": rank, "why": why}
+        return {
+            "rank": times[:, 0].argmax().item(),
+            "reason": f"other ranks wait {share:.0f} % of the time for its data",
+        }
+    slowest_s, median_s = times[:, 1].max().item(), medians[1].item()
+    if slowest_s > ratio * median_s > 0:
+        reason = f"a block's forward takes {slowest_s * 1e3:.3g} ms, against {median_s * 1e3:.3g} ms on the median rank"
+        return {"rank": times[:, 1].argmax().item(), "reason": reason}
     return None

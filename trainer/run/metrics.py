@@ -138,7 +138,7 @@ class Metrics:
             "learning_rate": lr,
             "num_targets": num_targets,
             "tokens_seen": state.tokens_seen,
-            "skipped_steps": outcome.total,
+            "skipped_steps": outcome.total_skips,
             "tokens_per_second": per_second,
             "tokens_per_second_per_rank": per_second / self.ranks,
             "tflops_per_second_per_rank": flops / 1e12,

@@ -52,7 +52,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     plan = spec.plan(sizes)
-    on_gpu = config.run.device != "cpu" and devices.count() > 0
+    on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     check_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
@@ -67,8 +67,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         )
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // together)
-    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.fits, network.parameters())):
-        rule = f"8bit keeps matrices whose rows are multiples of {quantization.BLOCK}, and {name} has none"
+    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, network.parameters())):
+        rule = f"8bit keeps matrices whose rows are multiples of {quantization.BLOCK_SIZE}, and {name} has none"
         raise ConfigError("optimizer.state_dtype", rule)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:

@@ -1,4 +1,4 @@
-"""The device of a rank: its choice, memory, random state and peak speed. The only file that says "cuda"."""
+"""The device of a rank: selection, memory, RNG state and peak FLOP/s. Only this module and host_memory name "cuda"."""
 
 import os
 import resource
@@ -16,11 +16,11 @@ from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system.process import cores, local_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Words of settings -> precisions."""
+"""Value of a setting -> dtype."""
 
 
-def count() -> int:
-    """GPUs of this machine; 0 where it has none."""
+def gpu_count() -> int:
+    """Return the number of GPUs of this node."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -29,23 +29,25 @@ def local_world_size() -> int:
 
 
 def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
-    """The device of this rank, made current. Raises ConfigError where there are more ranks than GPUs."""
-    require_enough(choice, local_world_size())
-    if choice == "cpu" or not count():
+    """Return the device of this rank and make it current. Raise ConfigError if the node has more ranks than GPUs."""
+    require_enough_gpus(choice, local_world_size())
+    if choice == "cpu" or not gpu_count():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     return device
 
 
-def require_enough(choice: Literal["auto", "cpu"], ranks: int) -> None:
-    """Raises ConfigError where this machine has GPUs, but fewer than ranks."""
-    if choice != "cpu" and 0 < count() < ranks:
-        raise ConfigError("", f"NGPU={ranks}: this machine has {count()} GPUs; --run.device cpu uses none")
+def require_enough_gpus(choice: Literal["auto", "cpu"], ranks: int) -> None:
+    """Raise ConfigError if this node has GPUs, but fewer than ranks."""
+    if choice != "cpu" and 0 < gpu_count() < ranks:
+        raise ConfigError(
+            "", f"NGPU={ranks}: more ranks than the {gpu_count()} GPUs of this node; --run.device cpu uses none"
+        )
 
 
 def parameter_device(device: torch.device, offloaded: bool) -> torch.device:
-    """Where parameters live: offloaded, in host memory."""
+    """Return the device of the parameters, which is the CPU if they are offloaded."""
     return torch.device("cpu") if offloaded else device
 
 
@@ -58,24 +60,24 @@ def name(device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None where no figure is known."""
-    board = ACCELERATORS.get(name(device))
-    return board.flops.get(dtype) if board else None
+    """Return the peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None for an unknown device."""
+    spec = ACCELERATORS.get(name(device))
+    return spec.flops.get(dtype) if spec else None
 
 
 def set_cpu_threads(threads: int) -> None:
-    """threads: of operators on the CPU; 0: this rank's share of the cores."""
+    """threads: number of threads for CPU operators; 0 means this rank's share of the cores."""
     torch.set_num_threads(threads or max(1, cores() // local_world_size()))
 
 
 def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:
-    """Returns whether runs now repeat bit by bit."""
+    """Return whether runs are now bitwise deterministic."""
     on = choice == "on" or (choice == "auto" and device.type == "cpu")
     if on and device.type == "cuda":
-        # cuBLAS reads it when its first handle is made, which is after this.
+        # cuBLAS reads this variable when it creates its first handle, which is later.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)
-    # It would write NaN over every fresh tensor: a cost per step, and no help to repetition.
+    # Filling every new tensor with NaN would cost time in each step and does not make runs more deterministic.
     torch.utils.deterministic.fill_uninitialized_memory = False
     return on
 
@@ -86,17 +88,17 @@ def synchronize(device: torch.device) -> None:
 
 
 class IntervalTimer:
-    """Times of a stretch of the device's work; taking them waits for nothing."""
+    """Durations of intervals of device work, measured without host synchronization."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.unread: list[tuple[Any, Any]] = []
+        self._intervals: list[tuple[Any, Any]] = []
 
     @contextmanager
     def lap(self) -> Iterator[None]:
         start = self._mark()
         yield
-        self.unread.append((start, self._mark()))
+        self._intervals.append((start, self._mark()))
 
     def _mark(self) -> Any:
         if self.device.type != "cuda":
@@ -106,15 +108,15 @@ class IntervalTimer:
         return event
 
     def shortest_s(self) -> float:
-        """Of the laps since the last call, 0 if there were none. The device must have done them."""
-        laps, self.unread = self.unread, []
+        """Return the shortest interval since the last call, or 0 without intervals. The device must have completed them."""
+        intervals, self._intervals = self._intervals, []
         if self.device.type != "cuda":
-            return min((end - start for start, end in laps), default=0.0)
-        return min((start.elapsed_time(end) / 1000 for start, end in laps), default=0.0)
+            return min((end - start for start, end in intervals), default=0.0)
+        return min((start.elapsed_time(end) / 1000 for start, end in intervals), default=0.0)
 
 
 def memory_now(device: torch.device) -> int:
-    """Bytes that are allocated on the GPU, or resident in this process on a CPU."""
+    """Return the bytes allocated on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if sys.platform == "linux":
@@ -124,15 +126,15 @@ def memory_now(device: torch.device) -> int:
 
 
 def memory_free(device: torch.device) -> int | None:
-    """Bytes of a GPU that nobody has; None for a CPU."""
+    """Return the bytes of a GPU that no process uses, or None for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def memory_peak(device: torch.device) -> int:
-    """Largest memory_now: since the last reset_memory_peak on a GPU, since the start of the process on a CPU."""
+    """Return the maximum of memory_now since the last reset_memory_peak on a GPU, or since the process started on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return max(_largest_resident(), memory_now(device))  # the kernel's record of the largest lags behind
+    return max(_largest_resident(), memory_now(device))  # the kernel updates ru_maxrss late
 
 
 def _largest_resident() -> int:
@@ -146,8 +148,7 @@ def reset_memory_peak(device: torch.device) -> None:
 
 
 def async_read(tensor: Tensor) -> Callable[[], list]:
-    """Begin to bring a small tensor to the host; what is returned waits for that alone, not for what the device was told
-    since."""
+    """Start to copy a small tensor to the host. Return a function that waits for this copy only and returns the values."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -162,16 +163,16 @@ def async_read(tensor: Tensor) -> Callable[[], list]:
     return read
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """State of this rank's default generators, as byte tensors."""
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of this rank's default generators as byte tensors."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_random_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """state: as random_state gave it; what is not in it stays as it is."""
+def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
+    """state: as returned by rng_state; generators that it lacks keep their state."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "device" in state:

@@ -1,4 +1,4 @@
-"""The process group of a run: start, end, and what ranks do together outside the step."""
+"""The process group of a run: initialization, shutdown, and collectives outside the step."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
-# Preparing a large corpus may take this long; if the rank that works dies, the launcher ends those that wait.
+# Preparing a large corpus may take this long. If the working rank dies, the launcher ends the ranks that wait.
 _WAIT_FOR_WORK = timedelta(days=7)
 
 
@@ -31,11 +31,11 @@ def world_size() -> int:
 
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
-    """Join the process group that the environment describes (as torchrun sets it); without one, a group of this process."""
+    """Join the process group described by torchrun's environment variables, or create one of a single rank without them."""
     timeout = timedelta(seconds=config.timeout_s)
-    store = _store(timedelta(seconds=config.init_timeout_s))
-    _await_all(store, config.init_timeout_s)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # a flight recorder, for the watchdog
+    store = _create_store(timedelta(seconds=config.init_timeout_s))
+    _wait_for_all_ranks(store, config.init_timeout_s)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # enables the flight recorder that the watchdog reads
     dist.init_process_group(
         devices.communication_backend(device),
         store=store,
@@ -46,10 +46,10 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     )
 
 
-def _store(timeout: timedelta) -> dist.Store:
+def _create_store(timeout: timedelta) -> dist.Store:
     if world_size() == 1:
         return dist.HashStore()
-    # torchrun's agents hold the store; started by hand, rank 0 does.
+    # torchrun's agent hosts the store. Without torchrun, rank 0 does.
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -61,58 +61,58 @@ def _store(timeout: timedelta) -> dist.Store:
     )
     if not by_agent:
         return store
-    # It outlives a restart of the ranks: without a prefix a rank may find the dead attempt's addresses.
+    # The agent's store outlives a restart: without a prefix, a rank may read addresses of the failed attempt.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _await_all(store: dist.Store, timeout_s: float) -> None:
-    """Returns when every rank has come here. Raises DistStoreError, with the ranks that have not."""
+def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
+    """Return when every rank has joined. Raise DistStoreError with the missing ranks after timeout_s."""
     ranks = range(world_size())
-    store.set(f"came/{os.environ.get('RANK', '0')}", "")
+    store.set(f"joined/{os.environ.get('RANK', '0')}", "")
     if os.environ.get("RANK", "0") == "0":
         try:
-            store.wait([f"came/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
+            store.wait([f"joined/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            missing = [str(rank) for rank in ranks if not store.check([f"came/{rank}"])]
-            some = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            store.set("all_came", f"of {len(ranks)} ranks, {some} did not come within {timeout_s:g} s")
+            missing = [str(rank) for rank in ranks if not store.check([f"joined/{rank}"])]
+            shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            store.set("all_joined", f"of {len(ranks)} ranks, {shown} did not join within {timeout_s:g} s")
         else:
-            store.set("all_came", "")
-    # Rank 0 may have begun to wait later.
-    store.wait(["all_came"], timedelta(seconds=2 * timeout_s))
-    if problem := store.get("all_came").decode():
-        raise dist.DistStoreError(problem)
+            store.set("all_joined", "")
+    # Twice the time, because rank 0 may have started to wait later.
+    store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
+    if message := store.get("all_joined").decode():
+        raise dist.DistStoreError(message)
 
 
 def shutdown() -> None:
-    """Returns when all ranks have come here, so that none ends while another still needs it."""
+    """Return when all ranks have called this, so that no rank exits while another needs it."""
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_world_size()
     if store.add("finished", 1) == ranks:
         store.set("all_finished", "1")
     store.wait(["all_finished"], _WAIT_FOR_WORK)
-    # Rank 0 may hold the store: it leaves when nobody needs an answer any more.
-    left = store.add("left", 1)
-    while dist.get_rank() == 0 and left < ranks:
+    # Rank 0 may host the store, so it exits last.
+    exited = store.add("exited", 1)
+    while dist.get_rank() == 0 and exited < ranks:
         time.sleep(0.01)
-        left = store.add("left", 0)
+        exited = store.add("exited", 0)
 
 
 def print_once_per_node(line: str) -> None:
-    """Print a line on stderr, on the first rank of each machine that has one to tell: several may find the same error."""
+    """Print a line on stderr, on the first calling rank of each node, because several ranks may find the same error."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set("failed", "")  # ranks that lose contact for it need not tell
-        told = store.add(f"told/{node_id()}", 1)
+        store.set("failed", "")  # so that ranks that lose this peer stay silent
+        count = store.add(f"reported/{node_id()}", 1)
     except (dist.DistNetworkError, dist.DistStoreError):
-        return  # whoever held the store has told it, and ended
-    if told == 1:
+        return  # the rank that hosted the store has reported the error and ended
+    if count == 1:
         print(line, file=sys.stderr, flush=True)
 
 
 def report_failure(error: BaseException) -> None:
-    """A traceback, from the rank where the failure is; the others, which lose contact with it, are silent, unless it had no
-    time to say so."""
+    """Print the traceback on the rank that failed. Ranks that only lost the connection to it stay silent, unless it ended
+    before it could report."""
     rank = os.environ.get("RANK", "0")
     text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
     if not dist.is_initialized():
@@ -124,51 +124,50 @@ def report_failure(error: BaseException) -> None:
             store.set("failed", "")
             print(text, file=sys.stderr, flush=True)
         elif not store.check(["failed"]):
-            print_once_per_node(f"rank {rank} lost contact with another rank: {str(error).splitlines()[0]}")
+            print_once_per_node(f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}")
     except (dist.DistNetworkError, dist.DistStoreError):
         if not is_peer_loss(error):
             print(text, file=sys.stderr, flush=True)
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """What a collective raises on the others when a rank ends."""
-    told = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    """Return whether a collective raised this error because another rank ended."""
+    patterns = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+    return isinstance(error, RuntimeError) and any(pattern in str(error) for pattern in patterns)
 
 
 def broadcast(value: Any, source: int) -> Any:
-    """The value that rank `source` has, on all ranks."""
+    """Return the value of rank `source` on all ranks."""
     values = [value]
     dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
     return values[0]
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Every rank's value, on all ranks."""
+    """Return the values of all ranks, in order of rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T:
-    """The result of work that rank 0 does, on all ranks. A ConfigError in it is raised on all of them; any other error ends
-    rank 0, and so the job."""
-    result, refusal = None, None
+    """Run work on rank 0 and return its result on all ranks. A ConfigError is raised on all ranks; any other error ends rank 0,
+    and therefore the job."""
+    result, config_error = None, None
     if dist.get_rank() == 0:
         try:
             result = work()
         except ConfigError as error:
-            refusal = (error.key, error.message)
-    result, refusal = broadcast((result, refusal), source=0)
-    if refusal is not None:
-        raise ConfigError(*refusal)
+            config_error = (error.key, error.message)
+    result, config_error = broadcast((result, config_error), source=0)
+    if config_error is not None:
+        raise ConfigError(*config_error)
     return result
 
 
 def require_agreement(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError on all ranks, with the differences, where the ranks do not have the same values."""
-    mine = json.dumps(values, sort_keys=True)
-    digests = all_gather_objects(hashlib.sha256(mine.encode()).hexdigest())
+    """Raise ConfigError on all ranks, with the differences, if the values are not the same on all ranks."""
+    digests = all_gather_objects(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
@@ -178,42 +177,42 @@ def require_agreement(values: Mapping[str, Any]) -> None:
         for key, value in second.items()
         if first[key] != value
     ]
-    raise ConfigError("", f"the ranks were not started alike: {'; '.join(differences)}")
+    raise ConfigError("", f"ranks were launched with different settings: {'; '.join(differences)}")
 
 
 def once_per_node(work: Callable[[], str]) -> str:
-    """The result of work, done by rank 0 first and then by the first rank of every other machine.
+    """Run work on rank 0, then on the first rank of every other node. Return the result of this node on all its ranks.
 
-    For work that leaves files which the next ones find: done once on a shared file system, once per machine otherwise.
+    The work should leave files that later calls find: it is then done once on a shared file system, else once per node.
     """
     store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)
-    by_rank_0, here = f"once_per_node/{number}", f"once_per_node/{number}/{node_id()}"
+    call = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)
+    rank_0_key, node_key = f"once_per_node/{call}", f"once_per_node/{call}/{node_id()}"
     if local_rank() > 0:
-        store.wait([here], _WAIT_FOR_WORK)
-        return store.get(here).decode()
+        store.wait([node_key], _WAIT_FOR_WORK)
+        return store.get(node_key).decode()
     if dist.get_rank() > 0:
-        store.wait([by_rank_0], _WAIT_FOR_WORK)
+        store.wait([rank_0_key], _WAIT_FOR_WORK)
     result = work()
     if dist.get_rank() == 0:
-        store.set(by_rank_0, "done")
-    store.set(here, result)
+        store.set(rank_0_key, "done")
+    store.set(node_key, result)
     return result
 
 
 def clone_store() -> dist.Store:
-    """A connection of its own to the ranks' store, for a thread: on the common one, one waits for the other."""
+    """Return a separate connection to the ranks' store for a thread: requests on a shared connection block each other."""
     return dist.PrefixStore("side", dist.distributed_c10d._get_default_store().clone())
 
 
 def flight_recorder_dumps() -> list[str]:
-    """What torch's flight recorders, one for each backend, know of the collectives of this rank, as JSON."""
+    """Return the JSON dumps of torch's flight recorders, one for each backend, with the collectives of this rank."""
     recorders = (getattr(torch._C._distributed_c10d, name, None) for name in _RECORDERS)
     return [recorder() for recorder in recorders if recorder is not None]
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's tensor; the tensor itself is not changed."""
+    """Return the sum of a tensor over the ranks of a group, as a new tensor."""
     total = tensor.clone()
     dist.all_reduce(total, group=group)
     return total

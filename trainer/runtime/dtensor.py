@@ -8,26 +8,29 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return the local shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """What rank by rank belongs to a parameter's shards, as a whole; it stays where it is, and what is written to the whole is
-    written to the part. part: this rank's, of its shard's shape, or with dims that are smaller by a factor; scalars are whole."""
-    if part.dim() == 0 or not isinstance(parameter, DTensor):
-        return part
+def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a DTensor with the parameter's placements that shares memory with `local` and stays on its device.
+
+    local: this rank's shard, of the shape of the parameter's shard or with dims that are smaller by a factor. Scalars are
+    replicated and returned unchanged.
+    """
+    if local.dim() == 0 or not isinstance(parameter, DTensor):
+        return local
     shape = torch.Size(
-        whole if mine == shard else whole * mine // shard
-        for whole, shard, mine in zip(parameter.shape, parameter.to_local().shape, part.shape, strict=True)
+        full if size == shard else full * size // shard
+        for full, shard, size in zip(parameter.shape, parameter.to_local().shape, local.shape, strict=True)
     )
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
-    # Not from_local, which would bring it to the device of the mesh.
-    return DTensor(part, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
+    # Not from_local, which would copy the shard to the mesh's device.
+    return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
 
 
 def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """This rank's values, the shape of the whole parameter, and where in it they stand."""
+    """Return this rank's shard, the global shape, and the offset of the shard in it."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(parameter.shape), (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

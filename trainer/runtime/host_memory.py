@@ -1,104 +1,66 @@
 """Pinned buffers in host memory, and asynchronous copies to and from them."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.system.units import GIB
 
-_PAGE = 4096
+_PAGE_BYTES = 4096
+
+Event = torch.cuda.Event | torch.cpu.Event
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """Let the device copy into host memory by itself. Not torch's own pinned memory: its sizes are powers of two, up to twice
-    what is needed. Raises MemoryError."""
+    """Register host memory for asynchronous copies by the device. Raise MemoryError if that fails.
+
+    Not torch's own pinned memory: it rounds sizes up to powers of two, which takes up to twice the memory.
+    """
     if device.type == "cuda":
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code != 0:
-            raise MemoryError(f"{buffer.nbytes / GIB:.1f} GiB of host memory cannot be pinned (CUDA error {code})")
+            raise MemoryError(f"cannot pin {buffer.nbytes / GIB:.1f} GiB of host memory (CUDA error {code})")
 
 
 def pinned(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer that the device can reach by itself, in pages of its own: a page is pinned once."""
-    size = shape.numel() * dtype.itemsize
-    if size < _PAGE:
+    """Return a pinned buffer that shares no page with other buffers, because a page can be registered only once."""
+    num_bytes = shape.numel() * dtype.itemsize
+    if num_bytes < _PAGE_BYTES:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-    whole = torch.empty(size + 2 * _PAGE, dtype=torch.uint8)
-    start = -whole.data_ptr() % _PAGE
-    pin(whole[start : start + -(-size // _PAGE) * _PAGE], device)
-    return whole[start : start + size].view(dtype).view(shape)
+    storage = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
+    start = -storage.data_ptr() % _PAGE_BYTES
+    pin(storage[start : start + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES], device)
+    return storage[start : start + num_bytes].view(dtype).view(shape)
 
 
 class HostTransfer:
-    """Copies between a device and buffers in host memory, in a stream of their own."""
+    """Copies between a device and host memory on a separate stream. On a CPU, a copy is complete when the call returns."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.module = torch.get_device_module(device)
+        self.stream = self.module.Stream()
 
     def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A buffer, for as long as the process lives."""
-        if self.stream is None:
+        """Return a buffer of the tensor's shape, pinned for the device's copies until the process ends."""
+        if self.device.type == "cpu":
             return torch.empty(tensor.shape, dtype=dtype)
         return pinned(tensor.shape, dtype, self.device)
 
-    def to_host(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy; what is returned waits for it. The source may be let go of at once."""
-        if self.stream is None:
-            target.copy_(source)
-            return lambda: None
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            source.record_stream(self.stream)
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        return done.synchronize
-
-    def to_device(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy, when the device has done what it was told so far. What it is told after a call of what is returned
-        comes after the copy."""
-        if self.stream is None:
-            target.copy_(source)
-            return lambda: None
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            target.record_stream(self.stream)  # it may be let go of without having been waited for
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-
-class StagingCopy:
-    """Copies from the device to host memory, beside what the device works on."""
-
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.done: torch.cuda.Event | None = None
-
     @torch.no_grad()
-    def start(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        """On a CPU the copy is made when this returns."""
-        sources = [source.detach() for source in sources]
-        if self.stream is None:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
+        """Start to copy after all device work queued so far. Device tensors may be freed before the copies are complete.
+
+        `wait()` of the returned event lets later device work wait for the copies; `synchronize()` blocks the host.
+        """
+        self.stream.wait_stream(self.module.current_stream())
+        with self.module.stream(self.stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            self.done = torch.cuda.Event()
-            self.done.record(self.stream)
-
-    def before_update(self) -> None:
-        """What the device is told after this comes after the copy."""
-        if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
-
-    def wait(self) -> None:
-        """Until the copy is made."""
-        if self.done is not None:
-            self.done.synchronize()
+                for tensor in (target, source):
+                    if tensor.device.type != "cpu":
+                        tensor.record_stream(self.stream)
+            event = self.module.Event()
+            event.record(self.stream)
+        return event

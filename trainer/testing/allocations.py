@@ -132,7 +132,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
     engine, step = a_step(load_config(argv))
 
     def measured() -> Measured:
-        engine.optimizer.begin(1e-4)
+        engine.optimizer.start_step(1e-4)
         before = _there_already()
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,

@@ -1,0 +1,54 @@
+"""Detection of hangs."""
+
+import json
+import time
+from types import SimpleNamespace
+
+from trainer.resilience import watchdog
+from trainer.resilience.watchdog import Watchdog, parse_collectives
+
+
+def overdue_times():
+    """Return overdue_s at several moments of a run, from a watchdog without its thread and with a simulated clock."""
+    clock = [100.0]
+    watchdog.time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    try:
+        dog = Watchdog(0.0)
+        dog.timeout_s = 30.0
+        overdue = []
+
+        def advance(seconds):
+            clock[0] += seconds
+            overdue.append(dog.overdue_s())
+
+        advance(1000)  # the first step
+        dog.after_step(1)
+        advance(10)
+        dog.after_step(2)
+        advance(49)
+        advance(2)
+        with dog.paused():
+            advance(1000)
+        advance(29)
+        dog.after_step(3)
+        advance(146)
+        return overdue
+    finally:
+        watchdog.time = time
+
+
+def test_only_steps_are_timed_and_a_hang_exceeds_five_times_the_longest_step(ranks):
+    # The longest step before the pause takes 10 s. Of the next step, 29 s are after the pause.
+    assert ranks(1).run(overdue_times) == [[0.0, 0.0, 0.0, 51.0, 0.0, 0.0, 146.0]]
+
+
+def test_a_collective_that_has_not_completed_is_reported():
+    trace = {
+        "pg_status": {
+            "0": {"last_enqueued_collective": "7", "last_completed_collective": "6"},
+            "1": {"last_enqueued_collective": "3", "last_completed_collective": "3"},
+        },
+        "entries": [{"pg_id": 0, "collective_seq_id": 7, "profiling_name": "gloo:all_reduce"}],
+    }
+    assert parse_collectives(json.dumps(trace)) == ["waiting in gloo:all_reduce, collective 7 of process group 0"]
+    assert parse_collectives("") == []
