@@ -38,7 +38,7 @@ def summary(folder: Path, seconds: float | None) -> str:
         f"{folder}: {'already prepared' if seconds is None else f'{tokens / seconds:,.0f} tokens per second'}",
         f"  training   {train['documents']:>15,} documents {train['tokens']:>19,} tokens",
         f"  held out   {held_out['documents']:>15,} documents {held_out['tokens']:>19,} tokens",
-        f"  skipped    {description['skipped']:>15,} documents",
+        f"  skipped    {description['bad_documents']:>15,} documents",
     ]
     return "\n".join(lines)
 

@@ -55,7 +55,9 @@ ROWS: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]] 
     32: ("the same run twice: bit by bit", values.row_32),
     33: (
         "bad lines, bytes, fields: counted and listed with file and line, or the end, as set",
-        held_by("problem or line or early or compressed", "data/sources", "data/test_prepare.py"),
+        held_by(
+            "bad_document or problem or line or early or compressed", "data/sources", "data/prepare/test_prepare.py"
+        ),
     ),
     34: (
         "tokens that the tokenizer has not, other types, files cut short: refused with file and place",

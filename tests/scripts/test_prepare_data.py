@@ -44,7 +44,7 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
     damaged = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
     assert damaged.returncode == 2
-    assert f"{tokens} has another content than was written; delete the folder {store}" in damaged.stderr
+    assert f"{tokens} does not match its digest in store.json; delete the folder {store}" in damaged.stderr
     tokens.write_bytes(tokens.read_bytes()[:-2])
     short = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
     assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
@@ -56,7 +56,7 @@ def test_an_error_of_a_dataset_names_the_setting_that_selects_it(settings, tmp_p
     ended = call("prepare_data.py", *settings, *evaluation)
     assert ended.returncode == 2
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith(f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: holds no readable document; ")
+    assert line.startswith(f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: contains no readable document; ")
     (tmp_path / "nothing.txt").touch()
     ended = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
     assert (ended.returncode, ended.stderr.partition(": contains no readable document")[0]) == (
@@ -117,7 +117,7 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     strict = call(
         "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_bad_document", "stop"
     )
-    message = f"documents that cannot be read: 1 or more, the first: {first}"
+    message = f"unreadable documents: 1 or more, the first: {first}"
     assert (strict.returncode, strict.stderr) == (2, f"--data.on_bad_document stop: {message}\n")
 
 

@@ -13,7 +13,7 @@ from trainer.data.sampling.mixture import CombinedSamples, MixturePhase, parse_m
 from trainer.data.sampling.packing import pack, read_packing
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.sources import DATASETS
-from trainer.data.store.store import identity, open_store
+from trainer.data.store.store import open_store, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
 
@@ -93,7 +93,7 @@ def splits(config: DataConfig) -> tuple[str, ...]:
 
 
 def packing_folder(store: Path, split: str, data: DataConfig, seq_len: int) -> Path:
-    name = f"{identity(store)}-{split}-{seq_len}-{data.packing}-{data.long_documents}"
+    name = f"{store_digest(store)}-{split}-{seq_len}-{data.packing}-{data.long_documents}"
     return Path(data.store_folder) / "packings" / name
 
 

@@ -1,4 +1,4 @@
-"""The token store: complete, found again, rebuilt when something changed, and never half there."""
+"""Token stores: complete, reused, rebuilt when an input changes, and never incomplete."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ import pytest
 from tests.faults.bench import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import fingerprint, tokenize
-from trainer.data.prepare import prepare as module
+from trainer.data.prepare import prepare as prepare_module
 from trainer.data.sources import text
 from trainer.data.store.store import open_store, read_description, token_dtype
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
@@ -23,14 +23,14 @@ DEFAULT = TokenizerConfig()
 
 
 def prepare(data, tokenizer_config):
-    return module.prepare(data, tokenizer_config, load_tokenizer(tokenizer_config))
+    return prepare_module.prepare(data, tokenizer_config, load_tokenizer(tokenizer_config))
 
 
-def of_texts(folder, documents) -> DataConfig:
-    """A dataset of so many texts, which are written."""
+def text_dataset(folder, num_documents) -> DataConfig:
+    """Write texts and return the config of a dataset of them."""
     return DataConfig(
         dataset="text",
-        path=str(write_corpus(folder / "corpus", documents)),
+        path=str(write_corpus(folder / "corpus", num_documents)),
         store_folder=str(folder / "stores"),
         held_out_fraction=0.2,
         prepare_workers=1,
@@ -39,21 +39,21 @@ def of_texts(folder, documents) -> DataConfig:
 
 @pytest.fixture
 def data(tmp_path) -> DataConfig:
-    return of_texts(tmp_path, 60)
+    return text_dataset(tmp_path, 60)
 
 
 def documents(folder, split):
     store, tokenizer = open_store(folder, split), load_tokenizer(DEFAULT)
-    found = []
+    texts = []
     for start, stop in zip(store.documents, store.documents[1:], strict=False):
         tokens = store.tokens[start:stop].tolist()
         assert (tokens[0], tokens[-1]) == (tokenizer.bos, tokenizer.eos)
-        found.append(tokenizer.decode(tokens[1:-1]))
+        texts.append(tokenizer.decode(tokens[1:-1]))
     assert store.documents[-1] == len(store.tokens)
-    return found
+    return texts
 
 
-def texts(data):
+def corpus_texts(data):
     return sorted(p.read_text() for p in Path(data.path).glob("*.txt"))
 
 
@@ -64,26 +64,26 @@ def contents(folder):
 def test_every_document_is_in_exactly_one_split(data):
     folder = prepare(data, DEFAULT)
     train, held_out = documents(folder, "train"), documents(folder, "held_out")
-    assert sorted(train + held_out) == texts(data)
+    assert sorted(train + held_out) == corpus_texts(data)
     assert 4 <= len(held_out) <= 25
     assert train != sorted(train), "documents are shuffled"
 
 
-def test_any_number_of_processes_gives_the_same_store(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
+def test_the_store_does_not_depend_on_the_number_of_worker_processes(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
     one = prepare(data, DEFAULT)
     three = prepare(replace(data, prepare_workers=3, store_folder=str(tmp_path / "other")), DEFAULT)
     assert len(contents(one)) == 6
     assert contents(one) == contents(three)
 
 
-def test_a_store_is_found_again(data, monkeypatch):
+def test_an_existing_store_is_reused(data, monkeypatch):
     folder = prepare(data, DEFAULT)
-    monkeypatch.setattr(module, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(prepare_module, "_build", lambda *_: pytest.fail("rebuilt"))
     assert prepare(data, DEFAULT) == folder
 
 
-def test_a_touched_file_with_the_same_content_is_no_change(data):
+def test_a_new_modification_time_with_the_same_content_is_not_a_change(data):
     folder = prepare(data, DEFAULT)
     file = next(iter(sorted((folder.parent.parent / "corpus").iterdir())))
     file.write_text(file.read_text())
@@ -91,7 +91,7 @@ def test_a_touched_file_with_the_same_content_is_no_change(data):
 
 
 @pytest.mark.parametrize("change", ["content", "added", "removed", "renamed"])
-def test_a_changed_corpus_is_another_store(data, tmp_path, change):
+def test_a_changed_corpus_gives_another_store(data, tmp_path, change):
     folder = prepare(data, DEFAULT)
     file = tmp_path / "corpus" / "0003.txt"
     if change == "content":
@@ -104,10 +104,10 @@ def test_a_changed_corpus_is_another_store(data, tmp_path, change):
         file.rename(file.with_name("zzz.txt"))
     changed = prepare(data, DEFAULT)
     assert changed != folder
-    assert sorted(documents(changed, "train") + documents(changed, "held_out")) == texts(data)
+    assert sorted(documents(changed, "train") + documents(changed, "held_out")) == corpus_texts(data)
 
 
-def test_another_tokenizer_or_split_is_another_store(data, tmp_path):
+def test_another_tokenizer_or_held_out_fraction_gives_another_store(data, tmp_path):
     folder = prepare(data, DEFAULT)
     shorter = tmp_path / "shorter.tiktoken"
     shorter.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
@@ -118,16 +118,16 @@ def test_another_tokenizer_or_split_is_another_store(data, tmp_path):
 
 
 class Killed(BaseException):
-    """Not an error that anything could handle."""
+    """A kill: not an Exception that a handler could catch."""
 
 
-@pytest.mark.parametrize(("place", "name"), [(module, "write_split"), (tokenize, "_tokenize")])
-def test_a_killed_preparation_leaves_no_store_and_goes_on_where_it_was(data, monkeypatch, place, name):
-    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
-    whole = contents(prepare(data, DEFAULT))
+@pytest.mark.parametrize(("target", "name"), [(prepare_module, "write_split"), (tokenize, "_tokenize")])
+def test_a_killed_preparation_leaves_no_store_and_resumes(data, monkeypatch, target, name):
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
+    complete = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
 
-    original, calls = getattr(place, name), []
+    original, calls = getattr(target, name), []
 
     def killed_at_the_second_call(*args):
         calls.append(args)
@@ -136,57 +136,57 @@ def test_a_killed_preparation_leaves_no_store_and_goes_on_where_it_was(data, mon
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, killed_at_the_second_call)
+        patch.setattr(target, name, killed_at_the_second_call)
         with pytest.raises(Killed):
             prepare(data, DEFAULT)
     assert not list(Path(data.store_folder).glob("*/store.json"))
     tokenized = []
-    encode = tokenize._is_held_out
-    monkeypatch.setattr(tokenize, "_is_held_out", lambda *args: tokenized.append(args) or encode(*args))
-    assert contents(prepare(data, DEFAULT)) == whole
-    assert len(tokenized) < 60, "finished parts are not done again"
+    is_held_out = tokenize._is_held_out
+    monkeypatch.setattr(tokenize, "_is_held_out", lambda *args: tokenized.append(args) or is_held_out(*args))
+    assert contents(prepare(data, DEFAULT)) == complete
+    assert len(tokenized) < 60, "finished shards are not tokenized again"
 
 
-def test_equal_documents_fall_on_the_same_side(data, tmp_path):
+def test_equal_documents_are_in_the_same_split(data, tmp_path):
     for i in range(30):
         (tmp_path / "corpus" / f"copy{i}.txt").write_text("the same text")
     folder = prepare(data, DEFAULT)
     assert {documents(folder, s).count("the same text") for s in ("train", "held_out")} == {0, 30}
 
 
-def test_unreadable_and_empty_documents_are_counted_and_told(data, tmp_path, capsys):
+def test_bad_documents_are_counted_listed_and_logged(data, tmp_path, capsys):
     (tmp_path / "corpus" / "a_bad.txt").write_bytes(b"\xff")
     (tmp_path / "corpus" / "empty.txt").touch()
     folder = prepare(data, DEFAULT)
-    assert read_description(folder)["skipped"] == 2
+    assert read_description(folder)["bad_documents"] == 2
     first = f"{tmp_path}/corpus/a_bad.txt:1: not UTF-8 text (byte 0 of the file)"
-    expected = f"warning: documents left out: 2, listed in {folder}/problems.jsonl; the first: {first}"
+    expected = f"warning: skipped 2 bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}"
     assert expected in capsys.readouterr().err
-    assert [json.loads(line) for line in (folder / "problems.jsonl").open()] == [
+    assert [json.loads(line) for line in (folder / "bad_documents.jsonl").open()] == [
         {"file": f"{tmp_path}/corpus/a_bad.txt", "line": 1, "reason": "not UTF-8 text (byte 0 of the file)"},
         {"file": f"{tmp_path}/corpus/empty.txt", "line": 0, "reason": "empty"},
     ]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_more_problems_than_allowed_stop_it_with_the_first_of_them(data, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_more_bad_documents_than_allowed_are_an_error_with_the_first_of_them(data, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
     for i in range(5):
         (tmp_path / "corpus" / f"0{i}_empty.txt").touch()
-    data = replace(data, prepare_workers=processes)
+    data = replace(data, prepare_workers=workers)
     first = "; ".join(f"{tmp_path}/corpus/0{i}_empty.txt: empty" for i in range(3))
     assert refused(replace(data, max_bad_documents=4)) == (
         "data.max_bad_documents",
-        f"documents that cannot be read: 5 or more, the first: {first}",
+        f"unreadable documents: 5 or more, the first: {first}",
     )
-    key, rule = refused(replace(data, on_bad_document="stop"))
-    assert (key, rule) == (
+    key, message = refused(replace(data, on_bad_document="stop"))
+    assert (key, message) == (
         "data.on_bad_document",
-        f"documents that cannot be read: 1 or more, the first: {tmp_path}/corpus/00_empty.txt: empty",
+        f"unreadable documents: 1 or more, the first: {tmp_path}/corpus/00_empty.txt: empty",
     )
-    assert read_description(prepare(replace(data, max_bad_documents=5), DEFAULT))["skipped"] == 5
-    assert refused(replace(data, max_bad_documents=4))[1].startswith("documents that cannot be read: 5 or more"), (
-        "a store that is there is held to it too"
+    assert read_description(prepare(replace(data, max_bad_documents=5), DEFAULT))["bad_documents"] == 5
+    assert refused(replace(data, max_bad_documents=4))[1].startswith("unreadable documents: 5 or more"), (
+        "the limit applies to an existing store too"
     )
 
 
@@ -196,24 +196,24 @@ def refused(data) -> tuple[str, str]:
     return error.value.key, error.value.message
 
 
-def test_a_corpus_without_documents_is_refused(data, tmp_path):
+def test_a_corpus_without_documents_is_an_error(data, tmp_path):
     folder = tmp_path / "nothing"
     folder.mkdir()
     (folder / "bad.txt").write_bytes(b"\xff")
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, path=str(folder)), DEFAULT)
     assert error.value.message == (
-        f"holds no readable document; {folder}/bad.txt:1: not UTF-8 text (byte 0 of the file)"
+        f"contains no readable document; {folder}/bad.txt:1: not UTF-8 text (byte 0 of the file)"
     )
     (folder / "bad.txt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"holds no readable document; .*bad\.txt: empty"):
+    with pytest.raises(ConfigError, match=r"contains no readable document; .*bad\.txt: empty"):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
-    with pytest.raises(ConfigError, match="holds no readable document; 1 files of blank lines"):
+    with pytest.raises(ConfigError, match="contains no readable document; 1 files of blank lines"):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
 
 
-def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
+def test_a_store_folder_that_cannot_be_written_is_an_error(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, store_folder=str(tmp_path / "file")), DEFAULT)
@@ -223,73 +223,73 @@ def test_a_store_folder_that_cannot_be_written_is_told(data, tmp_path):
     )
 
 
-@pytest.mark.parametrize("suffix", ["runs", "json", "problems"])
+@pytest.mark.parametrize("suffix", ["runs", "json", "bad_documents"])
 @pytest.mark.parametrize("size", [0, 30])
-def test_a_torn_part_is_made_again(data, tmp_path, monkeypatch, suffix, size):
+def test_a_torn_shard_is_tokenized_again(data, tmp_path, monkeypatch, suffix, size):
     (tmp_path / "corpus" / "empty.txt").touch()
-    whole = contents(prepare(data, DEFAULT))
+    complete = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_split", lambda *_: pytest.fail("stop"))
+        patch.setattr(prepare_module, "write_split", lambda *_: pytest.fail("stop"))
         with pytest.raises(pytest.fail.Exception):
             prepare(data, DEFAULT)
-    (part,) = Path(data.store_folder).glob(f"*.tmp-shards/part-000000.{suffix}")
-    part.write_bytes(part.read_bytes()[:size] if size else b"\0" * part.stat().st_size)  # as a power cut leaves it
-    assert contents(prepare(data, DEFAULT)) == whole
+    (shard,) = Path(data.store_folder).glob(f"*.tmp-shards/shard-000000.{suffix}")
+    shard.write_bytes(shard.read_bytes()[:size] if size else b"\0" * shard.stat().st_size)  # as after a power cut
+    assert contents(prepare(data, DEFAULT)) == complete
 
 
-def test_tokens_that_others_made_are_taken_as_they_are(data, tmp_path):
+def test_pretokenized_documents_are_stored_unchanged(data, tmp_path):
     eos = load_tokenizer(DEFAULT).eos
     np.array([5, 6, eos, 7, eos, 8], "<u2").tofile(tmp_path / "x.bin")
     folder = prepare(replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), held_out_fraction=0.0), DEFAULT)
     store = open_store(folder, "train")
-    found = [store.tokens[a:b].tolist() for a, b in zip(store.documents, store.documents[1:], strict=False)]
-    assert sorted(found) == [[5, 6, eos], [7, eos], [8]]
+    documents = [store.tokens[a:b].tolist() for a, b in zip(store.documents, store.documents[1:], strict=False)]
+    assert sorted(documents) == [[5, 6, eos], [7, eos], [8]]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_token_that_the_tokenizer_has_not_ends_it_whoever_finds_it(data, tmp_path, monkeypatch, processes):
-    monkeypatch.setattr(tokenize, "PART_BYTES", 40)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_token_outside_the_vocabulary_is_an_error_in_every_process(data, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 40)
     np.array([5] * 99 + [2048], "<u2").tofile(tmp_path / "x.bin")
-    data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_workers=processes)
-    rule = f"{tmp_path}/x.bin: token 2048 at byte 198 (read as uint16) is outside the tokenizer's vocabulary of 2048"
-    assert refused(data) == ("data.path", rule)
+    data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_workers=workers)
+    message = f"{tmp_path}/x.bin: token 2048 at byte 198 (read as uint16) is outside the tokenizer's vocabulary of 2048"
+    assert refused(data) == ("data.path", message)
 
 
-def test_a_file_that_cannot_be_read_is_told(data, tmp_path, monkeypatch):
+def test_an_unreadable_file_is_an_error(data, tmp_path, monkeypatch):
     def unreadable(path, *_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
         patch.setattr(fingerprint, "digest_of", unreadable)
         assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
-    monkeypatch.setattr(text, "open_stream", unreadable)  # since its digest was made
+    monkeypatch.setattr(text, "open_stream", unreadable)  # after its digest was computed
     assert refused(data) == ("data.path", f"{tmp_path}/corpus/0000.txt cannot be read (Permission denied)")
 
 
-def test_a_process_that_is_killed_is_told(data, monkeypatch):
-    monkeypatch.setattr(tokenize, "PART_BYTES", 4000)
+def test_a_killed_worker_process_is_an_error(data, monkeypatch):
+    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
     monkeypatch.setattr(tokenize, "_tokenize_in_worker", _killed)
-    rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
-    assert refused(replace(data, prepare_workers=2)) == ("data.prepare_workers", rule)
+    message = "a worker process was killed, possibly for lack of memory; fewer workers need less"
+    assert refused(replace(data, prepare_workers=2)) == ("data.prepare_workers", message)
 
 
 def _killed(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_machines_that_share_a_corpus_have_all_of_it(data, tmp_path):
-    found = []
-    for machine in range(3):
-        folder = module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (machine, 3))
-        found += documents(folder, "train") + documents(folder, "held_out")
-    assert sorted(found) == texts(data)
-    with pytest.raises(ConfigError, match=r"data\.path: names 60 files, too few for 61 shares"):
-        module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (60, 61))
+def test_the_file_shards_of_all_nodes_make_up_the_corpus(data, tmp_path):
+    prepared = []
+    for node in range(3):
+        folder = prepare_module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (node, 3))
+        prepared += documents(folder, "train") + documents(folder, "held_out")
+    assert sorted(prepared) == corpus_texts(data)
+    with pytest.raises(ConfigError, match=r"data\.path: has 60 files, too few for 61 shards"):
+        prepare_module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (60, 61))
 
 
-def test_a_store_that_another_tokenizer_made_is_not_used(data, tmp_path):
-    """Row 35 of the fault matrix: by what the tokenizer holds, not by its name."""
+def test_a_store_of_another_tokenizer_is_not_reused(data, tmp_path):
+    """Row 35 of the fault matrix: the content of the tokenizer counts, not its path."""
     path = tmp_path / "t.tiktoken"
     path.write_bytes(DEFAULT_FILE.read_bytes())
     config = TokenizerConfig(backend="tiktoken", path=str(path))
@@ -301,11 +301,11 @@ def test_a_store_that_another_tokenizer_made_is_not_used(data, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["corpus/*.txt", "c*/0*.txt", "**/*.txt"])
-def test_an_absolute_pattern_names_a_corpus(data, tmp_path, pattern):
+def test_an_absolute_pattern_selects_a_corpus(data, tmp_path, pattern):
     folder = prepare(replace(data, path=f"{tmp_path}/{pattern}"), DEFAULT)
-    assert sorted(documents(folder, "train") + documents(folder, "held_out")) == texts(data)
+    assert sorted(documents(folder, "train") + documents(folder, "held_out")) == corpus_texts(data)
 
 
-def test_the_width_of_tokens_follows_the_vocabulary():
+def test_the_token_dtype_follows_the_vocabulary_size():
     assert token_dtype(65_536) == np.uint16
     assert token_dtype(65_537) == np.uint32

@@ -1,4 +1,4 @@
-"""Documents into samples: nothing lost, nothing twice, and what is in one sample told apart."""
+"""Packing: no token is lost or repeated, and documents in one sample are separated."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from trainer.data.store.store import TokenStore
 
 
 def store_of(lengths, targets=None):
-    """Token i is i."""
+    """Return a store in which token i is i, with documents of these lengths."""
     return TokenStore(np.arange(sum(lengths)), np.cumsum([0, *lengths]), targets)
 
 
@@ -20,14 +20,14 @@ def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split")
     return PackedSamples(store, seq_len, read_packing(tmp_path / "packed"), reset_positions=True)
 
 
-def whole(samples):
+def complete(samples):
     return samples.batch(np.arange(len(samples)))
 
 
-def test_packed_documents_are_whole_and_each_token_is_a_target_once(tmp_path):
+def test_packed_documents_are_complete_and_each_token_is_a_target_once(tmp_path):
     lengths = np.random.default_rng(0).integers(2, 40, 200).tolist()
     store = store_of(lengths)
-    batch = whole(packed(tmp_path, store, 100))
+    batch = complete(packed(tmp_path, store, 100))
     assert packed(tmp_path, store, 100).index.efficiency(100) > 0.97
     labels = sorted(batch.labels[batch.labels != IGNORE_INDEX].tolist())
     firsts = set(store.documents.tolist())
@@ -35,55 +35,55 @@ def test_packed_documents_are_whole_and_each_token_is_a_target_once(tmp_path):
     assert ((batch.labels == batch.tokens + 1) | (batch.labels == IGNORE_INDEX)).all()
 
 
-def test_positions_and_documents_tell_what_is_packed_apart(tmp_path):
-    batch = whole(packed(tmp_path, store_of([5, 4, 3]), 8))  # 4 + 3 positions in one sample, 2 in another
+def test_positions_and_document_indices_separate_packed_documents(tmp_path):
+    batch = complete(packed(tmp_path, store_of([5, 4, 3]), 8))  # 4 + 3 positions in one sample, 2 in another
     assert batch.tokens.tolist() == [[0, 1, 2, 3, 5, 6, 7, 0], [9, 10, 0, 0, 0, 0, 0, 0]]
     assert batch.labels.tolist() == [[1, 2, 3, 4, 6, 7, 8, -100], [10, 11, -100, -100, -100, -100, -100, -100]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
     assert batch.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, -1], [0, 0, -1, -1, -1, -1, -1, -1]]
 
 
-def test_without_packing_a_sample_is_one_document_and_padding(tmp_path):
-    batch = whole(packed(tmp_path, store_of([3, 4]), 4, packing="none"))
+def test_without_packing_a_sample_is_one_document_with_padding(tmp_path):
+    batch = complete(packed(tmp_path, store_of([3, 4]), 4, packing="none"))
     assert batch.tokens.tolist() == [[0, 1, 0, 0], [3, 4, 5, 0]]
     assert batch.labels.tolist() == [[1, 2, -100, -100], [4, 5, 6, -100]]
 
 
 @pytest.mark.parametrize(
-    ("long_documents", "pieces"),
+    ("long_documents", "spans"),
     [("split", [(0, 2), (3, 4), (7, 4), (11, 1)]), ("truncate", [(0, 2), (3, 4)]), ("drop", [(0, 2)])],
 )
-def test_documents_longer_than_a_sample_are_treated_as_set(long_documents, pieces):
+def test_long_documents_are_split_truncated_or_dropped(long_documents, spans):
     # A document of one token has no target.
-    starts, lengths, not_whole = split_documents(store_of([3, 10, 1]), 4, long_documents)
-    assert not_whole == (1 if long_documents == "split" else 2)
-    assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == pieces
+    starts, lengths, incomplete = split_documents(store_of([3, 10, 1]), 4, long_documents)
+    assert incomplete == (1 if long_documents == "split" else 2)
+    assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == spans
 
 
-def test_what_has_no_target_is_left_out_and_counted(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", told.append)
+def test_spans_without_a_target_are_dropped_and_counted(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", warnings.append)
     targets = np.zeros(12, np.uint8)
-    targets[[2, 6]] = 1  # of the documents [0, 4) and [4, 8); none in [8, 12)
+    targets[[2, 6]] = 1  # in the documents [0, 4) and [4, 8), but not in [8, 12)
     samples = packed(tmp_path, store_of([4, 4, 4], targets), 3, packing="none")
     assert len(samples) == 2
-    assert whole(samples).labels.tolist() == [[-100, 2, -100], [-100, 6, -100]]
-    assert told == [
-        "0 documents are longer than training.seq_len 3, or of a single token, and were cut or left out; 1 pieces have no "
-        "target, and were left out"
+    assert complete(samples).labels.tolist() == [[-100, 2, -100], [-100, 6, -100]]
+    assert warnings == [
+        "truncated or dropped 0 documents that are longer than training.seq_len 3 or have a single token; dropped 1 spans "
+        "without a target token"
     ]
 
 
-def test_best_fit_fills_like_the_definition():
+def test_best_fit_fills_bins_like_its_definition():
     def by_definition(lengths, capacity):
-        rooms = []
+        spaces = []
         for length in sorted(lengths.tolist(), reverse=True):
-            fitting = [(room, number) for number, room in enumerate(rooms) if room >= length]
+            fitting = [(space, i) for i, space in enumerate(spaces) if space >= length]
             if fitting:
-                rooms[min(fitting)[1]] -= length
+                spaces[min(fitting)[1]] -= length
             else:
-                rooms.append(capacity - length)
-        return sorted(capacity - room for room in rooms)
+                spaces.append(capacity - length)
+        return sorted(capacity - space for space in spaces)
 
     draw = np.random.default_rng(0)
     for _ in range(200):
@@ -93,12 +93,12 @@ def test_best_fit_fills_like_the_definition():
         assert sorted(filled) == by_definition(lengths, capacity)
 
 
-def test_a_sample_without_targets_is_asked_for_by_minus_one(tmp_path):
+def test_sample_minus_one_has_no_targets(tmp_path):
     for samples in (packed(tmp_path, store_of([5, 4]), 4), ConcatSamples(store_of([9]), 4, reset_positions=True)):
         assert (samples.batch(np.array([-1, 0])).labels == IGNORE_INDEX).all(dim=1).tolist() == [True, False]
 
 
-def test_documents_in_a_row_restart_and_do_not_foretell_the_next():
+def test_positions_of_wrapped_documents_reset_and_boundaries_have_no_labels():
     batch = ConcatSamples(store_of([3, 4, 6]), 4, reset_positions=True).batch(np.arange(3))
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
@@ -106,16 +106,16 @@ def test_documents_in_a_row_restart_and_do_not_foretell_the_next():
     assert batch.documents.tolist() == [[0, 0, 0, 1], [1, 1, 1, 2], [2, 2, 2, 2]]
 
 
-def test_a_packing_is_made_once_and_found_again(tmp_path):
+def test_a_packing_is_written_once_and_reused(tmp_path):
     store = store_of([5, 4, 3])
-    first = whole(packed(tmp_path, store, 8)).tokens.tolist()
-    changed = {p: p.stat().st_mtime_ns for p in (tmp_path / "packed").iterdir()}
-    assert whole(packed(tmp_path, store, 8)).tokens.tolist() == first
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "packed").iterdir()} == changed
+    first = complete(packed(tmp_path, store, 8)).tokens.tolist()
+    mtimes = {p: p.stat().st_mtime_ns for p in (tmp_path / "packed").iterdir()}
+    assert complete(packed(tmp_path, store, 8)).tokens.tolist() == first
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "packed").iterdir()} == mtimes
 
 
-@pytest.mark.parametrize("file", ["starts.npy", "pieces.json", "samples.npy"])
-def test_a_packing_that_is_damaged_is_named(tmp_path, file):
+@pytest.mark.parametrize("file", ["starts.npy", "packing.json", "samples.npy"])
+def test_a_damaged_packing_is_an_error(tmp_path, file):
     store = store_of([5, 4, 3])
     packed(tmp_path, store, 8)
     (tmp_path / "packed" / file).write_bytes(b"")

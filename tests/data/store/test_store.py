@@ -1,4 +1,4 @@
-"""What a store on disk must be, and many read as one."""
+"""Checks of a store on disk, and concatenated stores."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.data.prepare.test_prepare import DEFAULT, documents, of_texts, prepare
+from tests.data.prepare.test_prepare import DEFAULT, documents, prepare, text_dataset
 from tests.faults.bench import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import tokenize
@@ -17,43 +17,43 @@ from trainer.data.tokenizer.backends import DEFAULT_FILE
 
 @pytest.fixture
 def data(tmp_path) -> DataConfig:
-    return of_texts(tmp_path, 20)
+    return text_dataset(tmp_path, 20)
 
 
-def refused(work, *arguments) -> tuple[str, str]:
+def refused(function, *arguments) -> tuple[str, str]:
     with pytest.raises(ConfigError) as error:
-        work(*arguments)
+        function(*arguments)
     return error.value.key, error.value.message
 
 
-def test_a_file_of_another_size_is_told(data):
+def test_a_file_of_another_size_is_an_error(data):
     folder = prepare(data, DEFAULT)
     path = folder / "train.tokens"
     path.write_bytes(path.read_bytes()[:-2])
     size = path.stat().st_size
-    rule = f"{path} has {size} bytes of {size + 2}; delete the folder {folder}"
-    assert refused(open_store, folder, "train") == ("data.store_folder", rule)
-    (folder / "problems.jsonl").unlink()
+    message = f"{path} has {size} of {size + 2} bytes; delete the folder {folder}"
+    assert refused(open_store, folder, "train") == ("data.store_folder", message)
+    (folder / "bad_documents.jsonl").unlink()
     assert refused(open_store, folder, "held_out")[1].startswith(f"{folder}/")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 2}', '{"version": 2, "stores": 5}'])
-def test_a_description_that_is_none_is_told(data, content):
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"version": 3}', '{"version": 3, "members": 5}'])
+def test_an_invalid_store_json_is_an_error(data, content):
     folder = prepare(data, DEFAULT)
     (folder / "store.json").write_text(content)
-    rule = f"{folder}/store.json cannot be read; delete the folder {folder}"
-    assert refused(open_store, folder, "train") == ("data.store_folder", rule)
+    message = f"{folder}/store.json cannot be read; delete the folder {folder}"
+    assert refused(open_store, folder, "train") == ("data.store_folder", message)
 
 
-def test_a_store_of_another_version_is_told(data):
+def test_a_store_of_another_format_version_is_an_error(data):
     folder = prepare(data, DEFAULT)
     (folder / "store.json").write_text('{"version": 1}')
-    rule = f"{folder} is a store of version 1, not 2: prepare it anew"
-    assert refused(open_store, folder, "train") == ("data.store_folder", rule)
+    message = f"{folder} has format version 1, not 3; prepare it again"
+    assert refused(open_store, folder, "train") == ("data.store_folder", message)
 
 
 @pytest.mark.parametrize("key", ["dtype", "splits", "files", "targets"])
-def test_a_description_that_promises_something_else_is_told(data, key):
+def test_a_store_json_that_does_not_match_the_files_is_an_error(data, key):
     folder = prepare(data, DEFAULT)
     description = read_description(folder)
     description[key] = {"dtype": "<u4", "splits": {}, "files": [], "targets": True}[key]
@@ -61,20 +61,20 @@ def test_a_description_that_promises_something_else_is_told(data, key):
     assert refused(open_store, folder, "train")[0] == "data.store_folder"
 
 
-def test_another_content_is_found_by_reading_it(data):
+def test_check_content_finds_a_flipped_bit_in_every_file(data):
     folder = prepare(data, DEFAULT)
     check_content(folder)
     for name in read_description(folder)["files"]:
         path = folder / name
-        whole = path.read_bytes()
-        if whole:
-            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-            rule = f"{path} has another content than was written; delete the folder {folder}"
-            assert refused(check_content, folder) == ("data.store_folder", rule)
-            path.write_bytes(whole)
+        content = path.read_bytes()
+        if content:
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            message = f"{path} does not match its digest in store.json; delete the folder {folder}"
+            assert refused(check_content, folder) == ("data.store_folder", message)
+            path.write_bytes(content)
 
 
-def test_a_store_has_targets_where_its_documents_have_them(data, monkeypatch):
+def test_a_store_has_targets_if_its_documents_have_them(data, monkeypatch):
     def masked(config, tokenizer):
         return lambda text: Encoded(np.arange(5), np.array([0, 0, 1, 1, 1]))
 
@@ -86,33 +86,35 @@ def test_a_store_has_targets_where_its_documents_have_them(data, monkeypatch):
     assert store.targets.tolist() == [0, 0, 1, 1, 1] * (len(store.documents) - 1)
 
 
-# ---------------------------------------------------------------- many stores
+# ---------------------------------------------------------------- concatenated stores
 
 
-def test_joined_arrays_read_as_one():
+def test_a_concat_array_reads_like_one_array():
     arrays = [np.arange(3, dtype="<u2"), np.empty(0, "<u2"), np.arange(3, 10, dtype="<u2")]
-    joined, whole = ConcatArray(arrays), np.concatenate(arrays)
-    assert len(joined) == 10 and joined.dtype == whole.dtype
+    lazy, array = ConcatArray(arrays), np.concatenate(arrays)
+    assert len(lazy) == 10 and lazy.dtype == array.dtype
     for index in (slice(None), slice(2, 7), slice(-3, None), np.arange(10), np.array([[9, 0], [2, 3]]), np.arange(0)):
-        assert np.array_equal(joined[index], whole[index])
+        assert np.array_equal(lazy[index], array[index])
 
 
 @pytest.fixture
 def stores(data, tmp_path):
-    """Of three machines; settings of a run that joins them."""
+    """The config of a run on the stores of three nodes, and their folders."""
     folders = []
-    for machine in range(3):
-        corpus = write_corpus(tmp_path / f"corpus{machine}", 10 + machine, seed=machine)
+    for node in range(3):
+        corpus = write_corpus(tmp_path / f"corpus{node}", 10 + node, seed=node)
         folders.append(prepare(replace(data, path=str(corpus)), DEFAULT))
-    return replace(data, dataset="prepared", path=data.store_folder, store_folder=str(tmp_path / "joined")), folders
+    return replace(
+        data, dataset="prepared", path=data.store_folder, store_folder=str(tmp_path / "concatenated")
+    ), folders
 
 
-def test_stores_of_many_machines_are_one(stores):
+def test_a_concatenated_store_has_the_documents_of_its_members_in_order(stores):
     data, folders = stores
     folder = prepare(data, DEFAULT)
     for split in ("train", "held_out"):
-        one_by_one = [document for f in sorted(folders) for document in documents(f, split)]
-        assert documents(folder, split) == one_by_one
+        expected = [document for f in sorted(folders) for document in documents(f, split)]
+        assert documents(folder, split) == expected
     assert read_description(folder)["splits"]["train"]["documents"] == len(documents(folder, "train"))
     check_content(folder)
     assert prepare(data, DEFAULT) == folder
@@ -120,17 +122,17 @@ def test_stores_of_many_machines_are_one(stores):
     assert prepare(replace(data, path=str(folders[0])), DEFAULT) != folder
 
 
-def test_joined_stores_beside_those_that_they_join_change_nothing(stores):
+def test_a_concatenated_store_in_the_folder_of_its_members_is_not_a_member(stores):
     data, folders = stores
-    beside = replace(data, store_folder=data.path)
-    made = [prepare(beside, DEFAULT) for _ in range(3)]
-    assert len(set(made)) == 1
-    assert len(open_store(made[0], "train").tokens) == sum(len(open_store(f, "train").tokens) for f in folders)
-    with pytest.raises(ConfigError, match="is a joined store; name those that it joins"):
-        prepare(replace(beside, path=str(made[0])), DEFAULT)
+    same_folder = replace(data, store_folder=data.path)
+    concatenated = [prepare(same_folder, DEFAULT) for _ in range(3)]
+    assert len(set(concatenated)) == 1
+    assert len(open_store(concatenated[0], "train").tokens) == sum(len(open_store(f, "train").tokens) for f in folders)
+    with pytest.raises(ConfigError, match="is a concatenation of stores; name its members"):
+        prepare(replace(same_folder, path=str(concatenated[0])), DEFAULT)
 
 
-def test_joined_stores_are_known_by_their_names_and_contents_wherever_they_lie(stores, tmp_path):
+def test_a_concatenated_store_is_reused_when_its_members_have_moved(stores, tmp_path):
     data, folders = stores
     folder = prepare(data, DEFAULT)
     moved = tmp_path / "moved"
@@ -141,54 +143,56 @@ def test_joined_stores_are_known_by_their_names_and_contents_wherever_they_lie(s
     assert prepare(replace(data, path=str(moved)), DEFAULT) != folder
 
 
-def test_targets_of_joined_stores_are_everywhere_in_those_that_have_none(stores, tmp_path, monkeypatch):
+def test_all_tokens_of_a_member_without_targets_are_targets(stores, tmp_path, monkeypatch):
     data, _ = stores
     monkeypatch.setitem(tokenize.ENCODERS, "text", lambda *_: lambda text: Encoded(np.arange(5), np.zeros(5)))
-    more = replace(data, dataset="text", path=str(write_corpus(tmp_path / "more", 4, seed=9)), store_folder=data.path)
-    masked = open_store(prepare(more, DEFAULT), "train")
-    joined = open_store(prepare(data, DEFAULT), "train")
-    assert joined.targets is not None and len(joined.targets) == len(joined.tokens)
-    assert (joined.targets[:] == 0).sum() == len(masked.tokens)
+    with_targets = replace(
+        data, dataset="text", path=str(write_corpus(tmp_path / "more", 4, seed=9)), store_folder=data.path
+    )
+    masked = open_store(prepare(with_targets, DEFAULT), "train")
+    concatenated = open_store(prepare(data, DEFAULT), "train")
+    assert concatenated.targets is not None and len(concatenated.targets) == len(concatenated.tokens)
+    assert (concatenated.targets[:] == 0).sum() == len(masked.tokens)
 
 
-def test_stores_of_another_tokenizer_are_refused_by_name(stores, tmp_path):
+def test_a_member_of_another_tokenizer_is_an_error(stores, tmp_path):
     data, folders = stores
     shorter = tmp_path / "shorter.tiktoken"
     shorter.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[:-1]))
-    key, rule = refused(prepare, data, TokenizerConfig(backend="tiktoken", path=str(shorter)))
+    key, message = refused(prepare, data, TokenizerConfig(backend="tiktoken", path=str(shorter)))
     first = sorted(folders)[0]
-    ours = read_description(first)["tokenizer"]
+    fingerprint = read_description(first)["tokenizer"]
     assert key == "data.path"
-    assert rule.startswith(f"{first} was prepared with the tokenizer {ours}, this run has tiktoken-")
+    assert message.startswith(f"{first} was prepared with tokenizer {fingerprint}, but this run uses tiktoken-")
     description = read_description(first) | {"dtype": "<u4"}
     (first / "store.json").write_text(json.dumps(description))
     assert refused(prepare, data, DEFAULT) == (
         "data.path",
-        f"{first} was prepared with the dtype <u4, this run has <u2",
+        f"{first} was prepared with dtype <u4, but this run uses <u2",
     )
 
 
-def test_joined_stores_are_held_to_the_problems_that_are_allowed(stores, tmp_path):
+def test_the_limit_of_bad_documents_applies_to_a_concatenated_store(stores, tmp_path):
     data, _ = stores
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.txt").touch()
     (tmp_path / "bad" / "b.txt").write_text("b")
     prepare(replace(data, dataset="text", path=str(tmp_path / "bad"), store_folder=data.path), DEFAULT)
-    assert read_description(prepare(data, DEFAULT))["skipped"] == 1
-    rule = f"documents that cannot be read: 1 or more, the first: {tmp_path}/bad/a.txt: empty"
-    assert refused(prepare, replace(data, on_bad_document="stop"), DEFAULT) == ("data.on_bad_document", rule)
+    assert read_description(prepare(data, DEFAULT))["bad_documents"] == 1
+    message = f"unreadable documents: 1 or more, the first: {tmp_path}/bad/a.txt: empty"
+    assert refused(prepare, replace(data, on_bad_document="stop"), DEFAULT) == ("data.on_bad_document", message)
 
 
-def test_a_folder_without_stores_is_refused(stores, tmp_path):
+def test_a_folder_without_stores_is_an_error(stores, tmp_path):
     data, _ = stores
     for path in (tmp_path / "corpus", tmp_path / "none*"):
-        rule = "holds no prepared store (a folder with a store.json)"
-        assert refused(prepare, replace(data, path=str(path)), DEFAULT) == ("data.path", rule)
+        message = "contains no prepared store (a folder with a store.json)"
+        assert refused(prepare, replace(data, path=str(path)), DEFAULT) == ("data.path", message)
 
 
-def test_a_store_that_changes_after_it_was_joined_is_told(stores):
+def test_a_member_that_changes_during_the_run_is_an_error(stores):
     data, folders = stores
     folder = prepare(data, DEFAULT)
     (folders[1] / "store.json").write_text("{}")
-    rule = f"{folders[1]} is not the store any more that it was at the start"
-    assert refused(open_store, folder, "train") == ("data.path", rule)
+    message = f"{folders[1]} has changed since the run started"
+    assert refused(open_store, folder, "train") == ("data.path", message)

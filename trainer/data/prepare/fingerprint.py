@@ -1,4 +1,4 @@
-"""What a corpus is known by: the names and contents of its files."""
+"""The fingerprint of a corpus: a hash of the names and contents of its files."""
 
 import hashlib
 import heapq
@@ -14,46 +14,47 @@ from trainer.system.progress import progress
 
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:
-    """Changes with the content or the names of the files, and with `shape`: what else makes a store what it is."""
-    running = hashlib.sha256(json.dumps(shape).encode())
+    """Return a hash of the files' names and contents and of `shape`, the other inputs of a store. caches: folder for the cache
+    of file digests."""
+    hasher = hashlib.sha256(json.dumps(shape).encode())
     cache = caches / f"digests-{hashlib.sha256(source.root.encode(errors='surrogateescape')).hexdigest()[:16]}.jsonl"
-    with progress(None, "B", "looking at the corpus") as bar:
+    with progress(None, "B", "hashing the corpus") as bar:
         for *entry, size in _digests(source, cache):
-            running.update(json.dumps(entry).encode())
+            hasher.update(json.dumps(entry).encode())
             bar.update(size)
-    return running.hexdigest()[:16]
+    return hasher.hexdigest()[:16]
 
 
 def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
-    """Name, digest and size of each file, in order. One whose size and time of change are those of the last look is not read
-    again. Cache and files are in the same order and go by side by side, so that millions of them need no memory."""
-    known = _known(cache)
-    last = next(known, None)
+    """Yield name, digest and size of each file, in order. Files whose size and modification time match the cache are not read.
+    The cache has the order of the files and is read alongside them, so that millions of files need no memory."""
+    cached = _read_cache(cache)
+    entry = next(cached, None)
     with atomic_file(cache, durable=False) as out:
         for path in heapq.merge(source.files, source.auxiliary_files):
             name = os.path.relpath(path, source.root)
             stat = os.stat(path)
-            while last is not None and last[0] < name:
-                last = next(known, None)
-            looked = [name, stat.st_size, stat.st_mtime_ns]
-            if last is not None and last[:3] == looked:
-                digest = last[3]
-                last = next(known, None)
+            while entry is not None and entry[0] < name:
+                entry = next(cached, None)
+            current = [name, stat.st_size, stat.st_mtime_ns]
+            if entry is not None and entry[:3] == current:
+                digest = entry[3]
+                entry = next(cached, None)
             else:
                 digest = _digest(path)
-            out.write(json.dumps([*looked, digest]) + "\n")
+            out.write(json.dumps([*current, digest]) + "\n")
             yield name, digest, stat.st_size
 
 
-def _known(cache: Path) -> Iterator[list]:
-    """[name, size, time of change, digest] of each file at the last look. A cache: what cannot be read ends it."""
+def _read_cache(cache: Path) -> Iterator[list]:
+    """Yield [name, size, modification time in ns, digest] of each file, up to the first line that is damaged."""
     try:
         with cache.open() as lines:
             for line in lines:
-                name, size, changed, digest = json.loads(line)
+                name, size, mtime_ns, digest = json.loads(line)
                 if not isinstance(name, str) or not isinstance(digest, str):
                     return
-                yield [name, size, changed, digest]
+                yield [name, size, mtime_ns, digest]
     except (OSError, ValueError, TypeError):
         return
 

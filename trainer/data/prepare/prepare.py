@@ -1,8 +1,8 @@
-"""Documents -> token store: by all cores, resumable after a kill, and found again by content and tokenizer.
+"""Preparation of a token store from documents: parallel, resumable after a kill, and reused while its inputs do not change.
 
-Two passes. First every part of the source is tokenized into files of its own (tokenize.py, parts.py); a finished part is
-never done again. Then the documents of all parts are written in one shuffled order (shuffle.py), and the folder is renamed
-into its place.
+There are two passes. The first one tokenizes each shard of the source into its own files (tokenize.py, runs.py) and never
+repeats a finished shard. The second one writes the documents of all shards in one shuffled order (shuffle.py). One rename then
+makes the store appear.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from pathlib import Path
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare.encode import chat_format
-from trainer.data.prepare.runs import ShardInfo, part_file, problems_of
+from trainer.data.prepare.runs import ShardInfo, read_bad_documents, shard_file
 from trainer.data.prepare.shuffle import write_split
 from trainer.data.sources import BadDocument, Source, open_source
-from trainer.data.store.concat import join
+from trainer.data.store.concat import concat_stores
 from trainer.data.store.store import SPLITS, VERSION, read_description, token_dtype
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
@@ -30,40 +30,41 @@ from trainer.system.progress import progress
 
 
 def prepare(
-    data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, share: tuple[int, int] = (0, 1)
+    data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] = (0, 1)
 ) -> Path:
-    """The folder of the token store of this dataset under this tokenizer, made if it is not there.
+    """Return the folder of the token store of a dataset under a tokenizer; build the store if it does not exist.
 
-    tokenizer: loaded from its config, which goes to the worker processes. share: (i, n): of the source's files, take every
-    n-th from the i-th on only, as one of n machines. Raises ConfigError where the source has no documents, or more problems
-    than allowed, or the store cannot be written.
+    tokenizer: loaded from tokenizer_config, which the worker processes load again. file_shard: (i, n) selects every n-th file
+    from the i-th on, the share of one of n nodes. Raises ConfigError if the source has no documents or too many bad ones, or if
+    the store cannot be written.
     """
     stores = Path(data.store_folder)
     with writing(stores):
         stores.mkdir(parents=True, exist_ok=True)
         if data.dataset == "prepared":
             with file_lock(stores / "stores.lock"):
-                folder = join(data, tokenizer)
+                folder = concat_stores(data, tokenizer)
         else:
-            source = _share(open_source(data, tokenizer), *share)
+            source = _file_shard(open_source(data, tokenizer), *file_shard)
             folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
             if not folder.exists():
                 with file_lock(folder.with_suffix(".lock")):
                     if not folder.exists():
                         return _build(source, data, tokenizer_config, tokenizer, folder)
-    tokenize.check_bad_documents(data, read_description(folder)["skipped"], _listed(folder))
+    tokenize.check_bad_documents(data, read_description(folder)["bad_documents"], _bad_documents(folder))
     return folder
 
 
-def _share(source: Source, number: int, shares: int) -> Source:
-    files = source.files[number::shares]
+def _file_shard(source: Source, index: int, num_shards: int) -> Source:
+    files = source.files[index::num_shards]
     if not files:
-        raise ConfigError("data.path", f"names {len(source.files)} files, too few for {shares} shares")
+        raise ConfigError("data.path", f"has {len(source.files)} files, too few for {num_shards} shards")
     return replace(source, files=files)
 
 
 @contextlib.contextmanager
 def writing(stores: Path) -> Iterator[None]:
+    """Raise ConfigError for data.store_folder if a file below it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -75,45 +76,43 @@ def writing(stores: Path) -> Iterator[None]:
 
 
 def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
-    """Changes with the content or the names of the files, the tokenizer, and every setting that shapes the store."""
+    """Return a hash of the names and contents of the files, the tokenizer, and every setting that shapes the store."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
     chat = chat_format(data, tokenizer).fingerprint if data.dataset == "chat" else ""
-    return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.PART_BYTES], stores)
+    return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.SHARD_BYTES], stores)
 
 
-def _listed(folder: Path) -> Iterator[BadDocument]:
-    """Of a store, or of those it is made of."""
-    members = [Path(member["folder"]) for member in read_description(folder)["stores"]]
+def _bad_documents(folder: Path) -> Iterator[BadDocument]:
+    """Yield the bad documents of a store, or of all its members."""
+    members = [Path(member["folder"]) for member in read_description(folder)["members"]]
     for store in members or [folder]:
-        with (store / "problems.jsonl").open() as file:
+        with (store / "bad_documents.jsonl").open() as file:
             yield from (BadDocument(**json.loads(line)) for line in file)
-
-
-# ---------------------------------------------------------------- made once
 
 
 def _build(
     source: Source, data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, folder: Path
 ) -> Path:
-    partial = folder.with_name(f"{folder.name}.tmp-shards")
-    partial.mkdir(exist_ok=True)
+    shard_folder = folder.with_name(f"{folder.name}.tmp-shards")
+    shard_folder.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
-    parts = tokenize.tokenize_all(tokenize.TokenizeJob(source, data, tokenizer_config, partial), tokenizer, total)
-    _require_documents(source, partial, parts)
+    job = tokenize.TokenizeJob(source, data, tokenizer_config, shard_folder)
+    shards = tokenize.tokenize_shards(job, tokenizer, total)
+    _require_documents(job, shards)
 
     dtype = token_dtype(tokenizer.vocab_size)
-    tokens = sum(run.tokens for part in parts for run in part.runs)
+    tokens = sum(run.tokens for shard in shards for run in shard.runs)
     with atomic_folder(folder) as unfinished:
         with progress(tokens, " tokens", "shuffling") as bar:
-            written = {split: write_split(unfinished, split, partial, parts, dtype, bar.update) for split in SPLITS}
-        with contextlib.closing(HashingFile(unfinished / "problems.jsonl")) as out:
-            for number in range(len(parts)):
-                with part_file(partial, number, "problems").open("rb") as file:
+            written = {s: write_split(unfinished, s, shard_folder, shards, dtype, bar.update) for s in SPLITS}
+        with contextlib.closing(HashingFile(unfinished / "bad_documents.jsonl")) as out:
+            for i in range(len(shards)):
+                with shard_file(shard_folder, i, "bad_documents").open("rb") as file:
                     shutil.copyfileobj(file, out)
-        files = {"problems.jsonl": out.close()}
-        for _, of_split in written.values():
-            files |= of_split
+        files = {"bad_documents.jsonl": out.close()}
+        for _, split_files in written.values():
+            files |= split_files
         description = {
             "version": VERSION,
             "dataset": data.dataset,
@@ -121,31 +120,29 @@ def _build(
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": tokenizer.fingerprint,
             "splits": {split: counts for split, (counts, _) in written.items()},
-            "skipped": sum(part.problems for part in parts),
+            "bad_documents": sum(shard.bad_documents for shard in shards),
             "targets": "train.targets" in files,
             "files": files,
-            "stores": [],
+            "members": [],
         }
         (unfinished / "store.json").write_text(json.dumps(description, indent=1))
-    shutil.rmtree(partial)
-    _tell(folder, description)
+    shutil.rmtree(shard_folder)
+    _log_store(folder, description)
     return folder
 
 
-def _require_documents(source: Source, partial: Path, parts: list[ShardInfo]) -> None:
-    if any(part.runs for part in parts):
+def _require_documents(job: tokenize.TokenizeJob, shards: list[ShardInfo]) -> None:
+    if any(shard.runs for shard in shards):
         return
-    problems = itertools.chain.from_iterable(problems_of(partial, number) for number in range(len(parts)))
-    first = next(problems, None)
-    why = str(first) if first else f"{len(source.files)} files of blank lines"
-    raise ConfigError("data.path", f"holds no readable document; {why}")
+    bad_documents = itertools.chain.from_iterable(read_bad_documents(job.folder, i) for i in range(len(shards)))
+    first = next(bad_documents, None)
+    reason = str(first) if first else f"{len(job.source.files)} files of blank lines"
+    raise ConfigError("data.path", f"contains no readable document; {reason}")
 
 
-def _tell(folder: Path, description: dict) -> None:
-    if description["skipped"]:
-        first = next(_listed(folder))
-        logging.warning(
-            f"documents left out: {description['skipped']}, listed in {folder}/problems.jsonl; the first: {first}"
-        )
+def _log_store(folder: Path, description: dict) -> None:
+    if count := description["bad_documents"]:
+        first = next(_bad_documents(folder))
+        logging.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
     train = description["splits"]["train"]
     logging.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")

@@ -1,4 +1,4 @@
-"""First pass of preparing a token store: every part of the source is tokenized, by all cores, into files of its own."""
+"""First pass of preparing a token store: worker processes tokenize the shards of the corpus, each into its own files."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare.encode import ENCODERS, Encode
-from trainer.data.prepare.runs import ShardInfo, ShardWriter, problems_of, read_part
+from trainer.data.prepare.runs import ShardInfo, ShardWriter, read_bad_documents, read_shard
 from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -25,34 +25,34 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.process import cores, detach_signals
 from trainer.system.progress import progress
 
-PART_BYTES = 4 * 2**20
-_LARGEST_PART_BYTES = 2**28
-_MOST_PARTS = 1024
-"""Bytes of the source in one part: the unit of parallel work, and what a kill can lose. Parts grow, up to the largest, before
-there are more of them."""
+SHARD_BYTES = 4 * 2**20
+_MAX_SHARD_BYTES = 2**28
+_MAX_SHARDS = 1024
+"""Bytes of the source in a shard: the unit of parallel work, and the work that a kill can lose. Shards grow up to the maximum
+size before their number exceeds the maximum."""
 
-_SHOWN_PROBLEMS = 3
+_SHOWN_BAD_DOCUMENTS = 3
 
 
-def allowed_problems(data: DataConfig) -> int:
+def allowed_bad_documents(data: DataConfig) -> int:
     return data.max_bad_documents if data.on_bad_document == "skip" else 0
 
 
-def check_bad_documents(data: DataConfig, count: int, first: Iterator[BadDocument]) -> None:
-    """Raises ConfigError where there are more problems than the run was set to take, with the first of them."""
-    if count <= allowed_problems(data):
+def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[BadDocument]) -> None:
+    """Raise ConfigError with the first bad documents if there are more than the settings allow."""
+    if count <= allowed_bad_documents(data):
         return
     key = "data.max_bad_documents" if data.on_bad_document == "skip" else "data.on_bad_document"
-    shown = "; ".join(map(str, itertools.islice(first, _SHOWN_PROBLEMS)))
-    raise ConfigError(key, f"documents that cannot be read: {count} or more, the first: {shown}")
+    shown = "; ".join(map(str, itertools.islice(bad_documents, _SHOWN_BAD_DOCUMENTS)))
+    raise ConfigError(key, f"unreadable documents: {count} or more, the first: {shown}")
 
 
-# ---------------------------------------------------------------- one part
+# ---------------------------------------------------------------- one shard
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What a worker process needs; travels to it once."""
+    """The inputs of all shards; sent to each worker process once."""
 
     source: Source
     data: DataConfig
@@ -60,88 +60,86 @@ class TokenizeJob:
     folder: Path
 
 
-def _part_bytes(total: int) -> int:
-    return max(PART_BYTES, min(total // _MOST_PARTS, _LARGEST_PART_BYTES))
+def _shard_bytes(total: int) -> int:
+    return max(SHARD_BYTES, min(total // _MAX_SHARDS, _MAX_SHARD_BYTES))
 
 
-def _parts(source: Source, part_bytes: int) -> Iterator[list[Span]]:
-    """Spans of about part_bytes together, in the order of the files."""
-    part: list[Span] = []
-    room = part_bytes
+def _shards(source: Source, shard_bytes: int) -> Iterator[list[Span]]:
+    """Yield the spans of each shard, about shard_bytes together, in the order of the files."""
+    shard: list[Span] = []
+    remaining = shard_bytes
     for path in source.files:
-        for span in source.spans(path, os.path.getsize(path), part_bytes):
-            if part and span.stop - span.start > room:
-                yield part
-                part, room = [], part_bytes
-            part.append(span)
-            room -= span.stop - span.start
-    if part:
-        yield part
+        for span in source.spans(path, os.path.getsize(path), shard_bytes):
+            if shard and span.stop - span.start > remaining:
+                yield shard
+                shard, remaining = [], shard_bytes
+            shard.append(span)
+            remaining -= span.stop - span.start
+    if shard:
+        yield shard
 
 
 _worker: tuple[TokenizeJob, Tokenizer, Encode] | None = None
 
 
-def _start_worker(work: TokenizeJob) -> None:
-    # A worker process keeps its tokenizer from part to part; a process pool offers no other place for it.
+def _start_worker(job: TokenizeJob) -> None:
+    # A process pool has no other place for the tokenizer that a worker process reuses from shard to shard.
     global _worker
     detach_signals()
     parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # it was too late to ask for that
+    if parent is None or not parent.is_alive():  # the parent ended before die_with_parent took effect
         raise SystemExit
-    tokenizer = load_tokenizer(work.tokenizer)
-    _worker = (work, tokenizer, ENCODERS[work.data.dataset](work.data, tokenizer))
+    tokenizer = load_tokenizer(job.tokenizer)
+    _worker = (job, tokenizer, ENCODERS[job.data.dataset](job.data, tokenizer))
 
 
-def _tokenize_in_worker(number: int, spans: list[Span]) -> tuple[int, int]:
+def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, int]:
     assert _worker is not None
-    return _tokenize(*_worker, number, spans)
+    return _tokenize(*_worker, index, spans)
 
 
-def _tokenize(
-    work: TokenizeJob, tokenizer: Tokenizer, encode: Encode, number: int, spans: list[Span]
-) -> tuple[int, int]:
-    """Write part `number`; returns the bytes that it was made from, and its problems. With more of them than the run is set to
-    take it ends there, and is not finished."""
-    size = sum(span.stop - span.start for span in spans)
-    part = read_part(work.folder, number, verify=True)
-    if part is not None:
-        return size, part.problems
-    allowed = allowed_problems(work.data)
+def _tokenize(job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]) -> tuple[int, int]:
+    """Write a shard. Returns the bytes of its spans and the number of its bad documents. A shard with more bad documents than
+    allowed remains unfinished."""
+    num_bytes = sum(span.stop - span.start for span in spans)
+    shard = read_shard(job.folder, index, verify=True)
+    if shard is not None:
+        return num_bytes, shard.bad_documents
+    allowed = allowed_bad_documents(job.data)
 
-    def take(document: Document) -> tuple[Encoded, bool]:
-        return encode(document), _is_held_out(document, work.data.held_out_fraction)
+    def transform(document: Document) -> tuple[Encoded, bool]:
+        return encode(document), _is_held_out(document, job.data.held_out_fraction)
 
-    writer = ShardWriter(work.folder, number, token_dtype(tokenizer.vocab_size))
+    writer = ShardWriter(job.folder, index, token_dtype(tokenizer.vocab_size))
     with contextlib.closing(writer):
         for span in spans:
-            for taken in _read(work.source, span, take):
-                if not isinstance(taken, BadDocument):
-                    writer.add(*taken)
+            for result in _read(job.source, span, transform):
+                if not isinstance(result, BadDocument):
+                    writer.add(*result)
                     continue
-                writer.add_problem(taken)
-                if writer.problems > allowed:
-                    return size, writer.problems
+                writer.add_bad_document(result)
+                if writer.bad_documents > allowed:
+                    return num_bytes, writer.bad_documents
         writer.finish()
-    return size, writer.problems
+    return num_bytes, writer.bad_documents
 
 
-def _read(source: Source, span: Span, take: Callable[[Document], tuple[Encoded, bool]]) -> Iterator:
-    found = source.read(span, take)
+def _read(source: Source, span: Span, transform: Callable[[Document], tuple[Encoded, bool]]) -> Iterator:
+    results = source.read(span, transform)
     while True:
         try:
-            document = next(found)
+            result = next(results)
         except StopIteration:
             return
         except OSError as error:
             if error.filename != span.path:
                 raise
             raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
-        yield document
+        yield result
 
 
 def _is_held_out(document: Document, fraction: float) -> bool:
-    """By content: equal documents fall on the same side, wherever they stand, and whatever the tokenizer."""
+    """Whether the hash of the content selects the document: equal documents are in the same split under any tokenizer."""
     if isinstance(document, str):
         content = document.encode("utf-8", "surrogatepass")
     elif isinstance(document, np.ndarray):
@@ -152,55 +150,56 @@ def _is_held_out(document: Document, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all shards
 
 
-def tokenize_all(work: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[ShardInfo]:
-    """Every part, in order. Raises ConfigError at the first problem that is one too many."""
-    jobs = enumerate(_parts(work.source, _part_bytes(total)))
-    first = list(itertools.islice(jobs, 2))
-    processes = (work.data.prepare_workers or cores()) if len(first) > 1 else 1
-    jobs = itertools.chain(first, jobs)
-    parts: list[ShardInfo] = []
-    problems = 0
+def tokenize_shards(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[ShardInfo]:
+    """Tokenize all shards and return them in order. total: bytes of the source. Raises ConfigError as soon as there are more bad
+    documents than allowed."""
+    tasks = enumerate(_shards(job.source, _shard_bytes(total)))
+    first = list(itertools.islice(tasks, 2))
+    num_workers = (job.data.prepare_workers or cores()) if len(first) > 1 else 1
+    tasks = itertools.chain(first, tasks)
+    shards: list[ShardInfo] = []
+    bad_documents = 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(progress(total, "B", "tokenizing"))
-        if processes == 1:
-            encode = ENCODERS[work.data.dataset](work.data, tokenizer)
-            done = (_tokenize(work, tokenizer, encode, *job) for job in jobs)
+        if num_workers == 1:
+            encode = ENCODERS[job.data.dataset](job.data, tokenizer)
+            results = (_tokenize(job, tokenizer, encode, *task) for task in tasks)
         else:
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(processes, context, _start_worker, (work,))
-            # Not as a context manager: at Ctrl-C that would wait for the parts that are being tokenized.
+            pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
+            # Not a context manager: at Ctrl-C it would wait for the shards in progress.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            done = _in_order(pool, jobs, ahead=4 * processes)
-        for number, (size, found) in enumerate(done):
-            problems += found
-            if problems > allowed_problems(work.data):
-                seen = itertools.chain.from_iterable(problems_of(work.folder, n) for n in range(number + 1))
-                check_bad_documents(work.data, problems, seen)
-            part = read_part(work.folder, number, verify=False)
-            assert part is not None
-            parts.append(part)
-            bar.update(size)
-    return parts
+            results = _in_order(pool, tasks, max_pending=4 * num_workers)
+        for index, (num_bytes, bad_in_shard) in enumerate(results):
+            bad_documents += bad_in_shard
+            if bad_documents > allowed_bad_documents(job.data):
+                listed = itertools.chain.from_iterable(read_bad_documents(job.folder, i) for i in range(index + 1))
+                check_bad_documents(job.data, bad_documents, listed)
+            shard = read_shard(job.folder, index, verify=False)
+            assert shard is not None
+            shards.append(shard)
+            bar.update(num_bytes)
+    return shards
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, jobs: Iterator[tuple[int, list[Span]]], ahead: int
+    pool: ProcessPoolExecutor, tasks: Iterator[tuple[int, list[Span]]], max_pending: int
 ) -> Iterator[tuple[int, int]]:
-    """Results of the jobs. Only so many are handed over ahead: a corpus may have more of them than memory."""
-    waiting = deque()
+    """Yield the results of the tasks in order. max_pending bounds memory: a large corpus has many tasks."""
+    pending = deque()
     try:
-        for job in jobs:
-            waiting.append(pool.submit(_tokenize_in_worker, *job))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        for task in tasks:
+            pending.append(pool.submit(_tokenize_in_worker, *task))
+            if len(pending) > max_pending:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool:
-        rule = "a process that prepares was killed, for want of memory perhaps: fewer of them need less"
-        raise ConfigError("data.prepare_workers", rule) from None
+        message = "a worker process was killed, possibly for lack of memory; fewer workers need less"
+        raise ConfigError("data.prepare_workers", message) from None
     finally:
-        for job in waiting:
-            job.cancel()
+        for future in pending:
+            future.cancel()

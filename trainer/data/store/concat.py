@@ -1,4 +1,4 @@
-"""Stores that were prepared before, on other machines perhaps, as one: a store that names them and holds no tokens."""
+"""Concatenation of prepared stores: a store that lists its members and contains no tokens."""
 
 import contextlib
 import glob
@@ -11,54 +11,53 @@ from typing import Any
 import numpy as np
 
 from trainer.config import ConfigError, DataConfig
-from trainer.data.store.store import SPLITS, VERSION, identity, open_store, read_description, token_dtype
+from trainer.data.store.store import SPLITS, VERSION, open_store, read_description, store_digest, token_dtype
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
 from trainer.system.files import HashingFile, atomic_folder, is_temporary
 
 
-def join(data: DataConfig, tokenizer: Tokenizer) -> Path:
-    """The folder of the store that is all stores of data.path together, in the order of their names; its own name comes from
-    theirs and their digests. Raises ConfigError where they do not go together."""
-    members = _members(data.path)
-    descriptions = [_described(folder, tokenizer) for folder in members]
-    identities = [identity(folder) for folder in members]
-    names = [folder.name for folder in members]
-    key = hashlib.sha256(json.dumps([VERSION, names, identities]).encode()).hexdigest()[:16]
-    folder = Path(data.store_folder) / f"stores-{key}"
-    # Other paths to the same stores are no other data: what names them is written anew.
-    places = [{"folder": str(m.resolve()), "identity": i} for m, i in zip(members, identities, strict=True)]
-    if not folder.exists() or read_description(folder)["stores"] != places:
-        _write(folder, members, descriptions, places, tokenizer)
+def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
+    """Return the folder of the concatenation of all stores of data.path, ordered by name. The folder's name is a hash of the
+    members' names and digests. Raises ConfigError for incompatible stores."""
+    folders = _member_folders(data.path)
+    descriptions = [_compatible_description(folder, tokenizer) for folder in folders]
+    digests = [store_digest(folder) for folder in folders]
+    names = [folder.name for folder in folders]
+    key = hashlib.sha256(json.dumps([VERSION, names, digests]).encode()).hexdigest()[:16]
+    folder = Path(data.store_folder) / f"prepared-{key}"
+    members = [{"folder": str(f.resolve()), "digest": d} for f, d in zip(folders, digests, strict=True)]
+    # Stores that have moved are the same data, so only the list of members is rewritten.
+    if not folder.exists() or read_description(folder)["members"] != members:
+        _write(folder, members, descriptions, tokenizer)
     return folder
 
 
-def _members(path: str) -> list[Path]:
+def _member_folders(path: str) -> list[Path]:
     if os.path.isfile(os.path.join(path, "store.json")):
-        if read_description(Path(path))["stores"]:
-            raise ConfigError("data.path", "is a joined store; name those that it joins")
+        if read_description(Path(path))["members"]:
+            raise ConfigError("data.path", "is a concatenation of stores; name its members")
         return [Path(path)]
-    found = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
-    members = [Path(folder) for folder in found if os.path.isfile(os.path.join(folder, "store.json"))]
-    # Joined ones, and unfinished ones, may stand beside those that they join.
-    members = [folder for folder in members if not is_temporary(folder) and not read_description(folder)["stores"]]
-    if not members:
-        raise ConfigError("data.path", "holds no prepared store (a folder with a store.json)")
-    return sorted(members, key=lambda folder: (folder.name, str(folder)))
+    matches = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
+    folders = [Path(folder) for folder in matches if os.path.isfile(os.path.join(folder, "store.json"))]
+    # Concatenations and unfinished stores may be in the same folder.
+    folders = [folder for folder in folders if not is_temporary(folder) and not read_description(folder)["members"]]
+    if not folders:
+        raise ConfigError("data.path", "contains no prepared store (a folder with a store.json)")
+    return sorted(folders, key=lambda folder: (folder.name, str(folder)))
 
 
-def _described(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+def _compatible_description(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     description = read_description(folder)
-    for key, wanted in (("tokenizer", tokenizer.fingerprint), ("dtype", token_dtype(tokenizer.vocab_size).str)):
-        if description[key] != wanted:
-            raise ConfigError(
-                "data.path", f"{folder} was prepared with the {key} {description[key]}, this run has {wanted}"
-            )
+    for key, value in (("tokenizer", tokenizer.fingerprint), ("dtype", token_dtype(tokenizer.vocab_size).str)):
+        if description[key] != value:
+            message = f"{folder} was prepared with {key} {description[key]}, but this run uses {value}"
+            raise ConfigError("data.path", message)
     return description
 
 
 def _write(
-    folder: Path, members: list[Path], descriptions: list[dict[str, Any]], places: list[dict], tokenizer: Tokenizer
+    folder: Path, members: list[dict[str, str]], descriptions: list[dict[str, Any]], tokenizer: Tokenizer
 ) -> None:
     splits, files = {}, {}
     with atomic_folder(folder) as unfinished:
@@ -67,7 +66,7 @@ def _write(
             with contextlib.closing(HashingFile(unfinished / f"{split}.documents")) as out:
                 out.write(np.zeros(1, "<i8").data)
                 for member in members:
-                    store = open_store(member, split)
+                    store = open_store(Path(member["folder"]), split)
                     out.write((store.documents[1:] + tokens).astype("<i8").data)
                     tokens += len(store.tokens)
             splits[split] = {"tokens": tokens, "documents": out.size // 8 - 1}
@@ -79,10 +78,10 @@ def _write(
             "vocab_size": tokenizer.vocab_size,
             "tokenizer": tokenizer.fingerprint,
             "splits": splits,
-            "skipped": sum(d["skipped"] for d in descriptions),
+            "bad_documents": sum(d["bad_documents"] for d in descriptions),
             "targets": any(d["targets"] for d in descriptions),
             "files": files,
-            "stores": places,
+            "members": members,
         }
         (unfinished / "store.json").write_text(json.dumps(description, indent=1))
-    logging.info(f"joined {len(members)} stores -> {folder}")
+    logging.info(f"concatenated {len(members)} stores -> {folder}")

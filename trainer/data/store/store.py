@@ -10,18 +10,18 @@ import numpy as np
 from trainer.config import ConfigError
 from trainer.system.files import digest, digest_of, read_json_object
 
-VERSION = 2
+VERSION = 3
 SPLITS = ("train", "held_out")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document as it goes into a store."""
+    """A tokenized document."""
 
     tokens: np.ndarray
-    """(tokens,) with what opens and closes it"""
+    """(tokens,), including BOS and EOS"""
     targets: np.ndarray | None = None
-    """(tokens,) uint8: 1 where the token is to be predicted, else 0; None: everywhere."""
+    """(tokens,) uint8: 1 for a target token, else 0. None: all tokens are targets."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -29,7 +29,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ConcatArray:
-    """Arrays one after the other, read as one."""
+    """A read-only concatenation of arrays that is never materialized."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self._arrays = arrays
@@ -40,21 +40,21 @@ class ConcatArray:
         return int(self._ends[-1])
 
     def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        """index: places, none of them negative, in any shape; or a slice."""
+        """index: a slice, or non-negative indices in any shape."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            owner = int(np.searchsorted(self._ends, start, side="right"))
-            if step == 1 and start < stop <= self._ends[owner]:  # as almost always: no copy
-                before = int(self._ends[owner]) - len(self._arrays[owner])
-                return self._arrays[owner][start - before : stop - before]
+            i = int(np.searchsorted(self._ends, start, side="right"))
+            if step == 1 and start < stop <= self._ends[i]:  # the common case needs no copy
+                offset = int(self._ends[i]) - len(self._arrays[i])
+                return self._arrays[i][start - offset : stop - offset]
             return self[np.arange(start, stop, step)]
         flat = np.ravel(index)
         owner = np.searchsorted(self._ends, flat, side="right")
         result = np.empty(flat.shape, self.dtype)
-        for number in np.unique(owner):
-            mine = owner == number
-            array = self._arrays[number]
-            result[mine] = array[flat[mine] - (self._ends[number] - len(array))]
+        for i in np.unique(owner):
+            selected = owner == i
+            array = self._arrays[i]
+            result[selected] = array[flat[selected] - (self._ends[i] - len(array))]
         return result.reshape(np.shape(index))
 
 
@@ -65,13 +65,13 @@ class TokenStore:
     tokens: np.ndarray | ConcatArray
     """(tokens,)"""
     documents: np.ndarray
-    """(documents + 1,): offsets into tokens."""
+    """(documents + 1,): the first token of each document, and the end of the last."""
     targets: np.ndarray | ConcatArray | None = None
-    """(tokens,) uint8, as Encoded.targets; None: every token is to be predicted."""
+    """(tokens,) uint8, as Encoded.targets."""
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """store.json. Raises ConfigError where it is none of ours."""
+    """Read store.json. Raises ConfigError if it is damaged or has another format version."""
     try:
         description = read_json_object(folder / "store.json")
         version = description["version"]
@@ -79,73 +79,73 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise _damaged(folder, "store.json cannot be read") from None
     if version != VERSION:
         raise ConfigError(
-            "data.store_folder", f"{folder} is a store of version {version}, not {VERSION}: prepare it anew"
+            "data.store_folder", f"{folder} has format version {version}, not {VERSION}; prepare it again"
         )
     return description
 
 
-def _damaged(folder: Path, what: str) -> ConfigError:
-    return ConfigError("data.store_folder", f"{folder}/{what}; delete the folder {folder}")
+def _damaged(folder: Path, message: str) -> ConfigError:
+    return ConfigError("data.store_folder", f"{folder}/{message}; delete the folder {folder}")
 
 
-def identity(folder: Path) -> str:
-    """Changes with the content of a store: its description holds the digests of its files."""
+def store_digest(folder: Path) -> str:
+    """Return a digest of the content of a store: store.json lists the digests of its files."""
     return digest((folder / "store.json").read_bytes())
 
 
 def open_store(folder: Path, split: str) -> TokenStore:
-    """Raises ConfigError where the files are not what store.json promises; their content is not read."""
+    """Open one split. Raises ConfigError if the sizes of the files do not match store.json; `check_content` checks digests too."""
     description = read_description(folder)
     try:
-        members = [(Path(m["folder"]), m["identity"]) for m in description["stores"]]
+        members = [(Path(member["folder"]), member["digest"]) for member in description["members"]]
         dtype, documents = np.dtype(description["dtype"]), int(description["splits"][split]["documents"])
         tokens = int(description["splits"][split]["tokens"])
-        targets = bool(description["targets"])
+        has_targets = bool(description["targets"])
         _check_sizes(folder, description)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _damaged(folder, "store.json cannot be read") from None
     offsets = _map(folder / f"{split}.documents", np.dtype("<i8"), documents + 1)
     if members:
-        stores = [_member(*member, split) for member in members]
+        stores = [_open_member(*member, split) for member in members]
         masks = [np.broadcast_to(np.uint8(1), len(s.tokens)) if s.targets is None else s.targets for s in stores]
-        return TokenStore(ConcatArray([s.tokens for s in stores]), offsets, ConcatArray(masks) if targets else None)
+        return TokenStore(ConcatArray([s.tokens for s in stores]), offsets, ConcatArray(masks) if has_targets else None)
     return TokenStore(
         _map(folder / f"{split}.tokens", dtype, tokens),
         offsets,
-        _map(folder / f"{split}.targets", np.dtype("u1"), tokens) if targets else None,
+        _map(folder / f"{split}.targets", np.dtype("u1"), tokens) if has_targets else None,
     )
 
 
-def _member(folder: Path, known: str, split: str) -> TokenStore:
-    if not (folder / "store.json").is_file() or identity(folder) != known:
-        raise ConfigError("data.path", f"{folder} is not the store any more that it was at the start")
+def _open_member(folder: Path, digest: str, split: str) -> TokenStore:
+    if not (folder / "store.json").is_file() or store_digest(folder) != digest:
+        raise ConfigError("data.path", f"{folder} has changed since the run started")
     return open_store(folder, split)
 
 
 def _check_sizes(folder: Path, description: dict[str, Any]) -> None:
     for name, file in description["files"].items():
         path = folder / name
-        found = path.stat().st_size if path.exists() else 0
-        if found != file["size"]:
-            raise _damaged(folder, f"{name} has {found} bytes of {file['size']}")
+        size = path.stat().st_size if path.exists() else 0
+        if size != file["size"]:
+            raise _damaged(folder, f"{name} has {size} of {file['size']} bytes")
 
 
 def check_content(folder: Path) -> None:
-    """Read all of a store, and those it is made of. Raises ConfigError where it is not what was written."""
+    """Read all files of a store and of its members. Raises ConfigError if a digest does not match."""
     description = read_description(folder)
     for split in SPLITS:
         open_store(folder, split)
     for name, file in description["files"].items():
         if digest_of(folder / name) != file["digest"]:
-            raise _damaged(folder, f"{name} has another content than was written")
-    for member in description["stores"]:
+            raise _damaged(folder, f"{name} does not match its digest in store.json")
+    for member in description["members"]:
         check_content(Path(member["folder"]))
 
 
 def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
-    found, wanted = path.stat().st_size if path.exists() else 0, length * dtype.itemsize
-    if found != wanted:
-        raise _damaged(path.parent, f"{path.name} has {found} bytes of {wanted}")
+    size, expected = path.stat().st_size if path.exists() else 0, length * dtype.itemsize
+    if size != expected:
+        raise _damaged(path.parent, f"{path.name} has {size} of {expected} bytes")
     if not length:
         return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))  # mapped still, and faster to take a part of
+    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))  # still memory-mapped, and faster to slice
