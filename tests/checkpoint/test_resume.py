@@ -9,6 +9,7 @@ from tests.checkpoint.test_commit import STATE, damage, names, save
 from trainer.checkpoint import resume
 from trainer.config import ConfigError
 from trainer.runtime.distributed import run_on_rank_0
+from trainer.state import TrainState
 from trainer.testing.ranks import RankError
 
 # ------------------------------------------------------------ finding
@@ -157,7 +158,7 @@ def test_state_with_wrong_types_is_damaged(tmp_path, wrong):
 
 
 def test_all_differences_are_in_one_error(tmp_path):
-    saved = resume.ResumePoint(tmp_path, {"fingerprint": {"a": 1, "b": "x", "c": [1, 2]}})
+    saved = resume.ResumePoint(tmp_path, TrainState(fingerprint={"a": 1, "b": "x", "c": [1, 2]}))
     with pytest.raises(ConfigError) as error:
         resume.require_compatible(saved, {"a": 2, "b": "x", "d": True})
     assert error.value.message == (

@@ -378,9 +378,7 @@ def test_ranks_end_when_the_launcher_is_killed(running):
 def test_a_run_folder_in_use_is_refused(running_on_one_rank, tiny, tmp_path):
     done = call(SCRIPT, *tiny, "--run.output_folder", tmp_path, NGPU="1")
     assert (done.returncode, done.stdout) == (2, "")
-    expected = (
-        rf"{tmp_path}/tiny is in use by process \d+ on \S+, since [-0-9: ]+; another --run.name starts a run beside it"
-    )
+    expected = rf"{tmp_path}/tiny is in use by process \d+ on \S+, since [-0-9: ]+; choose another --run.name"
     assert re.fullmatch(expected, done.stderr.strip())
 
 

@@ -67,7 +67,7 @@ def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_pat
     flags = ["--training.parameter_dtype", "bf16", "--optimizer.offload", "state"]
     complete = ranks(1).run(train, [*argv(tiny, tmp_path, "complete", *flags), "--training.steps", "4"])[0]
     ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags), "--training.steps", "2"])
-    with pytest.raises(RankError, match=r"an fp32 copy of the parameters \(\[optimizer\] offload\) was true, is false"):
+    with pytest.raises(RankError, match=r"fp32 copy of the parameters \(\[optimizer\] offload\) was true, is false"):
         ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags[:2]), "--training.steps", "4"])
     resumed = ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags), "--training.steps", "4"])[0]
     assert resumed.weights == complete.weights

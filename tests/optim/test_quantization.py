@@ -129,7 +129,7 @@ def test_a_model_without_quantizable_matrices_is_rejected():
         resolve(
             load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT_BITS]), 1
         )
-    message = "8bit keeps matrices whose rows are multiples of 256, and llama3/debug has none"
+    message = "8bit needs matrices whose rows are multiples of 256, but llama3/debug has none"
     assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 
 

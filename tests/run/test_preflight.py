@@ -17,8 +17,8 @@ from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def refusal(argv, returns, function=train) -> str | Result:
-    """What is said on a rank where functions return something else; or the run."""
+def error_or_result(argv, returns, function=train) -> str | Result:
+    """Run a function while the functions in `returns` return these values. Return the error line or the result."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in returns.items():
             patch.setattr(name, lambda *_, value=value: value)
@@ -39,53 +39,55 @@ def disk(tiny, checkpoints):
 
 
 def line_of(ranks, argv, returns, function=train):
-    (line,) = set(ranks(2).run(refusal, argv, returns, function))
+    (line,) = set(ranks(2).run(error_or_result, argv, returns, function))
     return line
 
 
-def test_checkpoints_that_will_find_no_room_are_refused_before_the_first_step(ranks, tiny, tmp_path):
+def test_checkpoints_that_exceed_the_disk_are_an_error_before_the_first_step(ranks, tiny, tmp_path):
     size = size_of(tiny) / 2**30
     words = [*tiny, "--run.output_folder", str(tmp_path)]
     every_step = [*words, "--checkpoint.interval_steps", "1"]
     line = line_of(ranks, every_step, disk(tiny, 3.5))
     assert line.startswith(
-        f"[checkpoint] keep = 0 (default): 4 checkpoints of {size:.3g} GiB will be there at a time, and "
+        f"[checkpoint] keep = 0 (default): up to 4 checkpoints of {size:.3g} GiB will exist at a time, but "
     )
-    assert line.endswith(f"has {3.5 * size:.3g} GiB left; keep = 2 needs {3 * size:.3g} GiB")
+    assert line.endswith(f"has {3.5 * size:.3g} GiB free; keep = 2 needs {3 * size:.3g} GiB")
     line = line_of(ranks, [*every_step, "--checkpoint.keep", "2"], disk(tiny, 2.5))
-    assert line.startswith("--checkpoint.keep 2: 3 checkpoints") and f"; keep = 1 needs {2 * size:.3g} GiB" in line
+    assert (
+        line.startswith("--checkpoint.keep 2: up to 3 checkpoints") and f"; keep = 1 needs {2 * size:.3g} GiB" in line
+    )
     line = line_of(ranks, words, disk(tiny, 0.9))
-    assert line.startswith(f"--run.output_folder {tmp_path}: a checkpoint takes {size:.3g} GiB, and ")
-    assert all(isinstance(end, Result) for end in ranks(2).run(refusal, every_step, disk(tiny, 4.1)))
+    assert line.startswith(f"--run.output_folder {tmp_path}: a checkpoint needs {size:.3g} GiB, but ")
+    assert all(isinstance(end, Result) for end in ranks(2).run(error_or_result, every_step, disk(tiny, 4.1)))
 
 
-def test_checkpoints_that_stay_are_counted_where_they_are_due(ranks, tiny, tmp_path):
-    """Of steps 2, 4, ..., 12: two are kept, one is written, and of those that are older 6 stays; not 3, which is not saved."""
+def test_checkpoints_that_are_kept_at_an_interval_count(ranks, tiny, tmp_path):
+    """Saved at steps 2, 4, ..., 12: the two newest and step 6 are kept while one is written; step 3 is not saved."""
     words = [*tiny, "--run.output_folder", str(tmp_path), "--training.steps", "12", "--checkpoint.interval_steps", "2"]
     words += ["--checkpoint.keep", "2", "--checkpoint.keep_interval_steps", "3"]
-    assert line_of(ranks, words, disk(tiny, 3.9)).startswith("--checkpoint.keep 2: 4 checkpoints of ")
-    assert all(isinstance(end, Result) for end in ranks(2).run(refusal, words, disk(tiny, 4.1)))
+    assert line_of(ranks, words, disk(tiny, 3.9)).startswith("--checkpoint.keep 2: up to 4 checkpoints of ")
+    assert all(isinstance(end, Result) for end in ranks(2).run(error_or_result, words, disk(tiny, 4.1)))
 
 
-def test_a_run_that_goes_on_needs_room_for_what_it_will_write_alone(ranks, tiny, tmp_path):
+def test_a_resumed_run_needs_disk_only_for_its_remaining_checkpoints(ranks, tiny, tmp_path):
     words = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.interval_steps", "1", "--checkpoint.keep", "2"]
     ranks(1).run(train, [*words, "--training.steps", "2"])
-    for room_for, goes_on in ((0.9, False), (1.1, True)):
-        (ended,) = ranks(1).run(refusal, [*words, "--training.steps", "6"], disk(tiny, room_for))
-        assert isinstance(ended, Result) == goes_on, ended
+    for checkpoints, fits in ((0.9, False), (1.1, True)):
+        (ended,) = ranks(1).run(error_or_result, [*words, "--training.steps", "6"], disk(tiny, checkpoints))
+        assert isinstance(ended, Result) == fits, ended
 
 
-ADVICE = "scripts/plan.py shows where memory goes, docs/memory.md what gives some back"
+ADVICE = "scripts/plan.py shows the memory of each part, docs/memory.md how to reduce it"
 
 
-def test_host_memory_that_is_not_there_is_refused(ranks, tiny, tmp_path):
-    """16 bytes a parameter on two ranks of one machine."""
+def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
+    """16 bytes per parameter on two ranks of one node."""
     need = size_of(tiny) * 16 / 12
     returns = {"trainer.run.preflight.node_id": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
-        f"parameters, gradients and optimizer alone need {need / 2**30:.3g} GiB up to rank 1, more than the "
-        f"{0.9 * need / 2**30:.3g} GiB of host memory that node7 has left; {ADVICE}"
+        f"parameters, gradients and optimizer state alone need {need / 2**30:.3g} GiB up to rank 1, more than the "
+        f"{0.9 * need / 2**30:.3g} GiB of host memory that node7 has free; {ADVICE}"
     )
 
 
@@ -95,26 +97,32 @@ def on_a_gpu(argv):
     check_memory([shard], config.training, config.optimizer, config.parallel, torch.device("cuda"))
 
 
-def test_memory_of_the_device_that_is_not_there_is_refused(ranks, tiny):
+def test_too_little_device_memory_is_an_error(ranks, tiny):
     line = line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**23}, function=on_a_gpu)
     assert line == (
-        f"parameters, gradients and optimizer alone need 0.0156 GiB on rank 0, whose device has 0.00781 GiB left; {ADVICE}"
+        f"parameters, gradients and optimizer state alone need 0.0156 GiB on rank 0, whose device has 0.00781 GiB free; {ADVICE}"
     )
     assert line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**24}, function=on_a_gpu) is None
 
 
 @pytest.mark.parametrize("more", [[], ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"]])
-def test_a_checkpoint_is_as_large_as_planned(tiny, more):
+def test_the_size_of_a_checkpoint_equals_the_plan(tiny, more):
     made = plan(load_config([*tiny, *more]), 1, ACCELERATORS[SHORT_NAMES["h100"]], 0.0, on_gpu=True)
     assert made.checkpoint == pytest.approx(size_of([*tiny, *more]), rel=1e-3)
 
 
 def test_checkpoints_are_written_at_every_interval_and_at_the_end():
-    def to_come(interval, step, steps):
+    def remaining(interval, step, steps):
         words = ["--checkpoint.interval_steps", str(interval)]
         return remaining_checkpoints(load_config(words).checkpoint, step, steps)
 
-    assert [to_come(5, 0, 20), to_come(5, 0, 21), to_come(5, 15, 20), to_come(0, 0, 20), to_come(50, 0, 20)] == [
+    assert [
+        remaining(5, 0, 20),
+        remaining(5, 0, 21),
+        remaining(5, 15, 20),
+        remaining(0, 0, 20),
+        remaining(50, 0, 20),
+    ] == [
         4,
         5,
         1,

@@ -1,4 +1,4 @@
-"""What a run that goes on says of settings that are not as they were: all of them."""
+"""Settings that changed since the checkpoint: each is logged, and those fixed on resume are an error."""
 
 import json
 import typing
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint.resume import ResumePoint, require_compatible
+from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.config import Config, ConfigError
 from trainer.config.fields import is_table, settings
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
-from trainer.run.run_folder import changed_settings
+from trainer.state import TrainState
 
 SETTINGS = {f"{s.section}.{s.name}": s for members in settings().values() for s in members.values()}
 FIXED = {
@@ -34,12 +34,11 @@ FIXED |= {
     "model.size",
     "model.overrides",
 }
-NO_OTHER = {"optimizer.name"}
-"""It has one value."""
+ONE_VALUE = {"optimizer.name"}
 
 
 def another(setting):
-    """A value of its kind; whether a run could have it does not matter."""
+    """Return another value of the setting's type, valid in a run or not."""
     kind, value = setting.type, setting.default
     if is_table(kind):
         return {"other": 7 if setting.value_type is not str else "text"}
@@ -61,24 +60,24 @@ def changed(config, setting):
     return replace(config, **{setting.section: section})
 
 
-@pytest.mark.parametrize("key", sorted(SETTINGS.keys() - NO_OTHER))
-def test_every_setting_that_changes_is_told(tmp_path, key):
+@pytest.mark.parametrize("key", sorted(SETTINGS.keys() - ONE_VALUE))
+def test_every_changed_setting_is_logged(tmp_path, key):
     (tmp_path / "config.toml").write_text(to_toml(Config()))
     now = changed(Config(), SETTINGS[key])
     before, after = (toml_value(config.value(key)) for config in (Config(), now))
-    lines = changed_settings(ResumePoint(tmp_path, {}), now)
+    lines = changed_settings(ResumePoint(tmp_path, TrainState()), to_toml(now))
     if is_table(SETTINGS[key].type):
         assert len(lines) == 1 and lines[0].startswith(key)
     else:
         assert lines == [f"{key} {before} -> {after}"]
 
 
-def test_those_without_which_it_would_be_another_run_are_refused():
+def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
     assert {key for key, setting in SETTINGS.items() if setting.constraint.fixed_on_resume} == FIXED
     fingerprint = resolve(Config(), 1).fingerprint
     fingerprint = json.loads(json.dumps(fingerprint))  # as a checkpoint holds it
-    saved = ResumePoint(Path("step-00000001"), {"fingerprint": fingerprint})
-    for key in FIXED - NO_OTHER:
+    saved = ResumePoint(Path("step-00000001"), TrainState(fingerprint=fingerprint))
+    for key in FIXED - ONE_VALUE:
         if SETTINGS[key].section == "model":
             continue  # its sizes count
         with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):

@@ -7,14 +7,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import committed, latest_per_step, step_of
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
-from trainer.config.schema import toml_value
+from trainer.config.render import differing_settings
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import logging
@@ -128,18 +127,12 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
 
 
 def changed_settings(saved: ResumePoint, config: str) -> list[str]:
-    """Return one line per setting whose value differs between the checkpoint and the configuration, a TOML text."""
+    """Return one line per setting that differs between the checkpoint and the configuration, a TOML text."""
     path = saved.path / "config.toml"
     try:
-        before = _flat(tomli.loads(manifest.read_text(path, _LARGEST_CONFIG)))
-    except (CorruptError, tomli.TOMLDecodeError, AttributeError, RecursionError):
+        return differing_settings(manifest.read_text(path, _LARGEST_CONFIG), config)
+    except (CorruptError, ConfigError):
         return [f"{path} cannot be read"]
-    now = _flat(tomli.loads(config))
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in now | before if before.get(key) != now.get(key)]
-
-
-def _flat(document: dict[str, Any]) -> dict[str, str]:
-    return {f"{s}.{k}": toml_value(v) for s, section in document.items() for k, v in section.items()}
 
 
 # ---------------------------------------------------------------- rolling back

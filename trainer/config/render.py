@@ -1,7 +1,9 @@
 """A configuration as text: TOML, --help, and the tables of docs/configuration.md."""
 
+import tomli
+
 from trainer.config.fields import Setting, is_table, settings, type_name
-from trainer.config.schema import Config, toml_value
+from trainer.config.schema import Config, ConfigError, toml_value
 
 USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]"
 
@@ -15,6 +17,18 @@ def to_toml(config: Config) -> str:
         lines += [f"{name} = {toml_value(getattr(values, name))}" for name in members]
         lines.append("")
     return "\n".join(lines)
+
+
+def differing_settings(before: str, now: str) -> list[str]:
+    """Return "section.key before -> now" for each setting that differs between two TOML texts. Raise ConfigError."""
+    try:
+        old, new = (
+            {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
+            for text in (before, now)
+        )
+    except (tomli.TOMLDecodeError, AttributeError, RecursionError):
+        raise ConfigError("", "not a configuration") from None
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
 
 
 def _limits(setting: Setting) -> str:

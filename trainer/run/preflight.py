@@ -1,4 +1,4 @@
-"""What a run needs for certain, against what there is: told before its work begins, not in the middle of it."""
+"""Preflight checks: the memory and disk space that a run needs at least, compared with what is available."""
 
 import math
 import shutil
@@ -22,36 +22,38 @@ from trainer.system.units import GIB
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes."""
+    """Bytes per rank."""
 
     device: int
     host: int
 
 
 def state_bytes(training: TrainingConfig, optimizer: OptimizerConfig) -> int:
-    """That a checkpoint holds of each parameter: itself, two averages, and a copy where that is more precise."""
+    """Return the bytes that a checkpoint holds per parameter: itself, two moments, and an fp32 copy if there is one."""
     parameter = DTYPES[training.parameter_dtype].itemsize
     copy = 4 if optimizer.offload != "none" and parameter < 4 else 0
-    return parameter + _averages(optimizer) + copy
+    return parameter + _moment_bytes(optimizer) + copy
 
 
-def _averages(optimizer: OptimizerConfig) -> int:
+def _moment_bytes(optimizer: OptimizerConfig) -> int:
     return 2 * (1 if optimizer.state_dtype == "8bit" else DTYPES[optimizer.state_dtype].itemsize)
 
 
 def minimum_memory(
     count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
 ) -> MemoryNeed:
-    """Of a rank that has so many parameters, for them, their gradients and the optimizer, and for nothing else."""
+    """Return the memory for parameters, gradients and optimizer state of a rank with `count` parameters, and nothing else."""
     parameter = DTYPES[training.parameter_dtype].itemsize
-    averages = _averages(optimizer)
+    moments = _moment_bytes(optimizer)
     gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
     if parallel.cpu_offload:
-        return MemoryNeed(device=0, host=count * (2 * parameter + averages))
+        return MemoryNeed(device=0, host=count * (2 * parameter + moments))
     if optimizer.offload == "none":
-        return MemoryNeed(device=count * (parameter + gradient + averages), host=0)
-    there = 4 + parameter + averages + (parameter if parameter < 4 else 0)  # copy, gradient, averages, what goes back
-    return MemoryNeed(device=count * (parameter + gradient), host=count * there)
+        return MemoryNeed(device=count * (parameter + gradient + moments), host=0)
+    host = (
+        4 + parameter + moments + (parameter if parameter < 4 else 0)
+    )  # fp32 copy, gradient, moments, copy of the parameter
+    return MemoryNeed(device=count * (parameter + gradient), host=count * host)
 
 
 def check_memory(
@@ -61,58 +63,60 @@ def check_memory(
     parallel: ParallelConfig,
     device: torch.device,
 ) -> None:
-    """Raises ConfigError on all ranks where one of them has too little. parameters: this rank's; they need no memory yet."""
+    """Raise ConfigError on all ranks if a rank has too little memory. parameters: of this rank, on the meta device."""
     need = minimum_memory(sum(to_local(p).numel() for p in parameters), training, optimizer, parallel)
     if device.type == "cpu":
         need = MemoryNeed(device=0, host=need.device + need.host)
     of_ranks = all_gather_objects((node_id(), need, devices.memory_free(device), memory_available()))
-    together: dict[str, int] = defaultdict(int)
-    advice = "scripts/plan.py shows where memory goes, docs/memory.md what gives some back"
-    what = "parameters, gradients and optimizer alone need"
+    host_bytes: dict[str, int] = defaultdict(int)
+    advice = "scripts/plan.py shows the memory of each part, docs/memory.md how to reduce it"
+    subject = "parameters, gradients and optimizer state alone need"
     for rank, (name, of_rank, free, available) in enumerate(of_ranks):
         if free is not None and of_rank.device > free:
-            told = f"{what} {of_rank.device / GIB:.3g} GiB on rank {rank}, whose device has {free / GIB:.3g} GiB left"
-            raise ConfigError("", f"{told}; {advice}")
-        together[name] += of_rank.host
-        if available is not None and together[name] > available:
-            told = f"more than the {available / GIB:.3g} GiB of host memory that {name} has left"
-            raise ConfigError("", f"{what} {together[name] / GIB:.3g} GiB up to rank {rank}, {told}; {advice}")
+            message = (
+                f"{subject} {of_rank.device / GIB:.3g} GiB on rank {rank}, whose device has {free / GIB:.3g} GiB free"
+            )
+            raise ConfigError("", f"{message}; {advice}")
+        host_bytes[name] += of_rank.host
+        if available is not None and host_bytes[name] > available:
+            message = f"more than the {available / GIB:.3g} GiB of host memory that {name} has free"
+            raise ConfigError("", f"{subject} {host_bytes[name] / GIB:.3g} GiB up to rank {rank}, {message}; {advice}")
 
 
 def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> int:
-    """That a run writes from a step to its end."""
+    """Return how many checkpoints a run writes from a step to its end."""
     every = config.interval_steps or steps
     return steps // every - step // every + (steps % every > 0)
 
 
-def check_disk(folder: Path, config: CheckpointConfig, size: int, step: int, steps: int) -> None:
-    """Raises ConfigError on all ranks where checkpoints will find no room. folder: of the checkpoints; size: of one, in bytes;
-    step: that has been trained."""
-    to_come = remaining_checkpoints(config, step, steps)
+def check_disk(folder: Path, config: CheckpointConfig, num_bytes: int, step: int, steps: int) -> None:
+    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_bytes: of one checkpoint. step: completed
+    steps."""
+    remaining = remaining_checkpoints(config, step, steps)
 
-    def together(keep: int, there: int) -> int:
-        """Of them, beside those that are there: an old one goes when a new one is written."""
-        more = max(1, keep + 1 - there) if keep else to_come
+    def needed(keep: int, existing: int) -> int:
+        """Return the largest number of new checkpoints that exist at a time: an old one is removed after a new one is written."""
+        count = max(1, keep + 1 - existing) if keep else remaining
         if keep and config.keep_interval_steps:
             every = config.interval_steps or steps
-            stay = math.lcm(every, config.keep_interval_steps)  # only what is due is saved
-            more += max(0, (steps - keep * every) // stay - step // stay)
-        return min(to_come, more)
+            interval = math.lcm(every, config.keep_interval_steps)  # only what is due is saved
+            count += max(0, (steps - keep * every) // interval - step // interval)
+        return min(remaining, count)
 
     def check() -> None:
         free = shutil.disk_usage(folder).free
-        there = len(list_checkpoints(folder))
-        count = together(config.keep, there)
-        if count * size <= free:
+        existing = len(list_checkpoints(folder))
+        count = needed(config.keep, existing)
+        if count * num_bytes <= free:
             return
-        told = f"{folder} has {free / GIB:.3g} GiB left"
-        if size > free:
-            raise ConfigError("run.output_folder", f"a checkpoint takes {size / GIB:.3g} GiB, and {told}")
-        few = next((k for k in (3, 2, 1) if together(k, there) * size <= free), None)
-        advice = f"; keep = {few} needs {together(few, there) * size / GIB:.3g} GiB" if few else ""
+        message = f"{folder} has {free / GIB:.3g} GiB free"
+        if num_bytes > free:
+            raise ConfigError("run.output_folder", f"a checkpoint needs {num_bytes / GIB:.3g} GiB, but {message}")
+        keep = next((k for k in (3, 2, 1) if needed(k, existing) * num_bytes <= free), None)
+        advice = f"; keep = {keep} needs {needed(keep, existing) * num_bytes / GIB:.3g} GiB" if keep else ""
         raise ConfigError(
             "checkpoint.keep",
-            f"{count} checkpoints of {size / GIB:.3g} GiB will be there at a time, and {told}{advice}",
+            f"up to {count} checkpoints of {num_bytes / GIB:.3g} GiB will exist at a time, but {message}{advice}",
         )
 
     run_on_rank_0(check)

@@ -1,4 +1,4 @@
-"""What a configuration means on a number of ranks, found before any process group exists."""
+"""A configuration resolved for a number of ranks, before any process group exists."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,26 +28,26 @@ class ResolvedRun:
     sizes: Any
     dims: ParallelDims
     stages: list[Stage]
-    """Of the pipeline, in order."""
+    """Pipeline stages, in order."""
     hidden_shape: tuple[int, int, int]
-    """What passes between blocks, on each rank: (batch, seq, dim)."""
+    """Shape of the hidden state between blocks, on each rank: (batch, seq, dim)."""
     parameter_names: frozenset[str]
-    """Of the whole network."""
+    """Names of the complete model's parameters."""
     num_parameters: int
     grad_accum: int
-    """Microbatches of a step on each rank."""
+    """Microbatches per step and rank."""
     flops_per_token: int
     tokenizer: Tokenizer
     chat: ChatFormat | None
-    """Where conversations are trained on."""
+    """Set if the run trains on conversations."""
     fingerprint: dict[str, Any]
-    """What a run that resumes must have in common with its checkpoint, by the names that users know."""
+    """Values that a resumed run must have in common with its checkpoint, by setting."""
     shared: dict[str, Any]
-    """The settings that all ranks of a run must have been started with."""
+    """Settings that must be equal on all ranks."""
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
-    """Raises ConfigError for every combination that cannot run."""
+    """Resolve a configuration. Raise ConfigError for every combination that cannot run."""
     spec, sizes = resolve_model(config.model)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
@@ -57,19 +57,19 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     with torch.device("meta"):
-        network = spec.model(sizes)
-    together = training.local_batch_size * dims.batch
-    if training.global_batch_size % together:
+        model = spec.model(sizes)
+    samples = training.local_batch_size * dims.batch
+    if training.global_batch_size % samples:
         raise ConfigError(
             "training.global_batch_size",
             f"must be a multiple of local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks "
-            f"= {together}",
+            f"= {samples}",
         )
     if dims.pp > 1:
-        check_microbatches(config.parallel, training.global_batch_size // together)
-    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, network.parameters())):
-        rule = f"8bit keeps matrices whose rows are multiples of {quantization.BLOCK_SIZE}, and {name} has none"
-        raise ConfigError("optimizer.state_dtype", rule)
+        check_microbatches(config.parallel, training.global_batch_size // samples)
+    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, model.parameters())):
+        message = f"8bit needs matrices whose rows are multiples of {quantization.BLOCK_SIZE}, but {name} has none"
+        raise ConfigError("optimizer.state_dtype", message)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
         raise ConfigError(
@@ -78,22 +78,22 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         )
     chats = any(member.dataset == "chat" for member in dataset_configs(config.data).values())
     chat = chat_format(config.data, tokenizer) if chats else None
-    # Of the model, what counts are the sizes that its settings lead to.
+    # Not the model settings, but the sizes that they lead to.
     fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
     fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
     if training.parameter_dtype == "bf16":
-        # It would be lost, or missing, when the run goes on otherwise.
-        fingerprint["an fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
+        # The copy would be lost, or missing, in a resumed run.
+        fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     return ResolvedRun(
         spec=spec,
         sizes=sizes,
         dims=dims,
-        stages=partition_blocks(network, plan, config.parallel),
+        stages=partition_blocks(model, plan, config.parallel),
         hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
         parameter_names=parameter_names(spec, sizes),
-        grad_accum=training.global_batch_size // together,
-        num_parameters=sum(p.numel() for p in network.parameters()),
-        flops_per_token=network.flops_per_token(training.seq_len),
+        grad_accum=training.global_batch_size // samples,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        flops_per_token=model.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
         chat=chat,
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
@@ -102,38 +102,38 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
 
 
 def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
-    """Of the whole network; a parameter that is used twice has one."""
+    """Return the names of the complete model's parameters. A shared parameter has one name."""
     with torch.device("meta"):
         return frozenset(name for name, _ in spec.model(sizes).named_parameters())
 
 
-def _values(config: Config, chosen: Callable[[Setting], bool]) -> dict[str, Any]:
-    """ "section.name" -> value of the chosen settings."""
-    keys = (f"{s.section}.{s.name}" for members in settings().values() for s in members.values() if chosen(s))
+def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:
+    """Return the values of the selected settings by "section.name"."""
+    keys = (f"{s.section}.{s.name}" for members in settings().values() for s in members.values() if select(s))
     return {key: config.value(key) for key in keys}
 
 
 def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
-    """The family, and its named size with the overrides in it."""
+    """Return the model family and its named size with the overrides applied."""
     if config.name not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(config.name, MODELS)}")
     spec = MODELS[config.name]
     if config.size not in spec.sizes:
-        expected = f"expected one of {', '.join(spec.sizes)}"
-        raise ConfigError("model.size", f"{expected} for {config.name}{did_you_mean(config.size, spec.sizes)}")
-    standard = spec.sizes[config.size]
-    values = asdict(standard)
+        message = f"expected one of {', '.join(spec.sizes)}"
+        raise ConfigError("model.size", f"{message} for {config.name}{did_you_mean(config.size, spec.sizes)}")
+    sizes = spec.sizes[config.size]
+    values = asdict(sizes)
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"
         if name not in values:
             raise ConfigError(key, f"unknown dimension of {config.name}{did_you_mean(name, values)}")
-        kind = type(values[name])
+        type_ = type(values[name])
         try:
-            values[name] = coerce(value, kind)
+            values[name] = coerce(value, type_)
         except ValueError:
-            raise ConfigError(key, f"expected {type_name(kind)}") from None
+            raise ConfigError(key, f"expected {type_name(type_)}") from None
     try:
-        return spec, type(standard)(**values)
+        return spec, type(sizes)(**values)
     except SizeError as error:
-        to_blame = next(name for name in error.names if name in config.overrides)
-        raise ConfigError(f"model.overrides.{to_blame}", str(error)) from None
+        setting = next(name for name in error.names if name in config.overrides)
+        raise ConfigError(f"model.overrides.{setting}", str(error)) from None

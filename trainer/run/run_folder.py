@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, what it goes on from, what it says of the run."""
+"""The folder of a run: its lock, its resume point, and the record of its configuration and environment."""
 
 import json
 import os
@@ -22,6 +22,7 @@ from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
+from trainer.system.environment import environment
 from trainer.system.files import atomic_write, folder_error, try_lock
 
 _LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
@@ -36,8 +37,8 @@ def run_folder(config: Config) -> Path:
 
 
 def acquire_lock(config: Config) -> TextIO | None:
-    """Make the run folder this run's alone, for as long as the file that rank 0 gets stays open. Raises ConfigError where
-    another has it, or it cannot be written."""
+    """Lock the run folder for as long as the file that rank 0 gets stays open. Raise ConfigError if another process holds the lock
+    or the folder cannot be written."""
     folder = run_folder(config)
     lock = None
 
@@ -47,10 +48,10 @@ def acquire_lock(config: Config) -> TextIO | None:
             raise ConfigError("run.name", f"{folder} {problem}")
         with _writing(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            held = try_lock(folder / _LOCK, timeout_s=5)
-        if isinstance(held, str):
-            raise ConfigError("", f"{folder} is in use by {held}; another --run.name starts a run beside it")
-        lock = held
+            result = try_lock(folder / _LOCK, timeout_s=5)
+        if isinstance(result, str):
+            raise ConfigError("", f"{folder} is in use by {result}; choose another --run.name")
+        lock = result
 
     run_on_rank_0(work)
     return lock
@@ -58,34 +59,35 @@ def acquire_lock(config: Config) -> TextIO | None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises ConfigError for what the file system refuses."""
+    """Turn an OSError into a ConfigError."""
     try:
         yield
     except OSError as error:
-        what = error.filename or folder  # a full disk tells no name
-        raise ConfigError("run.output_folder", f"{what} cannot be written ({error.strerror})") from None
+        path = error.filename or folder  # ENOSPC names no file
+        raise ConfigError("run.output_folder", f"{path} cannot be written ({error.strerror})") from None
 
 
 def release_if_empty(config: Config, lock: TextIO | None) -> None:
-    """Of a run that was refused: its folder goes where nothing is in it yet. lock: from `claim`; ranks that have none leave it to
-    the first."""
+    """Remove the folder of a rejected run if it is empty. lock: from `acquire_lock`; None on ranks other than 0."""
     if lock is None:
         return
     folder = run_folder(config)
     with suppress(OSError):
-        there = {path.name: path for path in folder.iterdir()}
-        inner = [there.pop(name) for name in _FOLDERS if name in there]
-        files = [there.pop(name) for name in _FILES if name in there]
-        if set(there) == {_LOCK} and not any(map(os.listdir, inner)) and not any(f.stat().st_size for f in files):
-            for path in inner:
+        remaining = {path.name: path for path in folder.iterdir()}
+        subfolders = [remaining.pop(name) for name in _FOLDERS if name in remaining]
+        files = [remaining.pop(name) for name in _FILES if name in remaining]
+        is_empty = not any(map(os.listdir, subfolders)) and not any(file.stat().st_size for file in files)
+        if set(remaining) == {_LOCK} and is_empty:
+            for path in subfolders:
                 path.rmdir()
-            for path in (*files, there[_LOCK]):
+            for path in (*files, remaining[_LOCK]):
                 path.unlink()
             folder.rmdir()
 
 
 def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
-    """The checkpoint that this run goes on from, or None for a new run. Raises ConfigError where it is another's."""
+    """Return the checkpoint that this run resumes from, None for a new run. Raise ConfigError if it belongs to an incompatible
+    run."""
     saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
         resume.require_compatible(saved, resolved.fingerprint)
@@ -93,12 +95,12 @@ def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
 
 
 def create_run_folder(folder: Path) -> None:
-    """Raises ConfigError where something in it cannot be written."""
+    """Create the folder, its subfolders and files. Raise ConfigError if one of them cannot be written."""
 
     def work() -> None:
         with _writing(folder):
-            for inner in _FOLDERS:
-                (folder / inner).mkdir(parents=True, exist_ok=True)
+            for name in _FOLDERS:
+                (folder / name).mkdir(parents=True, exist_ok=True)
             for file in _FILES:
                 (folder / file).open("a").close()
 
@@ -106,8 +108,7 @@ def create_run_folder(folder: Path) -> None:
 
 
 def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
-    """What makes a checkpoint a model by itself: the network's sizes, and the tokenizer."""
-    kind = config.tokenizer.backend
+    """Return the files that make a checkpoint self-contained: model sizes, tokenizer and chat template."""
     files = resolved.tokenizer.files
     ends = list(dict.fromkeys([resolved.tokenizer.eos, *(resolved.chat.end_of_turn if resolved.chat else ())]))
     special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
@@ -115,7 +116,7 @@ def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
         family=config.model.name,
         sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
-        tokenizer=kind,
+        tokenizer=config.tokenizer.backend,
         tokenizer_files=tuple(files),
         special_token_ids=special_token_ids,
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
@@ -130,37 +131,37 @@ def versions() -> dict[str, str]:
 
 
 def save_run_info(config: Config, device: torch.device) -> None:
-    """The configuration and what it runs on, when nothing else can be refused any more. Raises ConfigError."""
+    """Write config.toml and environment.json. Raise ConfigError if they cannot be written."""
 
     def work() -> None:
         folder = run_folder(config)
-        environment = versions() | {
-            "platform": platform.platform(),
+        record = environment(Path(__file__).parents[2]) | {
             "device": devices.name(device),
+            "driver": devices.driver_version(device),
             "world_size": dist.get_world_size(),
         }
         with _writing(folder):
             atomic_write(folder / "config.toml", to_toml(config))
-            atomic_write(folder / "environment.json", json.dumps(environment, indent=1))
+            atomic_write(folder / "environment.json", json.dumps(record, indent=1))
 
     run_on_rank_0(work)
 
 
-def log_summary(config: Config, resolved: ResolvedRun, device: torch.device, repeats: bool, data: str) -> None:
-    """Say what runs on what. data: its name and number of samples."""
+def log_summary(config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, data: str) -> None:
+    """Log the model, device and data of the run. data: name and number of samples."""
     dims, training = resolved.dims, config.training
     logging.info(
         f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
         f"{training.compute_dtype} on {dims.world_size} x {devices.name(device)} "
-        f"({dims}), repeats {'bit by bit' if repeats else 'to rounding'}"
+        f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}"
     )
     logging.info(
-        f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} a step in "
-        f"{resolved.grad_accum} microbatches on each rank"
+        f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} per step, in "
+        f"{resolved.grad_accum} microbatches per rank"
     )
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:
         logging.warning(
-            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} are more than the {steps} steps "
-            "of this run: the learning rate will not go all its way"
+            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} exceed the {steps} steps of this run: "
+            "the schedule will not complete"
         )

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,17 @@ def communication_backend(device: torch.device) -> str:
 
 def name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def driver_version(device: torch.device) -> str | None:
+    """Return the version of the GPU driver, None for a CPU or if it is unknown."""
+    if device.type != "cuda":
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -1,0 +1,90 @@
+"""Compare two runs: settings, environment, and the first step at which their losses differ.
+
+    python scripts/compare_runs.py outputs/debug outputs/debug-2
+
+Exit code: 0 if all common steps have bitwise identical losses, 1 if not, 2 if a run cannot be read.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from trainer.config import ConfigError
+from trainer.config.command_line import Arguments, die, run_to_end
+from trainer.config.render import differing_settings
+from trainer.system.files import read_json_object
+
+
+def differences(a: Path, b: Path) -> Iterator[str]:
+    """Yield one line per difference in settings and environment. Raise ConfigError."""
+    yield from differing_settings(_read(a / "config.toml"), _read(b / "config.toml"))
+    environments = []
+    for run in (a, b):
+        try:
+            environments.append(_flat(read_json_object(run / "environment.json")))
+        except (OSError, ValueError) as error:
+            raise ConfigError("", f"{run / 'environment.json'} cannot be read ({error})") from None
+    first, second = environments
+    for key in sorted(first | second):
+        if first.get(key) != second.get(key):
+            yield f"{key} {first.get(key)} -> {second.get(key)}"
+
+
+def losses(run: Path) -> dict[int, Any]:
+    """Return the loss of each logged step. An incomplete last line, of a run that was killed, is ignored."""
+    result = {}
+    for line in _read(run / "metrics.jsonl").splitlines():
+        try:
+            record = json.loads(line)
+            if record["kind"] == "train":
+                result[record["step"]] = record["loss"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return result
+
+
+def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:
+    """Return one line, and whether all steps that both runs logged have the same loss."""
+    steps = sorted(a.keys() & b.keys())
+    if not steps:
+        return "no step was logged by both runs", False
+    step = next((step for step in steps if a[step] != b[step]), None)
+    if step is None:
+        return f"losses are identical at all {len(steps)} steps that both runs logged, up to step {steps[-1]}", True
+    return f"losses differ first at step {step}: {a[step]} and {b[step]}", False
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("", f"{path} cannot be read ({error})") from None
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder")
+    args = parser.parse_args()
+    try:
+        lines = list(differences(args.a, args.b))
+        line, same = compare_losses(losses(args.a), losses(args.b))
+    except ConfigError as error:
+        die(str(error))
+    print("\n".join([*(lines or ["settings and environment are equal"]), line]))
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    run_to_end(main)

@@ -1,0 +1,59 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from scripts.compare_runs import compare_losses, losses
+from tests.conftest import ROOT
+from tests.training_runs import train
+
+
+def script(*args):
+    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr.strip()
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tiny, tmp_path_factory):
+    """Two equal runs, one with another learning rate from the first step on."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, more in (("a", []), ("b", []), ("c", ["--optimizer.lr", "0.02"])):
+        argv = [*tiny, "--run.output_folder", str(folder), "--run.name", name, "--metrics.interval_steps", "1"]
+        ranks(1).run(train, [*argv, *more])
+    return folder
+
+
+def test_equal_runs_have_identical_losses(runs):
+    code, lines, _ = script(runs / "a", runs / "b")
+    assert code == 0
+    assert lines[0] == 'run.name "a" -> "b"'
+    assert lines[-1] == "losses are identical at all 4 steps that both runs logged, up to step 4"
+
+
+def test_the_first_different_loss_is_reported_with_the_settings_that_differ(runs):
+    code, lines, _ = script(runs / "a", runs / "c")
+    assert code == 1
+    assert "optimizer.lr 0.01 -> 0.02" in lines
+    assert lines[-1].startswith("losses differ first at step 2: ")
+
+
+def test_environment_records_what_reproduces_a_run(runs):
+    record = json.loads((runs / "a" / "environment.json").read_text())
+    assert {"command", "git_commit", "git_clean", "python", "platform", "cpu", "device", "driver", "world_size"} <= set(
+        record
+    )
+    assert record["packages"]["torch"].startswith("2.") and record["world_size"] == 1
+
+
+def test_an_incomplete_last_line_is_ignored(tmp_path):
+    lines = [json.dumps({"kind": "train", "step": 1, "loss": 2.0}), '{"kind": "train", "st']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert losses(tmp_path) == {1: 2.0}
+    assert compare_losses({1: 2.0}, {2: 2.0}) == ("no step was logged by both runs", False)
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path):
+    code, lines, error = script(tmp_path, tmp_path)
+    assert (code, lines) == (2, []) and error.startswith(f"{tmp_path}/config.toml cannot be read")
