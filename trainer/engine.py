@@ -39,8 +39,8 @@ class StepResult:
 def build_model_parts(
     config: Config, resolved: ResolvedRun, meshes: Meshes, kernels: AttentionBackend
 ) -> dict[Stage, nn.Module]:
-    """Build this rank's pipeline stages, parallelized, on the meta device. Raise ConfigError if the optimizer does not support the
-    layout."""
+    """Build this rank's pipeline stages, parallelized, on the meta device. Raise ConfigError if the optimizer does not support
+    the layout."""
     model_parts = parallelize(
         lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
         resolved.spec.plan(resolved.sizes),
@@ -111,8 +111,8 @@ class Engine:
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
     ) -> StepResult:
-        """Run one optimizer step. stop: whether this rank was asked to stop. on_before_update: called before parameters, optimizer
-        state and the guard's state change."""
+        """Run one optimizer step. stop: whether this rank was asked to stop. on_before_update: called before parameters,
+        optimizer state and the guard's state change."""
         self.optimizer.start_step(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:

@@ -37,8 +37,8 @@ def run_folder(config: Config) -> Path:
 
 
 def acquire_lock(config: Config) -> TextIO | None:
-    """Lock the run folder for as long as the file that rank 0 gets stays open. Raise ConfigError if another process holds the lock
-    or the folder cannot be written."""
+    """Lock the run folder for as long as the file that rank 0 gets stays open. Raise ConfigError if another process holds the
+    lock or the folder cannot be written."""
     folder = run_folder(config)
     lock = None
 
