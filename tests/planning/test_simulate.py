@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.optim.test_offload import EARLY
+from tests.optim.test_offload import IN_BACKWARD
 from trainer.config.load import load_config
 from trainer.planning.simulate import simulate
 from trainer.testing.allocations import measure
@@ -137,7 +137,7 @@ def test_what_goes_to_host_memory_and_comes_back_is_counted():
 
 
 def test_an_update_in_backward_never_has_all_gradients():
-    more = [*EARLY, "--training.global_batch_size", "2", "--activation_checkpoint.mode", "full"]
+    more = [*IN_BACKWARD, "--training.global_batch_size", "2", "--activation_checkpoint.mode", "full"]
     after, within = (planned(1, *more, *m)[0] for m in ([], ["--optimizer.in_backward", "true"]))
     assert max(after.course["gradients"]) == after.by_kind["parameters"]
     assert within.peak < after.peak - 0.5 * after.by_kind["parameters"]

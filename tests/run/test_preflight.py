@@ -5,7 +5,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from tests.optim.test_offload import EARLY
+from tests.optim.test_offload import IN_BACKWARD
 from tests.training_runs import Result, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
@@ -136,7 +136,7 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
     [
         ([], MemoryNeed(16, 0)),
         (["--training.parameter_dtype", "bf16", "--optimizer.state_dtype", "bf16"], MemoryNeed(8, 0)),
-        (["--optimizer.in_backward", "true", *EARLY], MemoryNeed(12, 0)),
+        (["--optimizer.in_backward", "true", *IN_BACKWARD], MemoryNeed(12, 0)),
         (["--optimizer.offload", "state"], MemoryNeed(8, 16)),
         (["--optimizer.offload", "state_and_gradients", "--training.parameter_dtype", "bf16"], MemoryNeed(2, 16)),
         (["--parallel.cpu_offload", "true"], MemoryNeed(0, 16)),
