@@ -10,9 +10,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.config import ConfigError, OptimizerConfig
-from trainer.optim import quantization
 from trainer.optim.placement import CpuOffload, InBackward, OnDevice, UpdateStrategy
-from trainer.optim.quantization import BlockQuantizer
+from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, is_quantizable
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
@@ -57,7 +56,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 def _new_moment(name: str, p: Tensor, quantizer: BlockQuantizer | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return a zero moment: quantized if there is a quantizer and the parameter allows it, else of a dtype (default fp32)."""
-    if quantizer is None or not quantization.is_quantizable(p):
+    if quantizer is None or not is_quantizable(p):
         return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
     codes, scales = quantizer.zeros_like(to_local(p.detach()))
     return {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
@@ -116,15 +115,10 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
     """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: may be on the meta device."""
     for name, p in parameters.items():
-        if (
-            config.state_dtype == "8bit"
-            and quantization.is_quantizable(p)
-            and not quantization.is_quantizable(to_local(p))
-        ):
+        if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(to_local(p)):
             columns = to_local(p).shape[1]
             message = (
-                f"8bit needs rows of multiples of {quantization.BLOCK_SIZE}, but under tp rows of {name} have {columns}; "
-                "use bf16"
+                f"8bit needs rows of multiples of {BLOCK_SIZE}, but under tp rows of {name} have {columns}; use bf16"
             )
             raise ConfigError("optimizer.state_dtype", message)
 
