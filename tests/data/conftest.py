@@ -6,7 +6,7 @@ from trainer.data.chat.format import load_chat_format
 
 @pytest.fixture(scope="session")
 def char_tokenizer(tmp_path_factory):
-    """Each character is a token."""
+    """Each character is one token."""
     return train_sentencepiece(tmp_path_factory.mktemp("char"), "char")
 
 

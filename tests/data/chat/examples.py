@@ -1,4 +1,4 @@
-"""Tokenizers, conversations, and how tests show what was made of them."""
+"""Tokenizers and conversations shared by tests, and a readable form of encoded conversations."""
 
 import sentencepiece
 
@@ -22,7 +22,7 @@ TALK = [
 
 
 def train_sentencepiece(folder, model_type) -> SentencePieceTokenizer:
-    """With the settings of Llama 2's: no normalization, bytes for what has no token, a space before every text."""
+    """Train with the settings of Llama 2: no normalization, byte fallback, a space before every text."""
     texts = [f"[INST] the quick brown fox number {i} [/INST] <<SYS>> <</SYS>> a Lazy dog? " for i in range(200)]
     (folder / "text").write_text("\n".join(texts))
     sentencepiece.SentencePieceTrainer.train(
@@ -40,7 +40,7 @@ def train_sentencepiece(folder, model_type) -> SentencePieceTokenizer:
 
 
 def shown(encoded, tokenizer=DEFAULT) -> list[str]:
-    """Each token as text; a target has a + before it."""
+    """Return each token as text, with a + before targets."""
     tokens, targets = encoded
     if isinstance(tokenizer, SentencePieceTokenizer):
         pieces = [tokenizer._processor.id_to_piece(t) for t in tokens]

@@ -6,7 +6,7 @@ USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 
 
-def test_messages_are_read_with_all_that_a_template_may_ask_for():
+def test_messages_keep_all_fields_that_a_template_may_use():
     system = {"role": "system", "content": "s", "name": None}
     tools = [{"type": "function", "function": {"name": "f"}}]
     found = parse_conversation({"messages": [system, USER, ANSWER | {"reasoning_content": "r"}], "tools": tools})
@@ -31,13 +31,13 @@ def test_a_prompt_and_its_completion_are_text_or_messages():
     assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
 
 
-def test_messages_count_before_a_prompt_beside_them():
+def test_messages_take_precedence_over_a_prompt():
     assert parse_conversation({"prompt": "p", "messages": [USER, ANSWER]}) == Conversation(
         (USER, ANSWER), (False, True)
     )
 
 
-def test_parts_of_text_are_one_text():
+def test_text_parts_are_concatenated():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_conversation({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages[0]["content"] == "ab"
 
@@ -45,17 +45,17 @@ def test_parts_of_text_are_one_text():
 def test_a_tool_call_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
     found = parse_conversation({"messages": [USER, call, {"role": "tool", "content": "1"}, ANSWER]})
-    assert found.trained == (False, True, False, True)
+    assert found.loss_mask == (False, True, False, True)
     assert "content" not in found.messages[1]
 
 
-def test_answers_without_weight_are_not_learned():
+def test_answers_with_weight_zero_are_not_trained_on():
     found = parse_conversation({"messages": [USER, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]})
     assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
 
 
 def test_a_conversation_may_end_with_a_question():
-    assert parse_conversation({"messages": [USER, ANSWER, USER]}).trained == (False, True, False)
+    assert parse_conversation({"messages": [USER, ANSWER, USER]}).loss_mask == (False, True, False)
 
 
 def turns(*messages):
@@ -65,8 +65,8 @@ def turns(*messages):
 MALFORMED = [
     ([1], "not a JSON object"),
     ("text", "not a JSON object"),
-    ({"text": "t"}, "no messages, no conversations, no prompt and completion"),
-    ({"messages": None}, "no messages, no conversations, no prompt and completion"),
+    ({"text": "t"}, "has neither messages nor conversations nor prompt and completion"),
+    ({"messages": None}, "has neither messages nor conversations nor prompt and completion"),
     ({"messages": "hi"}, "messages is not a list"),
     ({"messages": {"role": "user"}}, "messages is not a list"),
     ({"conversations": "hi"}, "conversations is not a list"),
@@ -75,70 +75,82 @@ MALFORMED = [
     (turns({"content": "hi"}), "message 1 has no role"),
     (
         turns(USER, {"role": "bot", "content": "a"}),
-        "message 2 has the role 'bot'; known are system, user, assistant, tool",
+        "message 2 has the role 'bot'; expected one of system, user, assistant, tool",
     ),
     (
         turns({"role": ["user"], "content": "a"}),
-        "message 1 has the role ['user']; known are system, user, assistant, tool",
+        "message 1 has the role ['user']; expected one of system, user, assistant, tool",
     ),
     (turns({"role": "user"}, ANSWER), "message 1 has no content"),
     (turns({"role": "user", "content": None}, ANSWER), "message 1 has no content"),
-    (turns({"role": "user", "content": 5}, ANSWER), "message 1 has content that is neither text nor a list of parts"),
+    (
+        turns({"role": "user", "content": 5}, ANSWER),
+        "message 1 has content that is neither text nor a list of content parts",
+    ),
     (
         turns({"role": "user", "content": [{"type": "image", "url": "u"}]}, ANSWER),
-        "message 1 has a part of type 'image'; only text can be read",
+        "message 1 has a content part of type 'image'; only text is supported",
     ),
-    (turns({"role": "user", "content": ["a"]}, ANSWER), "message 1 has a part of type None; only text can be read"),
-    (turns({"role": "user", "content": [{"type": "text"}]}, ANSWER), "message 1 has a part without text"),
+    (
+        turns({"role": "user", "content": ["a"]}, ANSWER),
+        "message 1 has a content part of type None; only text is supported",
+    ),
+    (turns({"role": "user", "content": [{"type": "text"}]}, ANSWER), "message 1 has a content part without text"),
     (turns(USER, {"role": "assistant", "content": " \n"}), "message 2 is an empty answer"),
     (turns(USER, {"role": "assistant", "content": []}), "message 2 is an empty answer"),
-    (turns(USER, USER), "no message of the assistant"),
-    (turns({"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ANSWER), "2 system messages"),
+    (turns(USER, USER), "no assistant message"),
+    (
+        turns({"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ANSWER),
+        "2 system messages; at most one is allowed",
+    ),
     (
         turns(USER, {"role": "system", "content": "b"}, ANSWER),
-        "message 2 is a system message, which only the first can be",
+        "message 2 is a system message; only the first message may be one",
     ),
-    (turns(USER, ANSWER | {"weight": 0}), "no message of the assistant that is to be learned"),
-    (turns(USER, ANSWER | {"weight": 0.5}), "message 2 has the weight 0.5, which is neither 0 nor 1"),
+    (turns(USER, ANSWER | {"weight": 0}), "no assistant message to train on"),
+    (turns(USER, ANSWER | {"weight": 0.5}), "message 2 has the weight 0.5; expected 0 or 1"),
     (turns(USER, {"role": "assistant", "tool_calls": "f"}), "message 2: tool_calls is not a list"),
-    (turns(USER | {"tool_calls": [{"name": "f"}]}, ANSWER), "message 1 has tool_calls, which only the assistant makes"),
+    (
+        turns(USER | {"tool_calls": [{"name": "f"}]}, ANSWER),
+        "message 1 has tool_calls, but only the assistant can call tools",
+    ),
     (
         turns(USER, {"role": "assistant", "tool_calls": [{"function": {}}]}),
-        "message 2 has a tool call without the name of a function",
+        "message 2 has a tool call without a function name",
     ),
     (turns(USER, {"role": "assistant", "tool_calls": []}), "message 2 has no content"),
     (turns(USER, ANSWER) | {"tools": {"name": "f"}}, "tools is not a list of objects"),
     (turns(USER, ANSWER) | {"tools": ["f"]}, "tools is not a list of objects"),
-    (turns({"role": "user", "content": "\ud800"}, ANSWER), "holds half of a surrogate pair"),
+    (turns({"role": "user", "content": "\ud800"}, ANSWER), "contains an unpaired surrogate"),
     ({"conversations": ["hi"]}, "message 1 is not an object"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from"),
     ({"conversations": [{"from": "human"}]}, "message 1 has no value"),
     (
         {"conversations": [{"from": ["human"], "value": "hi"}]},
-        "message 1 is from ['human']; known are system, human, user, gpt, assistant, tool, observation",
+        "message 1 is from ['human']; expected one of system, human, user, gpt, assistant, tool, observation",
     ),
     (
-        {"conversations": [{"from": "narrator of a very long story, told at night", "value": "hi"}]},
-        "message 1 is from 'narrator of a very long story, told ...; "
-        "known are system, human, user, gpt, assistant, tool, observation",
+        {"conversations": [{"from": "narrator of a very long story, read at night", "value": "hi"}]},
+        "message 1 is from 'narrator of a very long story, read ...; "
+        "expected one of system, human, user, gpt, assistant, tool, observation",
     ),
     ({"completion": "c"}, "a completion without a prompt"),
     ({"prompt": "p"}, "a prompt without a completion"),
-    ({"prompt": "p", "completion": ""}, "an empty completion"),
+    ({"prompt": "p", "completion": ""}, "empty completion"),
     ({"prompt": "p", "completion": [ANSWER]}, "prompt and completion are neither both text nor both lists of messages"),
     ({"prompt": 1, "completion": 2}, "prompt and completion are neither both text nor both lists of messages"),
-    ({"prompt": [USER, ANSWER], "completion": [USER]}, "no message of the assistant that is to be learned"),
+    ({"prompt": [USER, ANSWER], "completion": [USER]}, "no assistant message to train on"),
 ]
 
 
 @pytest.mark.parametrize(("document", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
-def test_malformed_conversations_are_told_in_a_few_words(document, reason):
+def test_a_malformed_conversation_yields_its_reason(document, reason):
     assert parse_conversation(document) == reason
 
 
-def test_what_is_nested_too_deep_is_told():
+def test_a_document_nested_too_deeply_yields_its_reason():
     deep = value = []
     for _ in range(100_000):
         value.append([])
         value = value[0]
-    assert parse_conversation({"messages": [USER | {"extra": deep}, ANSWER]}) == "nested too deep"
+    assert parse_conversation({"messages": [USER | {"extra": deep}, ANSWER]}) == "nested too deeply"

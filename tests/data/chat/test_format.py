@@ -91,7 +91,7 @@ def test_a_template_of_a_hugging_face_folder_token_by_token(tmp_path):
     assert chat.end_of_turn == (DEFAULT.special_tokens["<|eot_id|>"],)
 
 
-# ---------------------------------------------------------------- what equals what
+# ---------------------------------------------------------------- equality with inference and other libraries
 
 
 LONG_TALK = [SYSTEM] + [
@@ -106,7 +106,7 @@ LONG_TALK = [SYSTEM] + [
 ]
 
 
-def test_a_prompt_and_the_answer_behind_it_are_what_was_learned(any_chat_format):
+def test_training_tokens_equal_each_prompt_followed_by_its_answer(any_chat_format):
     tokens, targets = any_chat_format.encode(LONG_TALK)
     for i in range(2, len(LONG_TALK), 2):
         prompt = any_chat_format.prompt(LONG_TALK[:i])
@@ -118,16 +118,16 @@ def test_a_prompt_and_the_answer_behind_it_are_what_was_learned(any_chat_format)
         assert not set(answer[:-1]) & set(any_chat_format.end_of_turn)
 
 
-def test_every_end_of_turn_is_a_target_and_nothing_of_a_user(any_chat_format):
+def test_every_end_of_turn_is_a_target_and_no_user_token_is(any_chat_format):
     tokens, targets = any_chat_format.encode(LONG_TALK)
     ends = [is_target for t, is_target in zip(tokens, targets, strict=True) if t in any_chat_format.end_of_turn]
     assert ends.count(True) == 4
-    borders = [i for i in range(1, len(targets)) if targets[i - 1] and not targets[i]]
-    assert all(tokens[i - 1] in any_chat_format.end_of_turn for i in borders)
+    boundaries = [i for i in range(1, len(targets)) if targets[i - 1] and not targets[i]]
+    assert all(tokens[i - 1] in any_chat_format.end_of_turn for i in boundaries)
     any_chat_format.validate_template()
 
 
-def test_llama_2_is_what_metas_code_makes_of_it(bpe_tokenizer):
+def test_llama_2_equals_metas_code(bpe_tokenizer):
     """Each pair of question and answer is one text between <s> and </s>, and sentencepiece encodes it as one."""
     talk = [m for m in LONG_TALK if m["role"] != "system"]
     expected, system = [], "<<SYS>>\nthe quick\n<</SYS>>\n\n"
@@ -152,19 +152,19 @@ PLAIN_TALK = [
 
 @pytest.mark.parametrize("name", ["llama3", "chatml", "llama2"])
 @pytest.mark.parametrize("messages", [PLAIN_TALK, PLAIN_TALK[1:3], PLAIN_TALK[:2]], ids=["all", "pair", "question"])
-def test_tokens_are_those_of_transformers(tmp_path, name, messages):
+def test_tokens_equal_those_of_transformers(tmp_path, name, messages):
     transformers = pytest.importorskip("transformers")
     for file, content in CHATML.huggingface_files().items():
         (tmp_path / file).write_bytes(content)
     (tmp_path / "chat_template.jinja").write_text(BUILT_IN[name].read_text())
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    ours = load_chat_format(name, CHATML)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat = load_chat_format(name, CHATML)
     asks = messages[-1]["role"] == "user"
-    expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=asks, return_dict=False)
-    assert (ours.prompt(messages) if asks else ours.encode(messages)[0]) == expected
+    expected = hf_tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=asks, return_dict=False)
+    assert (chat.prompt(messages) if asks else chat.encode(messages)[0]) == expected
 
 
-def test_generation_blocks_give_the_targets_of_transformers(tmp_path):
+def test_generation_blocks_yield_the_targets_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m.role }}<|end_header_id|>{% if m.role == 'assistant' %}"
@@ -174,15 +174,15 @@ def test_generation_blocks_give_the_targets_of_transformers(tmp_path):
     for file, content in DEFAULT.huggingface_files().items():
         (tmp_path / file).write_bytes(content)
     (tmp_path / "chat_template.jinja").write_text(template)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         PLAIN_TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     tokens, targets = load_chat_format(str(tmp_path), DEFAULT).encode(PLAIN_TALK)
-    assert tokens == theirs["input_ids"]
-    assert list(map(int, targets)) == theirs["assistant_masks"]
+    assert tokens == expected["input_ids"]
+    assert list(map(int, targets)) == expected["assistant_masks"]
 
 
-# ---------------------------------------------------------------- tools, parts, pairs, documents
+# ---------------------------------------------------------------- tools, completions, documents
 
 
 def test_tool_calls_are_targets_and_their_results_are_not(llama3, chatml):
@@ -216,7 +216,7 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokeniz
     assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"}), char_tokenizer) == [
         *["<s>", "▁", "a", "▁", "+d", "+o", "+g", "+</s>"],
     ]
-    assert shown(chat.encode_pair(PromptCompletion("", "dog")), char_tokenizer) == [
+    assert shown(chat.encode_prompt_completion(PromptCompletion("", "dog")), char_tokenizer) == [
         "<s>",
         "+▁",
         "+d",
@@ -224,7 +224,7 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokeniz
         "+g",
         "+</s>",
     ]
-    assert shown(llama3.encode_pair(PromptCompletion("I is", "."))) == [
+    assert shown(llama3.encode_prompt_completion(PromptCompletion("I is", "."))) == [
         "<|begin_of_text|>",
         "I",
         " is",
@@ -233,36 +233,36 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokeniz
     ]
 
 
-def test_answers_in_a_prompt_of_messages_are_not_learned(llama3):
+def test_answers_in_a_prompt_of_messages_are_not_targets(llama3):
     tokens, targets = llama3.encode_document({"prompt": TALK[:4], "completion": TALK[4:]})
     assert tokens == llama3.encode(TALK)[0]
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "Yes<|eot_id|>"
 
 
-def test_a_document_that_cannot_be_learned_from_says_why(llama3, char_tokenizer):
+def test_a_document_without_targets_yields_a_reason(llama3, char_tokenizer):
     assert llama3.encode_document({"messages": []}) == "no messages"
     tools = {"messages": TALK, "tools": [{"name": "f"}]}
-    assert llama3.encode_document(tools) == "the template has no place for tools"
+    assert llama3.encode_document(tools) == "the template does not support tools"
     two = {"messages": [TALK[1], TALK[1], TALK[2]]}
     assert load_chat_format("llama2", char_tokenizer).encode_document(two) == (
-        "Llama 2 has system, then user and assistant in turn, and no tools"
+        "Llama 2 expects an optional system message, then user and assistant in turn, without tools"
     )
     calls = {"role": "assistant", "content": "I call.", "tool_calls": [{"name": "f", "arguments": {}}]}
     assert llama3.encode_document({"messages": [TALK[1], calls]}) == (
-        "Llama 3 makes one tool call in a turn, without text beside it"
+        "Llama 3 supports one tool call per turn, without text"
     )
 
 
-def test_a_question_at_the_end_is_no_target(llama3):
+def test_a_question_at_the_end_is_not_a_target(llama3):
     tokens, targets = llama3.encode(TALK[:4])
     assert tokens[: len(llama3.encode(TALK[:3])[0])] == llama3.encode(TALK[:3])[0]
     assert sum(targets) == sum(llama3.encode(TALK[:3])[1])
 
 
-# ---------------------------------------------------------------- templates that are not simple
+# ---------------------------------------------------------------- unusual templates
 
 
-def test_a_default_system_message_and_the_date_are_as_the_template_says():
+def test_a_template_can_add_a_default_system_message_and_the_date():
     template = (
         "{{ bos_token }}{% if messages[0].role != 'system' %}Today {{ strftime_now('%d %b %Y') }}<|eot_id|>{% endif %}"
         "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}<|eot_id|>{% endfor %}"
@@ -281,115 +281,115 @@ def test_a_default_system_message_and_the_date_are_as_the_template_says():
     assert later.fingerprint != chat.fingerprint == ChatFormat(template, DEFAULT).fingerprint
 
 
-# As Qwen 3's: only the last answer keeps its thoughts.
-FORGETFUL = (
+# Like Qwen 3's template: only the last answer keeps its reasoning.
+REWRITING = (
     "{% for m in messages %}{{ m.role }}<|end_header_id|>{% if m.role == 'assistant' %}BEGIN"
     "{{ '(thinks)' if loop.last }}{{ m.content }}<|eot_id|>END{% else %}{{ m.content }}<|eot_id|>{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}assistant<|end_header_id|>{% endif %}"
 )
 
 
-def test_a_template_that_writes_earlier_turns_anew_is_refused_unless_it_marks_answers():
-    chat = ChatFormat(FORGETFUL.replace("BEGIN", "").replace("END", ""), DEFAULT)
-    rule = (
-        "the template writes message 2 in another way when it is asked for or followed by others; put {% generation %} ... "
-        "{% endgeneration %} around what the assistant says in a copy of it"
+def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answers():
+    chat = ChatFormat(REWRITING.replace("BEGIN", "").replace("END", ""), DEFAULT)
+    message = (
+        "the template renders message 2 differently as a prompt or in a longer conversation; mark the answers with "
+        "{% generation %} ... {% endgeneration %} in a copy of the template"
     )
     with pytest.raises(ConfigError) as error:
         chat.validate_template()
-    assert str(error.value) == f"data.chat_template: {rule}"
-    assert chat.encode_document({"messages": TALK[1:]}) == rule
-    alone, learned = chat.encode(TALK[1:3])
-    assert DEFAULT.decode([t for t, target in zip(alone, learned, strict=True) if target]) == "(thinks)I am.<|eot_id|>"
+    assert str(error.value) == f"data.chat_template: {message}"
+    assert chat.encode_document({"messages": TALK[1:]}) == message
+    tokens, targets = chat.encode(TALK[1:3])
+    assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "(thinks)I am.<|eot_id|>"
     assert DEFAULT.decode(chat.prompt(TALK[1:4])) == (
         "user<|end_header_id|> Who? <|eot_id|>assistant<|end_header_id|>I am.<|eot_id|>"
         "user<|end_header_id|>So?<|eot_id|>assistant<|end_header_id|>"
     )
 
-    marked = FORGETFUL.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+    marked = REWRITING.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
     chat = ChatFormat(marked, DEFAULT)
     chat.validate_template()
     tokens, targets = chat.encode(TALK[1:])
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == (
         "I am.<|eot_id|>(thinks) Yes<|eot_id|>"
     )
-    _, later = chat.encode(TALK[1:], trained=[False, False, False, True])
+    _, later = chat.encode(TALK[1:], loss_mask=[False, False, False, True])
     assert sum(later) < sum(targets) and later[-1]
 
 
-def test_a_generation_block_is_stretched_over_the_end_of_turn():
-    marked = FORGETFUL.replace("BEGIN", "{% generation %}").replace("<|eot_id|>END", "{% endgeneration %}<|eot_id|>")
-    whole = FORGETFUL.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-    assert ChatFormat(marked, DEFAULT).encode(TALK) == ChatFormat(whole, DEFAULT).encode(TALK)
+def test_a_generation_block_is_extended_over_the_end_of_turn():
+    marked = REWRITING.replace("BEGIN", "{% generation %}").replace("<|eot_id|>END", "{% endgeneration %}<|eot_id|>")
+    inside = REWRITING.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+    assert ChatFormat(marked, DEFAULT).encode(TALK) == ChatFormat(inside, DEFAULT).encode(TALK)
 
 
-REFUSED = [
+REJECTED = [
     ("{% if %}", "line 1: Expected an expression, got 'end of statement block'"),
     ("{{ messages[9].content }}", "list object has no element 9"),
     (
         "{% for m in messages %}{{ m.content }}\n{% endfor %}",
-        "the template ends an answer without a special token, so that it would never end",
+        "the template ends an answer without a special token, so generation would never stop",
     ),
     (
         "{{ messages[0].content }}<|eot_id|>",
-        "the template ends an answer without a special token, so that it would never end",
+        "the template ends an answer without a special token, so generation would never stop",
     ),
     (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
         "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; tokenizer.reuse_reserved_tokens = "
-        '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } would give ids',
+        '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } would add them',
     ),
 ]
 
 
-@pytest.mark.parametrize(("template", "rule"), REFUSED, ids=range(len(REFUSED)))
-def test_templates_that_no_conversation_can_be_written_with_are_refused(template, rule):
+@pytest.mark.parametrize(("template", "message"), REJECTED, ids=range(len(REJECTED)))
+def test_templates_that_cannot_render_a_conversation_are_rejected(template, message):
     with pytest.raises(ConfigError) as error:
         ChatFormat(template, DEFAULT)
-    assert str(error.value) == f"data.chat_template: {rule}"
+    assert str(error.value) == f"data.chat_template: {message}"
 
 
 HEADER = "{% for m in messages %}{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
 NOT_FOR_TRAINING = [
     (
         HEADER,
-        "the template writes 'assistant<|end_header_id|>' before an answer, but not when add_generation_prompt asks",
+        "the template writes 'assistant<|end_header_id|>' before an answer, but not when add_generation_prompt is set",
     ),
     (
         HEADER + "{% if add_generation_prompt %}assistant<|end_header_id|>(thinks){% endif %}",
-        "the template writes message 2 in another way when it is asked for or followed by others; put {% generation %} ... "
-        "{% endgeneration %} around what the assistant says in a copy of it",
+        "the template renders message 2 differently as a prompt or in a longer conversation; mark the answers with "
+        "{% generation %} ... {% endgeneration %} in a copy of the template",
     ),
     (
         "{% generation %}" + HEADER + "{% endgeneration %}",
-        "the template's {% generation %} blocks do not hold the answers, each with its end-of-turn token",
+        "the template's {% generation %} blocks do not contain the answers, each with its end-of-turn token",
     ),
     (
         "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %} {{ m.content }}<|eot_id|>{% endfor %}",
-        "the template's {% generation %} blocks do not hold the answers, each with its end-of-turn token",
+        "the template's {% generation %} blocks do not contain the answers, each with its end-of-turn token",
     ),
     (
         "{% for m in messages %}{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}{{ m.content }}"
         "<|eot_id|>{% endfor %}",
-        "the template has a {% generation %} block inside another",
+        "the template nests {% generation %} blocks",
     ),
     (
         HEADER.replace("<|eot_id|>", "{{ '<|eot_id|>' if messages | length < 3 or m.role == 'user' or not loop.last }}")
         + "{% if add_generation_prompt %}assistant<|end_header_id|>{% endif %}",
-        "the template ends an answer without a special token, so that it would never end",
+        "the template ends an answer without a special token, so generation would never stop",
     ),
 ]
 
 
-@pytest.mark.parametrize(("template", "rule"), NOT_FOR_TRAINING, ids=range(len(NOT_FOR_TRAINING)))
-def test_templates_that_would_teach_something_else_are_refused(template, rule):
+@pytest.mark.parametrize(("template", "message"), NOT_FOR_TRAINING, ids=range(len(NOT_FOR_TRAINING)))
+def test_templates_whose_training_inputs_differ_from_prompts_are_rejected(template, message):
     chat = ChatFormat(template, DEFAULT)
     with pytest.raises(ConfigError) as error:
         chat.validate_template()
-    assert str(error.value) == f"data.chat_template: {rule}"
+    assert str(error.value) == f"data.chat_template: {message}"
 
 
-def test_a_special_token_that_only_some_conversations_have_must_be_there_too():
+def test_a_missing_special_token_that_only_some_conversations_use_is_an_error():
     chat = ChatFormat(
         "{% for m in messages %}{{ '<|tool|>' if m.role == 'tool' }}{{ m.content }}<|eot_id|>{% endfor %}", DEFAULT
     )
@@ -397,7 +397,7 @@ def test_a_special_token_that_only_some_conversations_have_must_be_there_too():
         chat.encode([{"role": "tool", "content": "1"}, TALK[2]])
 
 
-def test_a_tokenizer_that_reads_special_tokens_in_text_is_found_out(llama3):
+def test_a_tokenizer_that_parses_special_tokens_in_text_is_an_error(llama3):
     class Parsing(type(DEFAULT)):
         def __init__(self):
             self.__dict__ = DEFAULT.__dict__
@@ -407,5 +407,5 @@ def test_a_tokenizer_that_reads_special_tokens_in_text_is_found_out(llama3):
 
     chat = load_chat_format("llama3", Parsing())
     assert chat.encode_document({"messages": [TALK[1], {"role": "assistant", "content": "<|eot_id|>"}]}) == (
-        "the tokenizer reads a special token in plain text"
+        "the tokenizer encodes plain text as a special token"
     )

@@ -8,7 +8,7 @@ from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
 
 
-def test_a_template_is_found_in_each_of_its_forms(tmp_path, llama3):
+def test_a_template_is_loaded_from_each_file_format(tmp_path, llama3):
     text = BUILT_IN["llama3"].read_text()
     expected = llama3.encode(TALK)
     (tmp_path / "x.jinja").write_text(text)
@@ -30,29 +30,29 @@ def test_a_template_is_found_in_each_of_its_forms(tmp_path, llama3):
     assert load_chat_format(str(tmp_path), DEFAULT).encode(TALK) == expected
 
 
-def test_files_without_a_template_are_refused(tmp_path):
-    def rule(choice) -> str:
+def test_files_without_a_template_are_rejected(tmp_path):
+    def message_of(choice) -> str:
         with pytest.raises(ConfigError) as error:
             load_chat_format(str(choice), DEFAULT)
         assert error.value.key == "data.chat_template"
         return error.value.message
 
     config = tmp_path / "tokenizer_config.json"
-    assert rule("llama4") == "is neither of llama2, llama3, chatml nor a file or folder"
-    assert rule(tmp_path) == f"{tmp_path} holds neither chat_template.jinja nor tokenizer_config.json"
+    assert message_of("llama4") == "expected one of llama2, llama3, chatml, a file or a folder"
+    assert message_of(tmp_path) == f"{tmp_path} holds neither chat_template.jinja nor tokenizer_config.json"
     config.write_text("{")
-    assert rule(tmp_path) == f"{config} is not a JSON object"
+    assert message_of(tmp_path) == f"{config} is not a JSON object"
     config.write_text("{}")
-    assert rule(tmp_path) == f"{config} has no chat_template"
+    assert message_of(tmp_path) == f"{config} has no chat_template"
     config.write_text('{"chat_template": [{"name": "rag", "template": "x"}]}')
-    assert rule(config) == f"{config} has several templates, and none of them is named default"
+    assert message_of(config) == f"{config} has several templates, but none named default"
     (tmp_path / "bad.jinja").write_bytes(b"ok\xff")
-    assert rule(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
+    assert message_of(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
     (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
-    assert rule(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than 1000000 bytes"
+    assert message_of(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than 1000000 bytes"
 
 
-def test_the_fingerprint_follows_template_tokenizer_and_special_tokens(char_tokenizer, llama3):
+def test_the_fingerprint_depends_on_template_tokenizer_and_special_tokens(char_tokenizer, llama3):
     assert load_chat_format("llama3", DEFAULT).fingerprint == llama3.fingerprint
     others = [
         ChatFormat(BUILT_IN["llama3"].read_text() + " ", DEFAULT),

@@ -93,8 +93,8 @@ def test_a_damaged_table_is_reported_once_in_spans_of_any_size(tmp_path, chunk_b
 def test_a_table_without_a_text_column_of_that_name_is_rejected(tmp_path):
     file = tmp_path / "x.parquet"
     write_parquet(file, ["a"], name="body")
-    key, rule = error_of("parquet", file)
-    assert (key, rule) == ("data.text_field", f"{file} has no column 'text'; its columns: id, body")
+    key, message = error_of("parquet", file)
+    assert (key, message) == ("data.text_field", f"{file} has no column 'text'; its columns: id, body")
     assert read("parquet", file, text_field="body") == ["a"]
     assert error_of("parquet", file, text_field="id") == (
         "data.text_field",
@@ -180,14 +180,14 @@ def test_a_folder_without_a_dataset_is_rejected(tmp_path):
     no_state = f"{tmp_path} was not written by datasets' save_to_disk: it has no state.json"
     assert error_of("huggingface", tmp_path) == ("data.path", no_state)
     state = tmp_path / "state.json"
-    for content, rule in {
+    for content, message in {
         "{": f"{state} is not a JSON object",
         "{}": f"{state} does not list the dataset's files",
         '{"_data_files": [{"filename": "../../etc/passwd"}]}': f"{state} does not list the dataset's files",
         '{"_data_files": [{"filename": "a.arrow"}]}': f"{tmp_path}/a.arrow is missing",
     }.items():
         state.write_text(content)
-        assert error_of("huggingface", tmp_path) == ("data.path", rule)
+        assert error_of("huggingface", tmp_path) == ("data.path", message)
     assert error_of("huggingface", "/no/such/folder") == ("data.path", "no such folder")
 
 
@@ -213,13 +213,13 @@ def test_a_dataset_name_is_loaded_by_the_package_datasets(tmp_path, monkeypatch)
         lambda name, key: package if name == "datasets" else require_package(name, key),
     )
     assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS
-    rule = "not a folder, and the package datasets cannot load it: Couldn't find user/other on the Hub"
-    assert error_of("huggingface", "user/other") == ("data.path", rule)
-    rule = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
-    assert error_of("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", rule)
+    message = "not a folder, and the package datasets cannot load it: Couldn't find user/other on the Hub"
+    assert error_of("huggingface", "user/other") == ("data.path", message)
+    message = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
+    assert error_of("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", message)
     package.cache_files = []
-    rule = "the package datasets holds it only in memory: write it with save_to_disk and name that folder"
-    assert error_of("huggingface", "user/name", subset="en", split="validation") == ("data.path", rule)
+    message = "the package datasets holds it only in memory: write it with save_to_disk and name that folder"
+    assert error_of("huggingface", "user/name", subset="en", split="validation") == ("data.path", message)
 
 
 def test_a_dataset_written_by_the_package_datasets_is_read(tmp_path):

@@ -92,8 +92,8 @@ def test_an_inconsistent_index_is_rejected(tmp_path):
     assert error_of("tokens", file) == ("data.path", f"{idx}: not a Megatron index")
     for version, code in ((2, 8), (1, 7)):
         write_index(idx, [209], version=version, code=code)
-        rule = f"{idx}: a Megatron index of version {version} and type {code}; expected 1 and an integer type"
-        assert error_of("tokens", file) == ("data.path", rule)
+        message = f"{idx}: a Megatron index of version {version} and type {code}; expected 1 and an integer type"
+        assert error_of("tokens", file) == ("data.path", message)
     write_index(idx, [209])
     idx.write_bytes(idx.read_bytes()[:-1])
     assert error_of("tokens", file) == ("data.path", f"{idx}: 1 sequences and 2 boundaries need 62 bytes, not 61")
@@ -103,8 +103,8 @@ def test_an_inconsistent_index_is_rejected(tmp_path):
     assert error_of("tokens", file) == ("data.path", f"{file}: the sequences in its index are not contiguous")
     for boundaries in ([0, 1], [0, 2, 1, 2], [1, 2], []):
         write_index(idx, [200, 9], boundaries)
-        rule = f"{file}: the documents in its index do not cover its 2 sequences"
-        assert error_of("tokens", file) == ("data.path", rule)
+        message = f"{file}: the documents in its index do not cover its 2 sequences"
+        assert error_of("tokens", file) == ("data.path", message)
     idx.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**60, 2**60))
     assert error_of("tokens", file)[1].startswith(f"{idx}: {2**60} sequences and {2**60} boundaries need ")
 
@@ -113,8 +113,8 @@ def test_truncated_files_are_rejected(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u2").tofile(file)
     file.write_bytes(file.read_bytes()[:-1])
-    rule = f"{file}: 417 bytes of tokens are not a multiple of 2: truncated, or not uint16"
-    assert error_of("tokens", file) == ("data.path", rule)
+    message = f"{file}: 417 bytes of tokens are not a multiple of 2: truncated, or not uint16"
+    assert error_of("tokens", file) == ("data.path", message)
     npy = tmp_path / "x.npy"
     np.save(npy, np.array(ROW, "<u2"))
     npy.write_bytes(npy.read_bytes()[:-1])
@@ -124,21 +124,21 @@ def test_truncated_files_are_rejected(tmp_path):
 def test_tokens_outside_the_vocabulary_are_rejected_with_their_offset(tmp_path):
     file = tmp_path / "x.bin"
     np.array([*ROW, 2048], "<u2").tofile(file)
-    rule = f"{file}: token 2048 at byte 418 (read as uint16) is outside the tokenizer's vocabulary of 2048"
-    assert error_of("tokens", file) == ("data.path", rule)
+    message = f"{file}: token 2048 at byte 418 (read as uint16) is outside the tokenizer's vocabulary of 2048"
+    assert error_of("tokens", file) == ("data.path", message)
     np.save(tmp_path / "x.npy", np.array([5, -1, 5], "<i4"))
-    rule = f"{tmp_path}/x.npy: token -1 at byte 132 (read as int32) is outside the tokenizer's vocabulary of 2048"
-    assert error_of("tokens", tmp_path / "x.npy") == ("data.path", rule)
+    message = f"{tmp_path}/x.npy: token -1 at byte 132 (read as int32) is outside the tokenizer's vocabulary of 2048"
+    assert error_of("tokens", tmp_path / "x.npy") == ("data.path", message)
 
 
 def test_a_raw_file_of_another_width_is_rejected(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u4").tofile(file)
-    rule = f"{file}: looks like uint32 data (every second uint16 is at most 0)"
-    assert error_of("tokens", file) == ("data.token_dtype", rule)
+    message = f"{file}: looks like uint32 data (every second uint16 is at most 0)"
+    assert error_of("tokens", file) == ("data.token_dtype", message)
     np.array(ROW[:-1], "<u2").tofile(file)
-    rule = f"{file}: token 393221 at byte 0 (read as uint32) is outside the tokenizer's vocabulary of 2048"
-    assert error_of("tokens", file, token_dtype="uint32") == ("data.path", rule)
+    message = f"{file}: token 393221 at byte 0 (read as uint32) is outside the tokenizer's vocabulary of 2048"
+    assert error_of("tokens", file, token_dtype="uint32") == ("data.path", message)
 
 
 def test_npy_files_without_a_row_of_tokens_are_rejected(tmp_path):
@@ -171,8 +171,8 @@ def test_documents_that_are_too_long_are_reported_with_their_offset(tmp_path):
 
 def test_only_token_files_may_be_named(tmp_path):
     (tmp_path / "x.idx").touch()
-    rule = f"{tmp_path}/x.idx: expected the name of a .bin or .npy file"
-    assert error_of("tokens", tmp_path / "x.idx") == ("data.path", rule)
+    message = f"{tmp_path}/x.idx: expected the name of a .bin or .npy file"
+    assert error_of("tokens", tmp_path / "x.idx") == ("data.path", message)
 
 
 def test_an_empty_token_file_holds_no_documents(tmp_path):

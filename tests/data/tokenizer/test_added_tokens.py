@@ -1,4 +1,4 @@
-"""New special tokens behind a vocabulary: in no text, decoded by name, and the same in Hugging Face's libraries."""
+"""Special tokens added after a vocabulary: never encoded from text, decoded by name, exported to Hugging Face's libraries."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from trainer.data.tokenizer.backends import load_tokenizer
 NAMES = ("<|im_start|>", "<|im_end|>")
 
 
-def test_added_tokens_follow_the_vocabulary_and_are_in_no_text():
+def test_added_tokens_follow_the_vocabulary_and_are_never_encoded_from_text():
     tokenizer = load_tokenizer(TokenizerConfig(extra_special_tokens=NAMES))
     assert tokenizer.vocab_size == DEFAULT.vocab_size + 2
     assert [tokenizer.special_tokens[name] for name in NAMES] == [DEFAULT.vocab_size, DEFAULT.vocab_size + 1]
@@ -25,31 +25,35 @@ def test_added_tokens_follow_the_vocabulary_and_are_in_no_text():
 
 
 @pytest.mark.parametrize(
-    ("names", "problem"),
+    ("names", "message"),
     [
-        (("<|eot_id|>",), "<|eot_id|> is a special token already"),
-        (("<a>", "<a>"), "<a> is a special token already"),
+        (("<|eot_id|>",), "<|eot_id|> is already a special token"),
+        (("<a>", "<a>"), "<a> is already a special token"),
         (("x",), "'x' is too short for the name of a special token"),
     ],
 )
-def test_names_that_cannot_be_added_are_refused(names, problem):
+def test_invalid_names_are_rejected(names, message):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(TokenizerConfig(extra_special_tokens=names))
-    assert (error.value.key, error.value.message) == ("tokenizer.extra_special_tokens", problem)
+    assert (error.value.key, error.value.message) == ("tokenizer.extra_special_tokens", message)
 
 
-@pytest.mark.parametrize("kind", ["default", "sentencepiece"])
-def test_transformers_has_them_too(tmp_path, bpe_tokenizer, kind):
+@pytest.mark.parametrize("backend", ["default", "sentencepiece"])
+def test_transformers_loads_the_added_tokens(tmp_path, bpe_tokenizer, backend):
     transformers = pytest.importorskip("transformers")
     config = TokenizerConfig(extra_special_tokens=NAMES)
-    if kind == "sentencepiece":
+    if backend == "sentencepiece":
         (tmp_path / "m.model").write_bytes(bpe_tokenizer.files["tokenizer.model"])
-        config = TokenizerConfig(backend=kind, path=str(tmp_path / "m.model"), extra_special_tokens=NAMES)
-    ours = load_tokenizer(config)
+        config = TokenizerConfig(backend=backend, path=str(tmp_path / "m.model"), extra_special_tokens=NAMES)
+    tokenizer = load_tokenizer(config)
     folder = tmp_path / "out"
     folder.mkdir()
-    for name, content in ours.huggingface_files().items():
+    for name, content in tokenizer.huggingface_files().items():
         (folder / name).write_bytes(content)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert [theirs.convert_tokens_to_ids(name) for name in NAMES] == [ours.special_tokens[name] for name in NAMES]
-    assert theirs("<|im_start|>", add_special_tokens=False).input_ids[-1] == ours.special_tokens["<|im_start|>"]
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert [hf_tokenizer.convert_tokens_to_ids(name) for name in NAMES] == [
+        tokenizer.special_tokens[name] for name in NAMES
+    ]
+    assert (
+        hf_tokenizer("<|im_start|>", add_special_tokens=False).input_ids[-1] == tokenizer.special_tokens["<|im_start|>"]
+    )

@@ -25,23 +25,23 @@ LOOK_ALIKES = [
 
 
 @pytest.mark.parametrize("text", LOOK_ALIKES)
-def test_special_tokens_in_a_message_are_text(any_chat_format, text):
-    """They are the tokens of the same text in a conversation of one, and no special token comes to what a plain text has."""
+def test_names_of_special_tokens_in_a_message_are_text(any_chat_format, text):
+    """A message with such a text has the same special tokens as a harmless message, and decodes to the text."""
     special = set(any_chat_format.tokenizer.special_tokens.values())
-    harmless, found = (
+    harmless, tokens = (
         any_chat_format.encode([{"role": "user", "content": t}, {"role": "assistant", "content": t}])[0]
         for t in ("hi", text)
     )
-    assert [t for t in found if t in special] == [t for t in harmless if t in special]
-    plain = any_chat_format.tokenizer.decode([t for t in found if t not in special])
+    assert [t for t in tokens if t in special] == [t for t in harmless if t in special]
+    plain = any_chat_format.tokenizer.decode([t for t in tokens if t not in special])
     assert plain.count(text.strip()) == 2
 
 
 @pytest.mark.parametrize("text", ["|eot_id|>", "<|eot_id|", "|eot_id|", "eot", "|", " |eot_id|> ", "<", ">"])
 @pytest.mark.parametrize("around", ["<%s", "%s>", "<%s>", "<|%s", "%s|>", "<|eot_%s"])
-def test_a_message_makes_no_special_token_with_what_the_template_writes_beside_it(around, text):
-    write = around % "{{ m.content | trim }}"
-    chat = ChatFormat("{% for m in messages %}" + write + "{{ eos_token }}{% endfor %}", DEFAULT)
+def test_a_message_does_not_form_a_special_token_with_adjacent_text_of_the_template(around, text):
+    content = around % "{{ m.content | trim }}"
+    chat = ChatFormat("{% for m in messages %}" + content + "{{ eos_token }}{% endfor %}", DEFAULT)
     special = set(DEFAULT.special_tokens.values())
     tokens, _ = chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": text}])
     assert [t for t in tokens if t in special] == [DEFAULT.eos] * 2
@@ -49,15 +49,15 @@ def test_a_message_makes_no_special_token_with_what_the_template_writes_beside_i
     assert DEFAULT.decode(tokens) == expected
 
 
-def test_what_templates_compare_stays_as_it_is():
+def test_fields_that_templates_compare_are_not_escaped():
     names = SpecialNames(["<|user|>", "<|content|>", "<|function|>"], [])
     message = {"role": "user", "content": "function", "tool_calls": [{"type": "function", "user": 1}]}
-    assert names.parted(message, "_") == message | {"content": "_function"}
+    assert names.escape(message, "_") == message | {"content": "_function"}
 
 
-def test_names_that_overlap_are_all_parted():
+def test_overlapping_names_are_all_escaped():
     names = SpecialNames(["<s>x", "s>xy", "xy<"], [])
-    assert names.parted("<s>xy<", "_") == "_<_s_>x_y<_"
+    assert names.escape("<s>xy<", "_") == "_<_s_>x_y<_"
     assert [piece for piece, special in names.pieces("<_s_>x_y<") if special] == []
 
 
@@ -73,23 +73,23 @@ def test_special_tokens_in_tool_calls_and_tools_are_text(chatml):
     assert "\\ue" not in DEFAULT.decode(tokens)
 
 
-def test_a_special_token_may_be_let_into_messages():
+def test_allowed_special_tokens_are_recognised_in_messages():
     chat = load_chat_format("llama3", DEFAULT, allowed_special=["<|python_tag|>"])
-    found = shown(chat.encode([TALK[1], {"role": "assistant", "content": "<|python_tag|>x<|eot_id|>"}]))
-    assert found[-12:-8] == ["\n\n", "+<|python_tag|>", "+x", "+<"]
+    encoded = shown(chat.encode([TALK[1], {"role": "assistant", "content": "<|python_tag|>x<|eot_id|>"}]))
+    assert encoded[-12:-8] == ["\n\n", "+<|python_tag|>", "+x", "+<"]
     with pytest.raises(ConfigError) as error:
         load_chat_format("llama3", DEFAULT, allowed_special=["<think>"])
     assert str(error.value) == "data.allowed_special: the tokenizer has no special token <think>"
 
 
-def test_special_tokens_that_a_tokenizer_lacks_are_named():
+def test_missing_special_tokens_are_named():
     text = BUILT_IN["chatml"].read_text()
     assert missing_special_tokens(text, DEFAULT.special_tokens) == ["<|im_start|>", "<|im_end|>"]
     assert missing_special_tokens(text, remap_reserved(DEFAULT.special_tokens, CHATML_NAMES)) == []
     assert missing_special_tokens(BUILT_IN["llama3"].read_text(), DEFAULT.special_tokens) == []
 
 
-def test_a_new_special_token_takes_the_id_of_a_reserved_one():
+def test_a_new_special_token_reuses_the_id_of_a_reserved_one():
     before = DEFAULT.special_tokens
     after = remap_reserved(before, CHATML_NAMES)
     assert after["<|im_start|>"] == before["<|reserved_special_token_0|>"]
@@ -98,25 +98,25 @@ def test_a_new_special_token_takes_the_id_of_a_reserved_one():
 
 
 @pytest.mark.parametrize(
-    ("reuse_reserved_tokens", "rule"),
+    ("reuse_reserved_tokens", "message"),
     [
-        ({"<|eot_id|>": "<|reserved_special_token_0|>"}, "<|eot_id|> is a special token already"),
+        ({"<|eot_id|>": "<|reserved_special_token_0|>"}, "<|eot_id|> is already a special token"),
         ({"<|im_end|>": "<|reserved|>"}, "the tokenizer has no reserved token <|reserved|>"),
         ({"x": "<|reserved_special_token_0|>"}, "'x' is too short for the name of a special token"),
         (
             {"<|a|>": "<|reserved_special_token_0|>", "<|b|>": "<|reserved_special_token_0|>"},
-            "<|reserved_special_token_0|> is taken over twice",
+            "<|reserved_special_token_0|> is reused twice",
         ),
     ],
 )
-def test_ids_that_cannot_be_taken_over_are_refused(reuse_reserved_tokens, rule):
+def test_invalid_reuse_of_reserved_tokens_is_rejected(reuse_reserved_tokens, message):
     with pytest.raises(ConfigError) as error:
         remap_reserved(DEFAULT.special_tokens, reuse_reserved_tokens)
-    assert str(error.value) == f"tokenizer.reuse_reserved_tokens: {rule}"
+    assert str(error.value) == f"tokenizer.reuse_reserved_tokens: {message}"
 
 
-def test_exported_special_tokens_stand_in_the_order_of_their_ids():
-    """`tokenizers` counts them on from the last rank, whatever id is written beside them."""
+def test_exported_special_tokens_are_sorted_by_id():
+    """`tokenizers` numbers them from the last rank on and ignores the stated ids."""
     exported = json.loads(DEFAULT.huggingface_files()["tokenizer.json"])["added_tokens"]
     assert [token["id"] for token in exported] == list(range(1792, 2048))
     assert {token["content"]: token["id"] for token in exported} == DEFAULT.special_tokens

@@ -1,11 +1,11 @@
-"""Conversations -> tokens, and which of them the model is to say.
+"""Encoding of conversations: a chat template and a tokenizer produce tokens and a loss mask.
 
-A template writes a conversation as text. What it writes itself may name special tokens; what stands in a message is text,
-whatever it looks like. Tokens are cut where the assistant begins to speak, for that is how it will meet them: first the
-prompt, then, token by token, its own words.
+A template renders a conversation as text. Only text of the template itself can name special tokens; the text of messages is
+always encoded as plain text. The prompt and each answer are tokenized separately, exactly as at inference.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,33 +19,34 @@ from trainer.data.chat.template_files import SETTING, read_template
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
 
-TODAY = datetime(2024, 7, 26)
-"""What templates are told in training (Llama 3.1 has this date as its own default), lest the tokens change with the day."""
+TRAINING_DATE = datetime(2024, 7, 26)
+"""Date that strftime_now() returns in training, so that tokens do not depend on the day (the default of Llama 3.1)."""
 
 _VERSION = 1
-"""Of this way of encoding."""
+"""Version of the encoding, part of the fingerprint."""
 _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
+_NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
-_ANCHOR = "\ue000"  # in no vocabulary, so it is a token, or some, of its own
+_ANCHOR = "\ue000"  # in no vocabulary, so it never merges with adjacent text
 
 TokensAndMask = tuple[list[int], list[bool]]
-"""Tokens, and for each whether it is to be learned."""
+"""Tokens, and for each whether it is a target."""
 
 
 @dataclass(frozen=True)
 class _Rendered:
     text: str
     turns: list[tuple[int, int]]
-    """Where the assistant speaks, in characters of the text."""
-    joint: str
+    """(start, stop) of each answer, in characters of the text."""
+    separator: str
     """See SpecialNames."""
 
 
 class ChatFormat:
-    """How one template and one tokenizer write conversations.
+    """A chat template combined with a tokenizer.
 
-    end_of_turn: the tokens at which an answer has ended.
+    end_of_turn: tokens that end an answer.
     fingerprint: changes when any conversation could be encoded differently.
     """
 
@@ -56,26 +57,27 @@ class ChatFormat:
         *,
         names: Mapping[str, str] | None = None,
         allowed_special: Collection[str] = (),
-        today: datetime = TODAY,
+        today: datetime = TRAINING_DATE,
     ):
-        """template: Jinja text. names: what the template knows as bos_token, eos_token, ...; else the tokenizer's own.
-        allowed_special: names that mean their token in a message too.
+        """template: Jinja text. names: template variables such as bos_token -> text; default: the tokenizer's BOS and EOS.
+        allowed_special: special tokens that are also recognised in messages.
 
-        Raises ConfigError where the template is none, needs tokens that are not there, or never ends a turn.
+        Raises ConfigError for a template that is invalid, needs special tokens that the tokenizer does not have, or ends an
+        answer without a special token.
         """
         special = tokenizer.special_tokens
-        written = {token: name for name, token in special.items()}
-        own = {"bos_token": written.get(tokenizer.bos, ""), "eos_token": written.get(tokenizer.eos, "")}
+        name_of = {token: name for name, token in special.items()}
+        default_names = {"bos_token": name_of.get(tokenizer.bos, ""), "eos_token": name_of.get(tokenizer.eos, "")}
         self.tokenizer = tokenizer
         self.template = template
-        self._names = own if names is None else dict(names)
-        self._special = {name: token for name, token in special.items() if len(name) > 1}  # a letter is a letter
+        self._names = default_names if names is None else dict(names)
+        self._special = {name: token for name, token in special.items() if len(name) > 1}  # a single character is text
         self._special_ids = frozenset(self._special.values())
         for name in allowed_special:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
         self._special_names = SpecialNames({*self._special, *self._names.values()}, allowed_special)
-        # Sentencepiece puts a space before every text, so that a word is the same token wherever it stands.
+        # Sentencepiece prepends a space to every text, so that a word has the same token at every position.
         anchor = tokenizer.encode(_ANCHOR)
         self._adds_space = all(tokenizer.encode(_ANCHOR + c) != anchor + tokenizer.encode(c) for c in "aT1(")
         try:
@@ -84,218 +86,220 @@ class ChatFormat:
         except TemplateFailure as failure:
             raise ConfigError(SETTING, str(failure)) from None
         shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
-        if self._template.asks_for_date:
+        if self._template.uses_date:
             shape.append(today.isoformat())
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
-        """The template with the names of its tokens in it, wherever it is read."""
+        """Return the template with its token names defined in it, for use with any tokenizer configuration."""
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'
 
     def encode(
-        self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None, trained: Sequence[bool] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping] | None = None,
+        loss_mask: Sequence[bool] | None = None,
     ) -> TokensAndMask:
-        """A whole conversation. trained: (messages,), which of the assistant's are to be learned; else all.
+        """Encode a complete conversation. loss_mask: (messages,), which answers are targets; default: all.
 
-        Raises TemplateFailure where the template cannot write it, or leaves open what the assistant said.
+        Raises TemplateFailure if the template cannot render the conversation or the answers cannot be located in its text.
         """
-        rendered = self._render(messages, tools, answer_next=False, strict=True)
-        speaking = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        chosen = [True] * len(rendered.turns)
-        if trained is not None and not all(trained[i] for i in speaking):
-            if len(speaking) != len(chosen):
-                raise TemplateFailure("the template's {% generation %} blocks are not one for each answer")
-            chosen = [trained[i] for i in speaking]
-        return self._tokens(rendered, chosen)
+        rendered = self._render(messages, tools, add_generation_prompt=False, strict=True)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turn_mask = [True] * len(rendered.turns)
+        if loss_mask is not None and not all(loss_mask[i] for i in answers):
+            if len(answers) != len(turn_mask):
+                raise TemplateFailure("the template does not have one {% generation %} block for each answer")
+            turn_mask = [loss_mask[i] for i in answers]
+        return self._encode_rendered(rendered, turn_mask)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> list[int]:
-        """Tokens up to where the assistant speaks next. Raises TemplateFailure where the template cannot write them."""
-        rendered = self._render(messages, tools, answer_next=True, strict=False)
-        return self._tokens(rendered, [False] * len(rendered.turns))[0]
+        """Encode messages up to the start of the next answer. Raises TemplateFailure if the template cannot render them."""
+        rendered = self._render(messages, tools, add_generation_prompt=True, strict=False)
+        return self._encode_rendered(rendered, [False] * len(rendered.turns))[0]
 
-    def encode_pair(self, pair: PromptCompletion) -> TokensAndMask:
-        """Without the template: begin of text, prompt; completion and end of text are to be learned."""
-        prompt = [self.tokenizer.bos, *self._text(pair.prompt, opens=True)]
-        completion = [*self._text(pair.completion, opens=not pair.prompt), self.tokenizer.eos]
+    def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
+        """Encode without the template: BOS and the prompt, then the completion and EOS as targets."""
+        prompt = [self.tokenizer.bos, *self._encode_text(document.prompt, at_start=True)]
+        completion = [*self._encode_text(document.completion, at_start=not document.prompt), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> TokensAndMask | str:
-        """One JSON value of any kind that parse_conversation reads, or why it cannot be learned from."""
-        found = parse_conversation(document)
-        if isinstance(found, str):
-            return found
+        """Encode a JSON value in any format of parse_conversation. Returns the reason if it cannot be trained on."""
+        parsed = parse_conversation(document)
+        if isinstance(parsed, str):
+            return parsed
         try:
-            if isinstance(found, PromptCompletion):
-                return self.encode_pair(found)
-            tokens, targets = self.encode(found.messages, found.tools, found.trained)
+            if isinstance(parsed, PromptCompletion):
+                return self.encode_prompt_completion(parsed)
+            tokens, targets = self.encode(parsed.messages, parsed.tools, parsed.loss_mask)
         except TemplateFailure as failure:
             return str(failure)
-        return (tokens, targets) if any(targets) else "the template marks nothing that is to be learned"
+        return (tokens, targets) if any(targets) else "the template marks no targets"
 
     def validate_template(self) -> None:
-        """Raises ConfigError where to learn what the template writes would not be to answer: where it writes earlier turns
-        anew, or the assistant's header only once the answer is there."""
+        """Raise ConfigError if training inputs would differ from inference prompts.
+
+        That is so for a template that rewrites earlier turns, or emits the assistant's header only with its answer.
+        """
         try:
-            rendered = self._render(_PROBE, None, answer_next=False, strict=True)
-            tokens, targets = self._tokens(rendered, [True] * len(rendered.turns))
-            if not self._template.marks_answers:
+            rendered = self._render(_PROBE, None, add_generation_prompt=False, strict=True)
+            tokens, targets = self._encode_rendered(rendered, [True] * len(rendered.turns))
+            if not self._template.has_generation_blocks:
                 self._check_header(rendered)
         except TemplateFailure as failure:
             raise ConfigError(SETTING, str(failure)) from None
-        said = "".join(rendered.text[start:stop] for start, stop in rendered.turns)
-        ends = [
-            t
-            for t, is_target, next_is in zip(tokens, targets, [*targets[1:], False], strict=True)
-            if is_target > next_is
-        ]
-        if said.count(_ANSWER) != 2 or said.count(_QUESTION["content"]) or not set(ends) <= set(self.end_of_turn):
-            rule = "the template's {% generation %} blocks do not hold the answers, each with its end-of-turn token"
-            raise ConfigError(SETTING, rule)
+        answers = "".join(rendered.text[start:stop] for start, stop in rendered.turns)
+        is_last = [now > following for now, following in zip(targets, [*targets[1:], False], strict=True)]
+        ends = {token for token, last in zip(tokens, is_last, strict=True) if last}
+        if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= set(self.end_of_turn):
+            message = (
+                "the template's {% generation %} blocks do not contain the answers, each with its end-of-turn token"
+            )
+            raise ConfigError(SETTING, message)
 
     # ---------------------------------------------------------------- text
 
-    def _write(
-        self, messages: Sequence[Message], tools: Any, answer_next: bool, marks: Sequence[str] = ("", "")
+    def _run_template(
+        self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, marks: Sequence[str] = ("", "")
     ) -> str:
         variables = {
             "messages": list(messages),
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": answer_next,
+            "add_generation_prompt": add_generation_prompt,
         }
         return self._template.render({**self._names, **variables, BEGIN_MARK: marks[0], END_MARK: marks[1]})
 
-    def _render(self, messages: Sequence[Message], tools: Any, answer_next: bool, strict: bool) -> _Rendered:
-        """strict: every turn of the assistant must be found."""
-        if tools and not self._template.takes_tools:
-            raise TemplateFailure("the template has no place for tools")
-        begin, end, joint = _characters_not_in(self.template, messages, tools)
-        messages, tools = self._special_names.parted([messages, tools or None], joint)
-        if self._template.marks_answers:
-            return _Rendered(
-                *_without_marks(self._write(messages, tools, answer_next, (begin, end)), begin, end), joint
-            )
-        text = self._write(messages, tools, answer_next)
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, strict: bool) -> _Rendered:
+        """strict: raise TemplateFailure if an answer cannot be located in the text."""
+        if tools and not self._template.uses_tools:
+            raise TemplateFailure("the template does not support tools")
+        begin, end, separator = _unused_characters(self.template, messages, tools)
+        messages, tools = self._special_names.escape([messages, tools or None], separator)
+        if self._template.has_generation_blocks:
+            marked = self._run_template(messages, tools, add_generation_prompt, (begin, end))
+            return _Rendered(*_remove_marks(marked, begin, end), separator)
+        text = self._run_template(messages, tools, add_generation_prompt)
         turns = []
         for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-            before = self._write(messages[:i], tools, True)
-            after = self._write(messages[: i + 1], tools, False)
+            before = self._run_template(messages[:i], tools, True)
+            after = self._run_template(messages[: i + 1], tools, False)
             if after.startswith(before) and text.startswith(after):
                 turns.append((len(before), len(after)))
             elif strict:
                 raise TemplateFailure(
-                    f"the template writes message {i + 1} in another way when it is asked for or followed by others; put "
-                    "{% generation %} ... {% endgeneration %} around what the assistant says in a copy of it"
+                    f"the template renders message {i + 1} differently as a prompt or in a longer conversation; mark the "
+                    "answers with {% generation %} ... {% endgeneration %} in a copy of the template"
                 )
-        return _Rendered(text, turns, joint)
+        return _Rendered(text, turns, separator)
 
     # ---------------------------------------------------------------- tokens
 
-    def _tokens(self, rendered: _Rendered, chosen: Sequence[bool]) -> TokensAndMask:
-        """chosen: (turns,), which of them are to be learned."""
+    def _encode_rendered(self, rendered: _Rendered, turn_mask: Sequence[bool]) -> TokensAndMask:
+        """turn_mask: (turns,), which turns are targets."""
         tokens: list[int] = []
         targets: list[bool] = []
-        at = 0
-        for (start, stop), learn in zip(rendered.turns, chosen, strict=True):
-            self._extend(tokens, rendered.text[at:start], rendered.joint)
+        end = 0
+        for (start, stop), is_target in zip(rendered.turns, turn_mask, strict=True):
+            self._extend(tokens, rendered.text[end:start], rendered.separator)
             targets += [False] * (len(tokens) - len(targets))
-            at = self._end_of_turn(rendered.text, start, stop)
-            self._extend(tokens, rendered.text[start:at], rendered.joint)
-            targets += [learn] * (len(tokens) - len(targets))
-        self._extend(tokens, rendered.text[at:], rendered.joint)
+            end = self._end_of_turn(rendered.text, start, stop)
+            self._extend(tokens, rendered.text[start:end], rendered.separator)
+            targets += [is_target] * (len(tokens) - len(targets))
+        self._extend(tokens, rendered.text[end:], rendered.separator)
         return tokens, targets + [False] * (len(tokens) - len(targets))
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
-        """Where the turn [start, stop) ends by a special token: its last one, or, in a marked turn, the one behind it."""
+        """Return the end of the last special token in the turn [start, stop), or, in a marked turn, directly after it."""
         pieces = list(self._special_names.pieces(text[start:stop]))
         tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
         if pieces and not tail.strip():
-            return stop - len(tail)  # as the line end that ChatML puts behind: nobody waits for it
-        if not self._template.marks_answers:
-            raise TemplateFailure("the template ends an answer without a special token, so that it would never end")
-        behind = next(self._special_names.pieces(text[stop:]), ("", False))
-        return stop + len(behind[0]) if behind[1] else stop
+            return stop - len(tail)  # exclude white space after it, such as ChatML's line end: generation stops before
+        if not self._template.has_generation_blocks:
+            raise TemplateFailure(_NO_END_OF_TURN)
+        following, is_special = next(self._special_names.pieces(text[stop:]), ("", False))
+        return stop + len(following) if is_special else stop
 
-    def _extend(self, tokens: list[int], text: str, joint: str) -> None:
-        """Append the tokens of a text, whose joints are not of it."""
+    def _extend(self, tokens: list[int], text: str, separator: str) -> None:
+        """Append the tokens of a text without its separators."""
         for piece, is_special in self._special_names.pieces(text):
             if is_special:
                 if piece not in self._special:
-                    raise TemplateFailure(self._lacks([piece]))
+                    raise self._missing_tokens_error([piece])
                 tokens.append(self._special[piece])
             else:
-                plain = piece.replace(joint, "").replace(ascii(joint)[1:-1], "")  # or as JSON writes it in ASCII
-                tokens += self._text(plain, opens=not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos))
+                plain = piece.replace(separator, "").replace(ascii(separator)[1:-1], "")  # JSON may escape it as ASCII
+                at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
+                tokens += self._encode_text(plain, at_start)
 
-    def _text(self, text: str, opens: bool) -> list[int]:
-        """Tokens of plain text. opens: whether it stands where a text begins; elsewhere no space comes before it."""
+    def _encode_text(self, text: str, at_start: bool) -> list[int]:
+        """Encode plain text. at_start: whether a tokenizer that prepends a space does so here."""
         tokens = self.tokenizer.encode(text)
-        if self._adds_space and not opens:
+        if self._adds_space and not at_start:
             anchor, anchored = self.tokenizer.encode(_ANCHOR), self.tokenizer.encode(_ANCHOR + text)
             if anchored[: len(anchor)] == anchor:
                 tokens = anchored[len(anchor) :]
         if not self._special_ids.isdisjoint(tokens):
-            raise TemplateFailure("the tokenizer reads a special token in plain text")
+            raise TemplateFailure("the tokenizer encodes plain text as a special token")
         return tokens
 
-    # ---------------------------------------------------------------- what a template does
+    # ---------------------------------------------------------------- checks of a template
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
-        """Raises TemplateFailure where a template cannot write the simplest conversation, or does not end it."""
-        written = self._write(_PROBE[:2], None, answer_next=False)
-        special = [name for name, is_special in self._special_names.pieces(written) if is_special]
-        lacking = [name for name in special if name not in self._special]
-        if lacking:
-            raise TemplateFailure(self._lacks([*lacking, *missing_special_tokens(self.template, self._special)]))
-        behind = self._special_names.pieces(written.rpartition(_ANSWER)[2])
-        ends = [self._special[name] for name, is_special in behind if is_special]
-        if _ANSWER not in written or not ends:
-            raise TemplateFailure("the template ends an answer without a special token, so that it would never end")
+        """Raises TemplateFailure if the template cannot render one question and answer, or does not end the answer."""
+        text = self._run_template(_PROBE[:2], None, add_generation_prompt=False)
+        special = [name for name, is_special in self._special_names.pieces(text) if is_special]
+        missing = [name for name in special if name not in self._special]
+        if missing:
+            raise self._missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
+        following = self._special_names.pieces(text.rpartition(_ANSWER)[2])
+        ends = [self._special[name] for name, is_special in following if is_special]
+        if _ANSWER not in text or not ends:
+            raise TemplateFailure(_NO_END_OF_TURN)
         return (ends[0],)
 
     def _check_header(self, rendered: _Rendered) -> None:
-        asked, plain = (self._write([_QUESTION], None, answer_next) for answer_next in (True, False))
+        with_prompt, without = (self._run_template([_QUESTION], None, prompt) for prompt in (True, False))
         start, stop = rendered.turns[0]
         header = rendered.text[start:stop].partition(_ANSWER)[0]
-        if plain == asked and header.strip():
+        if with_prompt == without and header.strip():
             raise TemplateFailure(
-                f"the template writes {header!r} before an answer, but not when add_generation_prompt asks"
+                f"the template writes {header!r} before an answer, but not when add_generation_prompt is set"
             )
 
-    def _lacks(self, names: Sequence[str]) -> str:
+    def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
         names = list(dict.fromkeys(names))
-        rule = f"the template writes {', '.join(names)}, which the tokenizer does not have"
-        free = reserved_names(self._special)[: len(names)]
-        pairs = ", ".join(f'"{name}" = "{reserved}"' for name, reserved in zip(names, free, strict=False))
-        return (
-            f"{rule}; tokenizer.reuse_reserved_tokens = {{ {pairs} }} would give ids"
-            if len(free) == len(names)
-            else rule
-        )
+        message = f"the template writes {', '.join(names)}, which the tokenizer does not have"
+        reserved = reserved_names(self._special)[: len(names)]
+        if len(reserved) == len(names):
+            pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
+            message += f"; tokenizer.reuse_reserved_tokens = {{ {pairs} }} would add them"
+        return TemplateFailure(message)
 
 
-def _characters_not_in(*values: Any) -> list[str]:
-    """Three private-use characters that stand nowhere in these values, nor as JSON's escapes."""
+def _unused_characters(*values: Any) -> list[str]:
+    """Return three private-use characters that do not occur in these values, also not as JSON escapes."""
     used = json.dumps(values, ensure_ascii=False, default=str).lower()
-    free = (chr(c) for c in range(0xE001, 0xF900) if chr(c) not in used and f"\\u{c:04x}" not in used)
-    found = [c for c, _ in zip(free, range(3), strict=False)]
-    if len(found) < 3:
-        raise TemplateFailure("every private-use character stands in the conversation")
-    return found
+    unused = (chr(c) for c in range(0xE001, 0xF900) if chr(c) not in used and f"\\u{c:04x}" not in used)
+    characters = list(itertools.islice(unused, 3))
+    if len(characters) < 3:
+        raise TemplateFailure("the conversation uses every private-use character")
+    return characters
 
 
-def _without_marks(written: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and where they stood."""
+def _remove_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text without marks, and (start, stop) of each marked range in it."""
     text = ""
     turns = []
-    for i, part in enumerate(written.split(begin)):
-        inside, found, rest = part.partition(end)
-        if i and (not found or end in rest):
-            raise TemplateFailure("the template has a {% generation %} block inside another")
+    for i, piece in enumerate(marked.split(begin)):
+        inside, mark, outside = piece.partition(end)
+        if i and (not mark or end in outside):
+            raise TemplateFailure("the template nests {% generation %} blocks")
         if i and inside:
             turns.append((len(text), len(text) + len(inside)))
-        text += inside + rest
+        text += inside + outside
     return text, turns
 
 
@@ -304,11 +308,8 @@ def load_chat_format(
     tokenizer: Tokenizer,
     *,
     allowed_special: Collection[str] = (),
-    today: datetime = TODAY,
+    today: datetime = TRAINING_DATE,
 ) -> ChatFormat:
-    """choice: see chat_files.read_template.
-
-    Raises ConfigError where the template cannot be read or does not go with the tokenizer.
-    """
+    """choice: see read_template. Raises ConfigError if the template cannot be read or does not fit the tokenizer."""
     text, names = read_template(choice)
     return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, today=today)

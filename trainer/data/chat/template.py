@@ -1,4 +1,4 @@
-"""Chat templates: Jinja text of any origin, run in a sandbox, with the names that transformers gives to it."""
+"""Chat templates: untrusted Jinja text, run in a sandbox with the functions that transformers provides."""
 
 import functools
 import json
@@ -17,24 +17,24 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000
-"""Turns of loops in one rendering; a call counts as many as it takes time."""
+"""Loop iterations in one rendering. A call counts as _STEPS_OF_A_CALL iterations, since it takes as long."""
 _STEPS_OF_A_CALL = 10
 MAX_CHARACTERS = 10_000_000
-"""Of what one rendering writes, and of a text that it joins or repeats."""
+"""Limit on the output of one rendering, and on each text that it concatenates or repeats."""
 
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
-"""Template variables: what is written around the body of {% generation %}."""
+"""Template variables whose text is written before and after the body of {% generation %}."""
 
 
 class TemplateFailure(Exception):
-    """A template that is none, or that could not render a conversation: one line."""
+    """A template is invalid or cannot render a conversation. The message is one line."""
 
     def __init__(self, reason: object):
         super().__init__(" ".join(str(reason).split())[:300])
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} stands around what the assistant says, end of turn included."""
+    """The block {% generation %} ... {% endgeneration %}, which encloses an answer with its end of turn."""
 
     tags = {"generation"}  # noqa: RUF012  the type is Jinja's
 
@@ -46,7 +46,7 @@ class _Generation(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Loops are counted and joined texts measured, for the sandbox itself sees neither."""
+    """Counts loop iterations and measures concatenated texts, since Jinja's sandbox does neither."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -59,7 +59,7 @@ class _Bounds(NodeTransformer):
 
 
 class _Namespace(Namespace):
-    """A namespace whose names do not begin with an underscore, the door to Python's inside."""
+    """A namespace that rejects names with a leading underscore, which give access to Python internals."""
 
     def __init__(*args: Any, **kwargs: Any):  # a template may name an entry "self"
         for name in dict(*args[1:], **kwargs):
@@ -77,7 +77,7 @@ def _refuse_underscore(name: object) -> None:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a budget for each rendering, and a bound on what a single operation makes."""
+    """Jinja's sandbox with a budget for each rendering and a limit on the result of each operation."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
@@ -85,7 +85,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.steps = 0
         self.filters |= {"tojson": _to_json, "counted": self._counted, "measured": _measured}
-        del self.filters["random"], self.globals["lipsum"]  # the same conversation gives the same tokens
+        del self.filters["random"], self.globals["lipsum"]  # they are random
         self.filters = {name: _bounded(function) for name, function in self.filters.items()}
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -113,7 +113,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return ImmutableSandboxedEnvironment.call(*args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable | None:
-        """Of "...".format and the like."""
+        """Wrap str.format and str.format_map."""
         format_safely = super().wrap_str_format(value)
         if format_safely is None:
             return None
@@ -133,16 +133,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         sizes = [v if isinstance(v, int) else len(v) if hasattr(v, "__len__") else 0 for v in (left, right)]
         numbers = all(isinstance(v, int | float) for v in (left, right))
         if operator == "*" and not numbers and sizes[0] * sizes[1] > MAX_CHARACTERS:
-            raise TemplateError(f"makes a text of more than {MAX_CHARACTERS} characters")
+            raise TemplateError(f"creates a text of more than {MAX_CHARACTERS} characters")
         if operator == "**" and max(map(abs, sizes)) > 1000:
-            raise TemplateError("raises to a power over 1000")
+            raise TemplateError("raises to a power above 1000")
         return super().call_binop(context, operator, left, right)
 
 
 def _bounded(function: Callable) -> Callable:
-    """A filter that makes nothing huge of a number or a format."""
+    """Wrap a filter to reject large numbers and wide formats."""
 
-    @functools.wraps(function)  # Jinja has noted on it what it takes
+    @functools.wraps(function)  # Jinja stores the calling convention as attributes
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _require_small([*args, *kwargs.values()])
         if function is FILTERS["format"]:
@@ -153,21 +153,21 @@ def _bounded(function: Callable) -> Callable:
 
 
 def _require_small(values: Iterable) -> None:
-    """Of arguments: widths and counts among them, as in "x".center(10 ** 10)."""
+    """Raise TemplateError for large numbers among arguments, as in "x".center(10 ** 10)."""
     for value in values:
         if isinstance(value, int) and value > MAX_CHARACTERS:
-            raise TemplateError(f"calls with a number over {MAX_CHARACTERS}")
+            raise TemplateError(f"calls a function with a number above {MAX_CHARACTERS}")
 
 
 def _require_narrow(text: Any) -> None:
-    """Of a format: no field as wide as memory, and none that is as wide as something else says."""
+    """Raise TemplateError for a format with a wide field or a computed width."""
     if re.search(r"[0-9]{6,}|%[^a-zA-Z%]*\*|\{[^{}]*\{", str(text).replace("{{", "")):
-        raise TemplateError("formats a text with a width over 99999, or one that is computed")
+        raise TemplateError("formats a text with a width above 99999 or a computed width")
 
 
 def _measured(value: Any) -> Any:
     if hasattr(value, "__len__") and len(value) > MAX_CHARACTERS:
-        raise TemplateError(f"makes a text of more than {MAX_CHARACTERS} characters")
+        raise TemplateError(f"creates a text of more than {MAX_CHARACTERS} characters")
     return value
 
 
@@ -181,7 +181,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict:
-    # The class itself has methods that make things of other classes.
+    # Not the class itself, since its methods give access to other classes.
     return dict(*args, **kwargs)
 
 
@@ -189,22 +189,22 @@ class ChatTemplate:
     """A compiled template."""
 
     def __init__(self, source: str, today: datetime):
-        """today: what strftime_now() tells. Raises TemplateFailure where the text is no template."""
+        """today: date that strftime_now() returns. Raises TemplateFailure if the text is not a valid template."""
         self._environment = _Sandbox(today)
         try:
             tree = self._environment.parse(source)
             self._template = self._environment.from_string(source)
-        except Exception as error:  # what Jinja does not expect in a template ends in any of Python's
+        except Exception as error:  # some invalid templates raise exceptions other than Jinja's
             line = f"line {error.lineno}: " if getattr(error, "lineno", None) else ""
             raise TemplateFailure(f"{line}{error}") from None
         loaded = {name.name for name in tree.find_all(nodes.Name)}
-        self.marks_answers = BEGIN_MARK in loaded
-        """Whether it says itself, by {% generation %}, what the assistant's are."""
-        self.asks_for_date = "strftime_now" in loaded
-        self.takes_tools = "tools" in loaded
+        self.has_generation_blocks = BEGIN_MARK in loaded
+        """Whether {% generation %} blocks mark the answers."""
+        self.uses_date = "strftime_now" in loaded
+        self.uses_tools = "tools" in loaded
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises TemplateFailure."""
+        """Return the text. Raises TemplateFailure."""
         self._environment.steps = 0
         written: list[str] = []
         size = 0
@@ -214,7 +214,7 @@ class ChatTemplate:
                 size += len(text)
                 if size > MAX_CHARACTERS:
                     raise TemplateError(f"writes more than {MAX_CHARACTERS} characters")
-        except Exception as error:  # a template can raise what Python can
+        except Exception as error:  # a template can raise any of Python's exceptions
             name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise TemplateFailure(f"{name}{error}") from None
         return "".join(written)

@@ -1,4 +1,4 @@
-"""Where chat templates come from: built in, or a file in one of Hugging Face's forms."""
+"""Loading of chat templates: built-in ones, and files in Hugging Face's formats."""
 
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ _MAX_BYTES = 1_000_000
 
 
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
-    """Jinja text, and the special tokens that it knows as bos_token, eos_token, ...; None: the tokenizer's own.
+    """Return Jinja text and its variables bos_token, eos_token, ...; None means those of the tokenizer.
 
-    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (which counts) or
+    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (preferred) or
     tokenizer_config.json. Raises ConfigError.
     """
     if choice in BUILT_IN:
@@ -28,10 +28,10 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     elif path.is_dir() and not config.is_file():
         raise ConfigError(SETTING, f"{path} holds neither chat_template.jinja nor tokenizer_config.json")
     if path.is_file() and path.suffix != ".json":
-        beside = folder / "tokenizer_config.json"
-        return _read(path), _names(_json(beside)) if beside.is_file() else None
+        config = folder / "tokenizer_config.json"
+        return _read(path), _names(_json(config)) if config.is_file() else None
     if not config.exists():
-        raise ConfigError(SETTING, f"is neither of {', '.join(BUILT_IN)} nor a file or folder")
+        raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, a file or a folder")
     content = _json(config)
     return _template(content, config), _names(content)
 
@@ -56,12 +56,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _template(config: dict[str, Any], path: Path) -> str:
-    """A text, or a list of named ones."""
+    """Return the template of a configuration: text, or the default one of a list of named templates."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if not isinstance(named.get("default"), str):
-            raise ConfigError(SETTING, f"{path} has several templates, and none of them is named default")
+            raise ConfigError(SETTING, f"{path} has several templates, but none named default")
         return named["default"]
     if not isinstance(template, str):
         raise ConfigError(SETTING, f"{path} has no chat_template")
@@ -69,7 +69,7 @@ def _template(config: dict[str, Any], path: Path) -> str:
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """What transformers gives to a template: every special token of the configuration, as bos_token."""
+    """Return every special token of a configuration, such as bos_token, as transformers passes them to a template."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

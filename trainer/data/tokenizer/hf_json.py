@@ -1,61 +1,77 @@
-"""Byte-pair ranks as the tokenizer.json of Hugging Face's `tokenizers`."""
+"""Conversion of byte-pair ranks to the tokenizer.json of Hugging Face's `tokenizers`."""
 
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+SPECIAL_TOKEN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def json_bytes(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False, indent=1).encode()
+
 
 def byte_to_char() -> dict[int, str]:
-    """Byte-level BPE writes each byte as a printable letter: itself where it is one, else the next free one from 256 on
-    (Radford et al. 2019, GPT-2)."""
+    """Map each byte to a printable character, as byte-level BPE does (Radford et al. 2019, GPT-2).
+
+    A printable byte maps to itself, and the others map to 256, 257, ... in order.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in sorted(printable)} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def merges(ranks: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
-    """The pairs that were joined, in the order of their ranks. A rank file has only what came out: a token is made of the two
-    parts that the merges of lower rank leave of its bytes."""
+    """Yield the merged pairs in the order of their ranks.
+
+    A rank file lists only the results of merges. The two halves of a token are recovered by applying the merges of lower rank
+    to its bytes.
+    """
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            joined = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
-            lowest = min(joined)
+        pieces = [token[i : i + 1] for i in range(len(token))]
+        while len(pieces) > 2:
+            pair_ranks = [ranks.get(a + b, rank) for a, b in itertools.pairwise(pieces)]
+            lowest = min(pair_ranks)
             if lowest >= rank:
                 break
-            at = joined.index(lowest)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2:
-            yield parts[0], parts[1]
+            i = pair_ranks.index(lowest)
+            pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+        if len(pieces) == 2:
+            yield pieces[0], pieces[1]
 
 
 def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str, bos: str) -> dict[str, Any]:
-    """ranks: token -> its id; special: name -> id; pattern: how text is split first; bos: the special token that opens every
-    text."""
+    """Return the content of a tokenizer.json.
+
+    ranks: bytes of a token -> id. special: name -> id. pattern: regular expression that splits text before merging.
+    bos: name of the special token that is prepended to every text.
+    """
     char_of = byte_to_char()
 
-    def written(token: bytes) -> str:
+    def to_text(token: bytes) -> str:
         return "".join(char_of[byte] for byte in token)
 
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    opening = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first = {"Sequence": {"id": "A", "type_id": 0}}
+    bos_first = {"SpecialToken": {"id": bos, "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
-    opening_second = {"SpecialToken": {"id": bos, "type_id": 1}}
+    bos_second = {"SpecialToken": {"id": bos, "type_id": 1}}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        # By their numbers: who reads it counts on from the ranks, whatever "id" says.
-        "added_tokens": [{"id": special[name], "content": name, **flags} for name in sorted(special, key=special.get)],
+        # In the order of their ids: readers number them from the last rank on, whatever "id" states.
+        "added_tokens": [
+            {"id": special[name], "content": name, **SPECIAL_TOKEN_FLAGS} for name in sorted(special, key=special.get)
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [opening, text],
-            "pair": [opening, text, opening_second, second],
+            "single": [bos_first, first],
+            "pair": [bos_first, first, bos_second, second],
             "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
         },
         "decoder": byte_level,
@@ -67,8 +83,8 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a whole word that has a rank is that token, as tiktoken has it
-            "vocab": {written(token): rank for token, rank in ranks.items()},
-            "merges": [[written(a), written(b)] for a, b in merges(ranks)],
+            "ignore_merges": True,  # a word that has a rank is one token, as in tiktoken
+            "vocab": {to_text(token): rank for token, rank in ranks.items()},
+            "merges": [[to_text(a), to_text(b)] for a, b in merges(ranks)],
         },
     }

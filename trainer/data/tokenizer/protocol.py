@@ -1,4 +1,4 @@
-"""What a tokenizer is to the trainer."""
+"""The tokenizer interface."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -18,28 +18,27 @@ def has_lone_surrogate(text: str) -> bool:
 class Tokenizer(Protocol):
     vocab_size: int
     bos: int
-    """Token that opens a document."""
+    """Token prepended to a document."""
     eos: int
-    """Token that closes a document."""
+    """Token appended to a document."""
     fingerprint: str
     """Changes when any text could be encoded differently."""
     files: Mapping[str, bytes]
-    """Name -> content of what makes the same tokenizer again, the file that its path is to name first."""
-
+    """Name -> content of the files that recreate this tokenizer. `tokenizer.path` must name the first of them."""
     special_tokens: Mapping[str, int]
-    """Name -> id of the tokens that no text has."""
+    """Name -> id of the tokens that do not stand for text."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of plain text: what looks like a special token in it is text, and none is added."""
+        """Encode plain text. Names of special tokens in it are encoded as text, and no token is added."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """The same, (tokens,) uint32: without a Python object for each."""
+        """Encode plain text to (tokens,) uint32, without a Python object for each token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Special tokens as their names: nothing is left out."""
+        """Decode tokens to text, with special tokens as their names."""
 
     def text_bytes(self) -> np.ndarray:
-        """(vocab_size,): bytes of the text that each token stands for; 0 for special ones."""
+        """Return (vocab_size,), the number of UTF-8 bytes of each token's text; 0 for special tokens."""
 
     def huggingface_files(self) -> dict[str, bytes]:
-        """Name -> content of the files that make the same tokenizer for Hugging Face's libraries."""
+        """Return name -> content of the files from which Hugging Face's libraries load this tokenizer."""
