@@ -121,7 +121,7 @@ MALFORMED = [
     (turns(USER, {"role": "assistant", "tool_calls": []}), "message 2 has no content"),
     (turns(USER, ANSWER) | {"tools": {"name": "f"}}, "tools is not a list of objects"),
     (turns(USER, ANSWER) | {"tools": ["f"]}, "tools is not a list of objects"),
-    (turns({"role": "user", "content": "\ud800"}, ANSWER), "contains an unpaired surrogate"),
+    (turns({"role": "user", "content": "\ud800"}, ANSWER), "contains a lone surrogate"),
     ({"conversations": ["hi"]}, "message 1 is not an object"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from"),
     ({"conversations": [{"from": "human"}]}, "message 1 has no value"),

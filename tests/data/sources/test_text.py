@@ -65,7 +65,7 @@ LINES = {
     b'{"text": true}': "field 'text' is a boolean, not a string",
     b'{"text": {"text": "a"}}': "field 'text' is an object, not a string",
     b'{"text": "\xff"}': "not UTF-8 text (byte 10 of the line)",
-    b'{"text": "\\ud800"}': "contains an unpaired surrogate",
+    b'{"text": "\\ud800"}': "contains a lone surrogate",
     b'{"text": ""}': "empty",
     b'{"text": "' + b"x" * 200_000 + b'"}': "longer than data.max_document_bytes = 150000",
 }

@@ -63,7 +63,7 @@ def _parse(document: Any) -> Conversation | PromptCompletion:
     if not isinstance(document, Mapping):
         raise _Malformed("not a JSON object")
     if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
-        raise _Malformed("contains an unpaired surrogate")
+        raise _Malformed("contains a lone surrogate")
     if document.get("messages") is not None:
         return _conversation(_list(document["messages"], "messages"), 0, document.get("tools"))
     if document.get("conversations") is not None:

@@ -153,7 +153,7 @@ class TextField:
         if not text:
             raise InvalidDocument("empty")
         if not text.isascii() and has_lone_surrogate(text):
-            raise InvalidDocument("contains an unpaired surrogate")
+            raise InvalidDocument("contains a lone surrogate")
         return text
 
 

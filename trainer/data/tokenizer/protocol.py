@@ -7,7 +7,7 @@ import numpy as np
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether the text contains an unpaired surrogate: JSON can name one, and no tokenizer encodes it."""
+    """Whether the text contains a lone surrogate, which JSON can hold but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
