@@ -55,13 +55,11 @@ ROWS: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]] 
     32: ("the same run twice: bit by bit", values.row_32),
     33: (
         "bad lines, bytes, fields: counted and listed with file and line, or the end, as set",
-        held_by(
-            "bad_document or problem or line or early or compressed", "data/sources", "data/prepare/test_prepare.py"
-        ),
+        held_by("bad or problem or line or truncated or compressed", "data/sources", "data/prepare/test_prepare.py"),
     ),
     34: (
         "tokens that the tokenizer has not, other types, files cut short: refused with file and place",
-        held_by("refused or width or has_not", "data/sources/test_tokens.py"),
+        held_by("rejected or width or vocabulary", "data/sources/test_tokens.py"),
     ),
     35: ("another tokenizer since the checkpoint: refused", held_by("another_tokenizer", "test_trainer.py")),
     36: ("other data since the checkpoint: refused", held_by("another_tokenizer", "test_trainer.py")),
