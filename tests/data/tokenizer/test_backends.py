@@ -105,7 +105,7 @@ def test_sentencepiece_models_are_loaded(tmp_path):
     assert tokenizer.decode([1, *tokens, 2]) == "<s>the quick 世界</s>", "control pieces are decoded too"
 
 
-def test_user_defined_pieces_are_special_and_recognised_in_text(tmp_path):
+def test_user_defined_pieces_are_special_and_recognized_in_text(tmp_path):
     defined = ["<|im_start|>", "ünï"]
     tokenizer = load_tokenizer(
         train_sentencepiece(tmp_path, user_defined_symbols=defined, control_symbols=["<call>"], vocab_size=420)
@@ -171,7 +171,7 @@ def test_a_tokenizer_json_is_loaded_by_file_or_folder(exported):
     original, loaded = load_tokenizer(TokenizerConfig()), load_hf(exported)
     assert (loaded.vocab_size, loaded.bos, loaded.eos) == (original.vocab_size, original.bos, original.eos)
     assert loaded.special_tokens == original.special_tokens
-    assert loaded.encode(TEXT) == original.encode(TEXT), "no special token is added or recognised"
+    assert loaded.encode(TEXT) == original.encode(TEXT), "no special token is added or recognized"
     assert loaded.encode_array(TEXT).tolist() == original.encode(TEXT)
     assert (
         loaded.decode([original.bos, *original.encode(TEXT), original.eos]) == f"<|begin_of_text|>{TEXT}<|end_of_text|>"

@@ -73,7 +73,7 @@ def test_special_tokens_in_tool_calls_and_tools_are_text(chatml):
     assert "\\ue" not in DEFAULT.decode(tokens)
 
 
-def test_allowed_special_tokens_are_recognised_in_messages():
+def test_allowed_special_tokens_are_recognized_in_messages():
     chat = load_chat_format("llama3", DEFAULT, allowed_special=["<|python_tag|>"])
     encoded = shown(chat.encode([TALK[1], {"role": "assistant", "content": "<|python_tag|>x<|eot_id|>"}]))
     assert encoded[-12:-8] == ["\n\n", "+<|python_tag|>", "+x", "+<"]

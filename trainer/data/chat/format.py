@@ -60,7 +60,7 @@ class ChatFormat:
         today: datetime = TRAINING_DATE,
     ):
         """template: Jinja text. names: template variables such as bos_token -> text; default: the tokenizer's BOS and EOS.
-        allowed_special: special tokens that are also recognised in messages.
+        allowed_special: special tokens that are also recognized in messages.
 
         Raises ConfigError for a template that is invalid, needs special tokens that the tokenizer does not have, or ends an
         answer without a special token.

@@ -1,4 +1,4 @@
-"""Names of special tokens in text: recognised where a template writes them, escaped where a message contains them."""
+"""Names of special tokens in text: recognized where a template writes them, escaped where a message contains them."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
