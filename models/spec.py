@@ -1,4 +1,4 @@
-"""What a model family gives to the trainer. Plain data and plain torch: nothing here knows how a model is parallelised."""
+"""The interface of a model family. Plain data and plain torch: nothing here knows how a model is parallelized."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 
 class Model(Protocol):
-    """What the trainer asks of a network, beside being a torch.nn.Module."""
+    """The interface of a model, in addition to that of torch.nn.Module."""
 
     def forward(
         self,
@@ -24,70 +24,71 @@ class Model(Protocol):
         """
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
-        """Fill `rows`, some whole rows of the parameter of that name, with initial values drawn from the generator."""
+        """Fill `rows`, full rows of the parameter `name`, with initial values drawn from the generator."""
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of forward and backward for one token."""
+        """Return the floating-point operations of forward and backward per token."""
 
 
 class SizeError(ValueError):
-    """Dimensions that make no network."""
+    """Invalid dimensions of a model."""
 
-    def __init__(self, rule: str, *names: str):
-        """names: the dimensions that the rule is about."""
-        super().__init__(rule)
+    def __init__(self, message: str, *names: str):
+        """names: the dimensions in question."""
+        super().__init__(message)
         self.names = names
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """How a network may be cut, by the names of its modules."""
+    """How a model may be sharded, by the names of its modules."""
 
     blocks: str
-    """The container of the blocks, named by their numbers, which pass one hidden state (batch, seq, dim) on: the unit of
-    sharding, of recomputation, of compilation, and where a pipeline may be cut."""
+    """The container of the blocks, whose names are their indices. Blocks pass one hidden state (batch, seq, dim) to each other and
+    are sharded, recomputed, compiled and pipelined one by one."""
     pre_blocks: tuple[str, ...]
-    """Modules that work ahead of the blocks, in order."""
+    """Modules before the blocks, in order."""
     post_blocks: tuple[str, ...]
-    """Modules that work behind them, in order; the last one takes the head."""
+    """Modules after the blocks, in order; the last one takes the head."""
     fsdp_units: tuple[tuple[str, ...], ...]
-    """Modules outside the blocks that are sharded and gathered together."""
+    """Groups of modules outside the blocks; each group is sharded and gathered as one unit."""
     tied: bool
     """Whether a parameter is used both before and after the blocks."""
     tensor: Mapping[str, str]
-    """Modules outside the blocks -> how tensor parallelism cuts them: a word of styles() in trainer/parallel/tensor.py."""
+    """Modules outside the blocks -> their style under tensor parallelism: a key of styles() in trainer/parallel/tensor.py."""
     tensor_block: Mapping[str, str]
-    """The same for the modules of a block, by their names inside it."""
+    """Modules of a block, by their names inside the block -> their style under tensor parallelism."""
     tp_divisible: tuple[str, ...]
     """Sizes that the tensor-parallel degree must divide."""
     attention: str
-    """The parameterless kernel of a block, by its name inside it: (q, k, v, mask) -> output, with k and v of the whole
-    sequence. Other kernels are put in this place."""
+    """The replaceable attention kernel of a block, by its name inside the block. It has no parameters: (q, k, v, mask) -> output,
+    with k and v of the full sequence."""
     mask: str
-    """The parameterless module that makes, once for all blocks, what their kernels take as mask: (positions, documents) ->
-    mask. A kernel comes with a mask of its own."""
+    """The replaceable module that computes the mask of all blocks. It has no parameters: (positions, documents) -> mask. Each
+    kernel takes a specific type of mask, so both are replaced together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """How Hugging Face's libraries write the network."""
+    """The mapping between a model and its format in Hugging Face's libraries."""
 
     name: Callable[[str], str]
-    """The name there of a parameter of ours."""
+    """Parameter name -> its name in Hugging Face's format."""
     is_rope_permuted: Callable[[str], bool]
-    """Whether the rows of this parameter stand in another order there, head by head."""
+    """Whether Hugging Face's format has the rows of this parameter in another order within each head."""
     permute_to_hf: Callable[[Tensor, int], Tensor]
-    """(rows of whole heads, head_dim) -> the same in the order there."""
+    """(rows of complete heads, head_dim) -> the rows in Hugging Face's order."""
     permute_from_hf: Callable[[Tensor, int], Tensor]
+    """The inverse of permute_to_hf."""
     config: Callable[[Any, int], dict[str, Any]]
-    """(sizes, seq_len) -> config.json, as far as the network decides it."""
+    """(sizes, seq_len) -> the fields of config.json that depend on the model."""
     sizes: Callable[[Mapping[str, Any]], Any]
-    """config.json -> sizes. Raises ValueError for another network."""
+    """config.json -> sizes. Raises ValueError for an unsupported model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model family. Sizes are frozen dataclasses with at least `vocab_size`, `dim` and `head_dim`; bad dimensions raise
+    """A model family. Sizes are frozen dataclasses with at least `vocab_size`, `dim` and `head_dim`. Invalid dimensions raise
     SizeError."""
 
     model: Callable[[Any], Model]

@@ -1,4 +1,4 @@
-"""The only thing that travels from the data to the step."""
+"""The batch that the data loader passes to the step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -7,26 +7,26 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Label of a position that is no target."""
+"""Label of a position without a target token."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Whole sequences; all (batch, seq), int64."""
+    """Full sequences; all tensors are (batch, seq), int64."""
 
     tokens: Tensor
     labels: Tensor
     """The token that follows each position, or IGNORE_INDEX."""
     positions: Tensor
     documents: Tensor
-    """Number of the document each token belongs to; one for all of a sample where attention does not tell them apart."""
+    """Index of the document of each token; the same for all tokens of a sample if attention ignores document boundaries."""
 
     def apply(self, f: Callable[[Tensor], Tensor]) -> "Batch":
         return Batch(*(f(getattr(self, field.name)) for field in fields(self)))
 
     @staticmethod
     def cat(batches: "Sequence[Batch]") -> "Batch":
-        """Their sequences, one after the other."""
+        """Concatenate along the batch dim."""
         return Batch(*(torch.cat([getattr(b, field.name) for b in batches]) for field in fields(Batch)))
 
     def pin_memory(self) -> "Batch":

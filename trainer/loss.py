@@ -1,5 +1,5 @@
-"""Token cross-entropy whose logits never exist as a whole: neither all tokens' nor, under tensor parallelism, all of the
-vocabulary's."""
+"""Chunked, vocabulary-parallel cross-entropy. Full logits never exist: neither for all tokens nor, under tensor parallelism, for
+the full vocabulary."""
 
 from dataclasses import dataclass
 
@@ -13,41 +13,41 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
-"""Rows of the weight whose gradient is added at a time: the product is in the weight's precision, the sum in fp32."""
+"""Rows of the weight whose gradient is accumulated at a time: the product has the weight's dtype, the sum is fp32."""
 
 
 @dataclass(frozen=True)
 class _VocabShard:
-    """The rows of the vocabulary that this rank has."""
+    """This rank's rows of the vocabulary."""
 
     first: int
     count: int
     group: ProcessGroup | None
-    """The ranks that have the other rows; None: there are none."""
+    """The ranks among which the vocabulary is sharded; None for a full vocabulary."""
 
     @classmethod
-    def of(cls, weight: Tensor) -> "_VocabShard":
+    def from_weight(cls, weight: Tensor) -> "_VocabShard":
         if not isinstance(weight, DTensor):
             return cls(0, weight.shape[0], None)
         mesh = weight.device_mesh
-        each = -(-weight.shape[0] // mesh.size())  # as DTensor cuts: the last ranks have what is left
-        return cls(each * mesh.get_local_rank(), weight.to_local().shape[0], mesh.get_group())
+        rows_per_rank = -(-weight.shape[0] // mesh.size())  # as DTensor shards: the last ranks may have fewer
+        return cls(rows_per_rank * mesh.get_local_rank(), weight.to_local().shape[0], mesh.get_group())
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """logits: (tokens, rows of this rank), fp32; targets: (tokens, 1), numbers in the whole vocabulary.
+        """logits: (tokens, rows of this rank), fp32; targets: (tokens, 1), token ids.
 
-        Returns the cross-entropies of all ranks' logits together, their normalizers, the targets as rows of this rank, and
-        whether it has them; each (tokens, 1).
+        Returns the cross-entropy over the full vocabulary, the log normalizer, the target's row on this rank, and whether this
+        rank has that row; each (tokens, 1).
         """
         rows = targets - self.first
-        here = (rows >= 0) & (rows < self.count)
-        rows = rows.where(here, 0)
+        is_local = (rows >= 0) & (rows < self.count)
+        rows = rows.where(is_local, 0)
         largest = self._reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         sums = (logits - largest).exp_().sum(-1, keepdim=True)
-        target_logits = logits.gather(1, rows) * here
+        target_logits = logits.gather(1, rows) * is_local
         sums, target_logits = self._reduce(torch.stack((sums, target_logits)), dist.ReduceOp.SUM)
         normalizers = largest + sums.log()
-        return normalizers - target_logits, normalizers, rows, here
+        return normalizers - target_logits, normalizers, rows, is_local
 
     def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:
@@ -56,18 +56,18 @@ class _VocabShard:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross-entropies of the targets, fp32, from hidden states and the weight of the output projection.
+    """The summed cross-entropy of the target tokens, fp32, from hidden states and the weight of the output projection.
 
-    The gradients are made chunk by chunk during forward, while a chunk's logits exist: no logits are kept, and none are
-    computed twice. Backward only scales them.
+    Forward computes the gradients chunk by chunk, while a chunk's logits exist. So logits are neither saved nor recomputed.
+    Backward only scales the gradients.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, rows: _VocabShard, chunk_tokens: int, needs_gradient: bool
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: _VocabShard, chunk_tokens: int, needs_gradient: bool
     ) -> Tensor:
-        """hidden: (tokens, dim); weight: (rows, dim); labels: (tokens,). needs_gradient: whether a backward follows. The
-        gradient of hidden is this rank's part of a sum."""
+        """hidden: (tokens, dim); weight: (rows, dim); labels: (tokens,). needs_gradient: whether a backward follows. The gradient
+        of hidden is partial: its sum over the ranks is the full gradient."""
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
@@ -76,17 +76,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(hidden[chunk], weight).float()  # (chunk, rows)
             is_target = (labels[chunk] != IGNORE_INDEX)[:, None]
             targets = labels[chunk][:, None].where(is_target, 0)
-            losses, normalizers, target_rows, here = rows.cross_entropy(logits, targets)
+            losses, normalizers, target_rows, is_local = shard.cross_entropy(logits, targets)
             total += (losses * is_target).sum()
             if needs_gradient:
-                logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -here.float()).mul_(is_target)
+                logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -is_local.float()).mul_(is_target)
                 grad_logits = logits.to(weight.dtype)
                 grad_hidden[chunk] = grad_logits @ weight
-                for some in range(0, rows.count, _ROWS):
-                    part = slice(some, some + _ROWS)
-                    grad_weight[part] += grad_logits[:, part].T @ hidden[chunk]
+                for first_row in range(0, shard.count, _ROWS):
+                    rows = slice(first_row, first_row + _ROWS)
+                    grad_weight[rows] += grad_logits[:, rows].T @ hidden[chunk]
                 del grad_logits
-            del logits  # before the next chunk's are made
+            del logits  # before the next chunk's logits are allocated
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
@@ -95,29 +95,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Scaled in fp32 and rounded once; on GPUs without a second fp32 table.
+        # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
         scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, grad_total, out=scaled_weight)
         return grad_hidden * grad_total, scaled_weight, None, None, None, None
 
 
 class CrossEntropyHead:
-    """What the network's output module applies to its input: hidden states to the summed loss of their targets."""
+    """The head that the model's output module applies: from hidden states to the summed loss of the target tokens."""
 
     def __init__(self, labels: Tensor, chunk_tokens: int):
-        """labels: (batch, seq). chunk_tokens: tokens whose logits exist at the same time."""
+        """labels: (batch, seq). chunk_tokens: number of tokens whose logits exist at the same time."""
         self.labels = labels
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden: (batch, seq, dim); weight: (vocab, dim); under tensor parallelism DTensors, the hidden states whole on every
-        rank, the weight cut along the vocabulary. Returns the sum over all targets, fp32, a scalar."""
-        rows = _VocabShard.of(weight)
+        """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors, hidden replicated and
+        weight sharded along the vocabulary. Returns the sum over all target tokens, fp32, a scalar."""
+        shard = _VocabShard.from_weight(weight)
         if isinstance(weight, DTensor):
-            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows give a part of it
+            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
             weight = weight.to_local()
-        # Asked here: inside the function grad mode is always off, and its inputs claim to need gradients in evaluation too.
+        # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
-            hidden.flatten(0, 1), weight, self.labels.flatten(), rows, self.chunk_tokens, needs_gradient
+            hidden.flatten(0, 1), weight, self.labels.flatten(), shard, self.chunk_tokens, needs_gradient
         )

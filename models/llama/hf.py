@@ -1,4 +1,4 @@
-"""Llama as Hugging Face writes it: other names, another order of the rows that rotary positions turn, config.json."""
+"""Llama in Hugging Face's format: parameter names, the order of rows under rotary embeddings, and config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,22 +44,21 @@ _REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": Fals
 
 
 def hf_name(name: str) -> str:
-    """The name there of a parameter of ours."""
     module, _, leaf = name.rpartition(".")
     if module.startswith("layers."):
-        _, number, inner = module.split(".", 2)
-        return f"model.layers.{number}.{_NAMES[inner]}.{leaf}"
+        _, index, inner = module.split(".", 2)
+        return f"model.layers.{index}.{_NAMES[inner]}.{leaf}"
     return f"{_NAMES[module]}.{leaf}"
 
 
 def is_rope_permuted(name: str) -> bool:
-    """Whether rotary positions turn what this parameter gives: its rows stand in another order there."""
+    """Whether rotary embeddings are applied to the parameter's output."""
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 
 def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
-    """rows: (whole heads * head_dim, columns). Here a pair that is turned together stands side by side (Meta's layout); there
-    the first members of all pairs of a head come first, then the second ones."""
+    """rows: (heads * head_dim, columns). Meta's layout has the two members of a rotated pair next to each other. Hugging Face's
+    layout has the first members of all pairs of a head, then the second ones."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -68,46 +67,44 @@ def permute_from_hf(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def hf_config(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
-    """What config.json says of the network. seq_len: that it was trained with."""
+    """seq_len: sequence length in training."""
     scaled = sizes.rope_factor != 1.0
-    scaling = {there: getattr(sizes, here) for here, there in _SCALING.items()} | {"rope_type": "llama3"}
-    longest = max(seq_len, round(sizes.original_seq_len * sizes.rope_factor)) if scaled else seq_len
+    scaling = {hf: getattr(sizes, name) for name, hf in _SCALING.items()} | {"rope_type": "llama3"}
+    max_positions = max(seq_len, round(sizes.original_seq_len * sizes.rope_factor)) if scaled else seq_len
     return {
         "architectures": ["LlamaForCausalLM"],
         **_REQUIRED,
-        **{there: getattr(sizes, here) for here, there in _FIELDS.items()},
+        **{hf: getattr(sizes, name) for name, hf in _FIELDS.items()},
         "head_dim": sizes.head_dim,
-        "max_position_embeddings": longest,
+        "max_position_embeddings": max_positions,
         "rope_theta": sizes.rope_theta,
         "rope_scaling": scaling if scaled else None,
     }
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> LlamaSizes:
-    """The sizes that a config.json describes. Raises ValueError (SizeError too) for what this network cannot be."""
+    """Return the sizes that a config.json describes. Raises ValueError or SizeError for an unsupported model."""
     for key, value in _REQUIRED.items():
         if config.get(key, value) != value:
-            raise ValueError(f"{key} {config[key]!r}: this network has {value!r}")
-    missing = [_FIELDS[here] for here in _NO_DEFAULT if config.get(_FIELDS[here]) is None]
+            raise ValueError(f"{key} {config[key]!r}: this model supports only {value!r}")
+    missing = [_FIELDS[name] for name in _NO_DEFAULT if config.get(_FIELDS[name]) is None]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
-    values = {here: config[there] for here, there in _FIELDS.items() if config.get(there) is not None}
-    for here, value in values.items():
-        expected, kinds = _EXPECTED[LlamaSizes.__annotations__[here]]
-        if type(value) not in kinds:
-            raise ValueError(f"{_FIELDS[here]} {value!r}: expected {expected}")
+    values = {name: config[hf] for name, hf in _FIELDS.items() if config.get(hf) is not None}
+    for name, value in values.items():
+        expected, types = _EXPECTED[LlamaSizes.__annotations__[name]]
+        if type(value) not in types:
+            raise ValueError(f"{_FIELDS[name]} {value!r}: expected {expected}")
     values.setdefault("n_kv_heads", values["n_heads"])
-    values.setdefault("norm_eps", 1e-6)  # what transformers takes where nothing is said
+    values.setdefault("norm_eps", 1e-6)  # the default of transformers
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     values["rope_theta"] = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type {kind!r}: this network has default and llama3")
-    if kind == "llama3":
-        values |= {here: type(getattr(LlamaSizes, here))(rope[there]) for here, there in _SCALING.items()}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise ValueError(f"rope_type {rope_type!r}: this model supports only default and llama3")
+    if rope_type == "llama3":
+        values |= {name: type(getattr(LlamaSizes, name))(rope[hf]) for name, hf in _SCALING.items()}
     sizes = LlamaSizes(**values)
     if config.get("head_dim") not in (None, sizes.head_dim):
-        raise ValueError(
-            f"head_dim {config['head_dim']}: here it is hidden_size / num_attention_heads = {sizes.head_dim}"
-        )
+        raise ValueError(f"head_dim {config['head_dim']}: must be hidden_size / num_attention_heads = {sizes.head_dim}")
     return sizes

@@ -1,6 +1,6 @@
-"""The Llama network (Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783) and its initial weights.
+"""The Llama model (Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783) and its initial weights.
 
-Plain torch on one device: parallelism, precision, checkpointing and export come from outside, by module name.
+Plain torch on one device: parallelism, precision, checkpointing and export are applied from outside, by module name.
 Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w1, norm, output.
 """
 
@@ -19,11 +19,11 @@ Head = Callable[[Tensor, Tensor], Tensor]
 
 
 def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
-    """Radians per position of each pair of a head: (head_dim / 2), fp32.
+    """Return the radians per position of each pair of a head (Su et al. 2021, arXiv:2104.09864): (head_dim / 2), fp32.
 
-    Su et al. 2021 (arXiv:2104.09864). With rope_factor, Llama 3.1's scaling: pairs that turn less than low_freq_factor
-    times within original_seq_len are slowed by the factor, pairs that turn more than high_freq_factor times stay, and
-    those between are interpolated.
+    With rope_factor, Llama 3.1's scaling applies: the frequency of a pair with fewer than rope_low_freq_factor turns within
+    original_seq_len is divided by the factor, a pair with more than rope_high_freq_factor turns is unchanged, and pairs between
+    are interpolated.
     """
     pairs = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32, device=device)
     frequencies = sizes.rope_theta ** (-pairs / sizes.head_dim)
@@ -31,22 +31,22 @@ def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
         return frequencies
     turns = sizes.original_seq_len * frequencies / (2 * math.pi)
     low, high = sizes.rope_low_freq_factor, sizes.rope_high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / sizes.rope_factor)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / sizes.rope_factor)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn neighbouring pairs of the last dim (Meta's layout). x: (batch, heads, seq, head_dim)."""
+    """Rotate neighbouring pairs of the last dim (Meta's layout). x: (batch, heads, seq, head_dim)."""
     cos, sin = rope
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).type_as(x)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).type_as(x)
 
 
 class CausalMask(nn.Module):
-    """Who sees whom: made once for all blocks, in the form that their kernel takes. A seam: exchanged by module name.
+    """The attention mask, computed once for all blocks. Replaced by module name where another mask is needed.
 
-    Here every token sees those before it in its sample, of other documents too, which the kernel knows without a mask.
+    Every token attends to itself and the earlier tokens of its sample, across documents; the kernel implements this without a mask.
     """
 
     def forward(self, positions: Tensor, documents: Tensor) -> None:
@@ -54,18 +54,18 @@ class CausalMask(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """The kernel of attention. The other seam: exchanged by module name, and without parameters. It needs the whole sequence,
-    in order."""
+    """The attention kernel, without parameters. Replaced by module name together with the mask. It needs the full sequence in
+    order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim); mask: added to the scores, of a shape that
-        broadcasts to (batch, heads, seq, seq); None: causal."""
+        """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, broadcast to
+        (batch, heads, seq, seq); None for causal attention."""
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary embeddings."""
 
     def __init__(self, sizes: LlamaSizes):
         super().__init__()
@@ -99,9 +99,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w1(x), self.w3(x)  # (batch, seq, local hidden)
         if torch.compiler.is_compiling():
-            return self._down(gate, up)  # the compiler decides by itself what is kept
-        # Of the four tensors that autograd would keep, two. In backward only the activation is computed again: torch stops
-        # where the last kept tensor is there, which is before the product with w2.
+            return self._down(gate, up)  # the compiler chooses which tensors to save
+        # Save two of the four tensors that autograd would save. Backward recomputes only the activation: torch stops the
+        # recomputation at the last saved tensor, which is before the product with w2.
         return checkpoint(self._down, gate, up, use_reentrant=False, preserve_rng_state=False)
 
     def _down(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """Projection to the vocabulary. A head works on the weight in here, while a sharded weight is gathered."""
+    """Projection to the vocabulary. A head is applied here, where a sharded weight is gathered."""
 
     def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
         return F.linear(h, self.weight) if head is None else head(h, self.weight)
@@ -141,7 +141,7 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
-        """See models.spec.Network."""
+        """See models.spec.Model."""
         rope, mask = self.rope(positions), self.mask(positions, documents)
         h = self.tok_embeddings(tokens)  # (batch, seq, dim)
         for layer in self.layers.values():
@@ -149,14 +149,14 @@ class Llama(nn.Module):
         return self.output(self.norm(h), head)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each pair's angle: (batch, 1, seq, head_dim / 2), fp32. Computed, so there is no buffer
-        that a checkpoint, a cast or a move between devices could spoil."""
+        """Return cosine and sine of each pair's angle: (batch, 1, seq, head_dim / 2), fp32. They are computed, not stored: a buffer
+        could be damaged by a checkpoint, a cast or a move between devices."""
         angles = positions[:, None, :, None].float() * rope_frequencies(self.sizes, positions.device)
         return angles.cos(), angles.sin()
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
-        """See models.spec.Network. Matrices are normal with variance 1 / (number of inputs) (LeCun et al. 1998, "Efficient
-        BackProp"), the embedding table, which may be the output's too, with 1 / dim. The two projections that write into
+        """See models.spec.Model. Matrices are normal with variance 1 / (number of inputs) (LeCun et al. 1998, "Efficient
+        BackProp"), the embedding table, which may also be the output weight, with 1 / dim. The two projections that write into
         the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start at one."""
         if name.endswith("norm.weight"):
             rows.fill_(1.0)
@@ -166,10 +166,10 @@ class Llama(nn.Module):
         rows.normal_(0.0, std / math.sqrt(2 * self.sizes.n_layers) if into_residual else std, generator=generator)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """See models.spec.Network. Two operations per multiply-add; backward costs twice the forward.
+        """See models.spec.Model. A multiply-add is two operations; backward costs twice as much as forward.
 
-        Counted: every linear layer, the output included, and attention's two products over the causal half of the
-        scores, (seq_len + 1) / 2 keys on average. Not counted: norms, activations, recomputation.
+        The count includes every linear layer, the output among them, and attention's two products over the causal half of the
+        scores, (seq_len + 1) / 2 keys on average. It excludes norms, activations and recomputation.
         """
         linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
         attention = self.sizes.n_layers * 2 * self.sizes.dim * (seq_len + 1) // 2

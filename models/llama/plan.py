@@ -1,4 +1,4 @@
-"""How a Llama network may be cut."""
+"""The parallel plan of Llama."""
 
 from models.llama.sizes import LlamaSizes
 from models.spec import ParallelPlan
@@ -21,7 +21,7 @@ TENSOR_BLOCK = {
 
 
 def plan(sizes: LlamaSizes) -> ParallelPlan:
-    """Tied embeddings: one parameter must stay in one unit, so embedding and output are gathered together."""
+    # With tied embeddings, embedding and output share a parameter, which must be in one unit.
     tied_units = (("tok_embeddings", "norm", "output"),)
     return ParallelPlan(
         blocks="layers",

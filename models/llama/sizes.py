@@ -7,7 +7,7 @@ from models.spec import SizeError
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSizes:
-    """Dimensions of one Llama network. Raises SizeError where they do not fit each other."""
+    """Dimensions of a Llama model. Raises SizeError if they are invalid or do not fit each other."""
 
     dim: int
     n_layers: int
@@ -19,13 +19,13 @@ class LlamaSizes:
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
-    """The output projection is the embedding table."""
+    """Whether the output projection is the embedding table."""
     rope_factor: float = 1.0
-    """How many times longer than original_seq_len the positions may grow (Llama 3.1); 1: frequencies are not scaled."""
+    """Factor by which positions may exceed original_seq_len (Llama 3.1); 1 disables the scaling of frequencies."""
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     original_seq_len: int = 8192
-    """Sequence length that the unscaled frequencies were trained for; used where rope_factor is not 1."""
+    """Sequence length for which the unscaled frequencies were trained; only used if rope_factor is not 1."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):
@@ -38,7 +38,9 @@ class LlamaSizes:
             raise SizeError(f"n_heads {self.n_heads} must divide dim {self.dim}", "n_heads", "dim")
         if self.head_dim % 2:
             raise SizeError(
-                f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary positions turn pairs", "n_heads", "dim"
+                f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary embeddings rotate pairs",
+                "n_heads",
+                "dim",
             )
         if self.n_heads % self.n_kv_heads:
             raise SizeError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}", "n_kv_heads", "n_heads")
@@ -68,7 +70,7 @@ LLAMA2 = {
 }
 
 LLAMA3 = {
-    # Small enough for a laptop, divisible enough for every layout on eight ranks; the vocabulary is the shipped tokenizer's.
+    # Small enough for a laptop, and divisible by every layout on eight ranks. The vocabulary is that of the shipped tokenizer.
     "debug": LlamaSizes(dim=128, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=352, vocab_size=2048),
     "8b": LlamaSizes(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256),
     "70b": LlamaSizes(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256),

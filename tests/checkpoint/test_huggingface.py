@@ -249,17 +249,17 @@ def test_rope_permutation_round_trips():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral': this network has 'llama'"),
+        ({"model_type": "mistral"}, "model_type 'mistral': this model supports only 'llama'"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': expected an integer"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5': expected a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings 1: expected true or false"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"attention_bias": True}, "attention_bias True: this network has False"),
+        ({"attention_bias": True}, "attention_bias True: this model supports only False"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type 'yarn': this network has default and llama3",
+            "rope_type 'yarn': this model supports only default and llama3",
         ),
-        ({"head_dim": 7}, "head_dim 7: here it is hidden_size / num_attention_heads = 16"),
+        ({"head_dim": 7}, "head_dim 7: must be hidden_size / num_attention_heads = 16"),
         ({"hidden_size": 130}, "n_heads 8 must divide dim 130"),
     ],
 )

@@ -76,7 +76,7 @@ COMBINATIONS = {
     "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1 and below 2**31",
     "--model.overrides.n_heads 7 --model.overrides.rope_theta 1e4": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
     "--model.overrides.n_heads 128": (
-        "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary positions turn pairs"
+        "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary embeddings rotate pairs"
     ),
     "--model.overrides.n_kv_heads 3": "--model.overrides.n_kv_heads 3: n_kv_heads 3 must divide n_heads 8",
     "--model.overrides.rope_factor -1": "--model.overrides.rope_factor -1: rope_factor -1.0 must be above 0",
@@ -86,10 +86,10 @@ COMBINATIONS = {
     "--training.global_batch_size 6": (
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
-    "--parallel.dp_shard 3": ("--parallel.dp_shard 3: this run has 4 ranks; -1 takes what is left"),
+    "--parallel.dp_shard 3": ("--parallel.dp_shard 3: this run has 4 ranks; -1 uses all remaining ranks"),
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the 4 ranks of this run",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
-        "--parallel.dp_shard 4: x dp_replicate 2 makes 8 ranks, but this run has 4 ranks; -1 takes what is left"
+        "--parallel.dp_shard 4: x dp_replicate 2 makes 8 ranks, but this run has 4 ranks; -1 uses all remaining ranks"
     ),
     "--parallel.reshard_after_forward 4": (
         "--parallel.reshard_after_forward 4: as a number it must divide dp_shard 4 and be smaller; "
@@ -103,7 +103,7 @@ COMBINATIONS = {
         "--parallel.tp 2: x the other degrees' 4 = 8 must divide the 4 ranks of this run"
     ),
     "--parallel.dp_shard 4 --parallel.tp 2": (
-        "--parallel.dp_shard 4: x tp 2 makes 8 ranks, but this run has 4 ranks; -1 takes what is left"
+        "--parallel.dp_shard 4: x tp 2 makes 8 ranks, but this run has 4 ranks; -1 uses all remaining ranks"
     ),
     "--parallel.cp 2 --parallel.reshard_after_forward 3": (
         "--parallel.reshard_after_forward 3: as a number it must divide dp_shard 2 x cp 2 = 4 and be smaller; "
@@ -115,14 +115,14 @@ COMBINATIONS = {
     ),
     "--parallel.tp 4 --model.overrides.hidden_dim 350": "--parallel.tp 4: must divide hidden_dim 350 of llama3/debug",
     "--parallel.tp 4 --model.overrides.vocab_size 6": (
-        "--parallel.tp 4: leaves a rank without a row of vocab_size 6 of llama3/debug"
+        "--parallel.tp 4: would leave a rank with no vocabulary rows (vocab_size 6 of llama3/debug)"
     ),
     "--parallel.tp 4 --training.seq_len 130": (
         "--parallel.tp 4: must divide seq_len 130; or set sequence_parallel = false"
     ),
     "--parallel.cp 4 --training.seq_len 132": "--parallel.cp 4: 2 x cp = 8 must divide seq_len 132",
     "--parallel.pp 2 --model.overrides.tied_embeddings true": (
-        "--parallel.pp 2: tied embeddings cannot be cut: first and last stage would share a parameter"
+        "--parallel.pp 2: must be 1 with tied embeddings: first and last stage would share a parameter"
     ),
     "--parallel.pp 4 --model.overrides.n_layers 3": (
         "--parallel.pp 4: makes 4 stages (4 ranks x 1), but the model has 3 blocks"
@@ -131,7 +131,7 @@ COMBINATIONS = {
         "--parallel.pp 4: makes 8 stages (4 ranks x 2), but the model has 7 blocks"
     ),
     "--parallel.pp 2 --parallel.pipeline_split_points layers.9": (
-        "--parallel.pipeline_split_points layers.9: layers.9 is no block; expected layers.1 to layers.7"
+        "--parallel.pipeline_split_points layers.9: layers.9 is not a block; expected layers.1 to layers.7"
     ),
     "--parallel.pp 2 --training.local_batch_size 16": (
         "--parallel.pp 2: the step has 1 microbatch of local_batch_size samples, but 1F1B needs at least 2"
@@ -151,16 +151,16 @@ COMBINATIONS = {
         "--parallel.pipeline_stages_per_rank 1: LoopedBFS takes 2 or more"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true": (
-        "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights apart, which torch.compile cannot"
+        "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights separately, which torch.compile cannot"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule DualPipeV --parallel.reshard_after_forward always": (
-        "--parallel.reshard_after_forward always: only default or never with DualPipeV"
+        "--parallel.reshard_after_forward always: must be default or never with DualPipeV"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --activation_checkpoint.mode selective": (
-        "--activation_checkpoint.mode selective: not with ZBVZeroBubble, which goes through backward twice"
+        "--activation_checkpoint.mode selective: not with ZBVZeroBubble, which traverses backward twice"
     ),
     "--parallel.pp 2 --training.reduce_every_microbatch true": (
-        "--training.reduce_every_microbatch true: not with pp > 1: a pipeline reduces once a step"
+        "--training.reduce_every_microbatch true: not with pp > 1: a pipeline reduces once per step"
     ),
     "--activation_checkpoint.mode budget": (
         "--activation_checkpoint.mode budget: needs [compile] enabled = true: the compiler chooses"

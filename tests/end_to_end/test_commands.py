@@ -209,7 +209,7 @@ WRONG = {
 def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
     done = call(SCRIPT, *command.split(), cwd=tmp_path, NGPU=ngpu)
     world = {"1": "1 rank", "2": "2 ranks"}[ngpu]
-    message = f"--parallel.dp_shard 3: this run has {world}; -1 takes what is left"
+    message = f"--parallel.dp_shard 3: this run has {world}; -1 uses all remaining ranks"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or message}\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -40,7 +40,7 @@ def test_frequencies_without_scaling():
 
 @pytest.mark.parametrize(("family", "size"), [("llama3.1", "8b"), ("llama3.2", "1b")])
 def test_frequencies_scaled_as_in_llama_3_1(family, size):
-    """The published rule, written out pair by pair: by wavelength, with the two borders."""
+    """The published rule for each pair, by wavelength, with its two thresholds."""
     sizes = MODELS[family].sizes[size]
     expected = []
     for pair in range(sizes.head_dim // 2):
@@ -70,7 +70,7 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
     torch.testing.assert_close(attention(x, rope, None), expected)
 
 
-def test_a_token_sees_only_what_stands_before_it():
+def test_a_token_attends_only_to_earlier_tokens():
     model = build(SMALL)
     tokens, positions, documents = inputs(SMALL)
     changed = tokens.clone()
@@ -100,22 +100,22 @@ def test_tied_embeddings_are_one_parameter():
     assert "output.weight" not in dict(model.named_parameters())
 
 
-def test_flops_are_counted_by_hand():
-    """One layer, dim 4, hidden 6, vocab 10, two heads, one kv head: every product written out."""
+def test_flops_per_token_equal_a_count_by_hand():
+    """Every product of a model with one layer, dim 4, hidden 6, vocab 10, two heads, one kv head."""
     sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=6, vocab_size=10)
     multiply_adds = 4 * 4 + 2 * (4 * 2) + 4 * 4 + 3 * (4 * 6) + 4 * 10
-    attention = 4 * (1 + 2 + 3 + 4 + 5) / 5 * 2  # token i looks at i keys; scores and values
+    attention = 4 * (1 + 2 + 3 + 4 + 5) / 5 * 2  # token i attends to i keys; scores and values
     assert Llama(sizes).flops_per_token(5) == 3 * 2 * (multiply_adds + attention)
 
 
-def test_flops_of_8b_are_six_for_each_parameter_of_a_product_and_attention():
+def test_flops_of_8b_are_six_per_matrix_parameter_plus_attention():
     with torch.device("meta"):
         model = MODELS["llama3"].model(MODELS["llama3"].sizes["8b"])
-    in_products = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # neither the embedding nor the norms
-    assert model.flops_per_token(8192) == 6 * in_products + 6 * 32 * 4096 * 8193
+    matrix_parameters = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # neither the embedding nor the norms
+    assert model.flops_per_token(8192) == 6 * matrix_parameters + 6 * 32 * 4096 * 8193
 
 
-def test_initial_values_have_the_promised_spread():
+def test_initial_values_have_the_documented_standard_deviation():
     model = build(SMALL)  # two layers: sqrt(2 n_layers) = 2
     for name, inputs_of_matrix, std in (
         ("tok_embeddings.weight", 400, 0.05),

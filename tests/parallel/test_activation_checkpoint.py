@@ -1,4 +1,4 @@
-"""What a block keeps for backward: measured, against the formulas of docs/parallelism.md."""
+"""Bytes that a block saves for backward, measured against the formulas of docs/parallelism.md."""
 
 import gc
 from dataclasses import replace
@@ -25,29 +25,29 @@ SIZES = LlamaSizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, 
 BATCH, SEQ = 2, 32
 
 
-def network(sizes, checkpointing, dtype=torch.bfloat16):
-    """Cut between all ranks, without FSDP, whose gathered parameters would count as memory."""
+def build_model(sizes, checkpointing, dtype=torch.bfloat16):
+    """Return a model sharded over all ranks, without FSDP, whose gathered parameters would count as memory."""
     with torch.device("meta"):
         model = Llama(sizes).to(dtype)
     ranks = dist.get_world_size()
 
-    def again(block):
+    def policy(block):
         return recompute_policy(int(block), checkpointing, gathers=ranks > 1, compiled=False)
 
     if ranks > 1:
-        apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, lambda b: again(b) == "gathers")
+        apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, lambda b: policy(b) == "gathers")
     for name, block in model.layers.named_children():
-        block.forward = block_forward(block.forward, again(name), checkpointing, CompileConfig())
+        block.forward = block_forward(block.forward, policy(name), checkpointing, CompileConfig())
     initialize(model, CPU, seed=0)
     return model
 
 
-def kept_by_a_block(checkpointing):
-    """Bytes that are alive after forward because of one block more, its output included."""
+def bytes_saved_by_a_block(checkpointing):
+    """Return the bytes that one more block keeps alive after forward, its output included."""
     live = []
     for layers in (1, 2):
         sizes = replace(SIZES, n_layers=layers)
-        model = network(sizes, checkpointing)
+        model = build_model(sizes, checkpointing)
         batch = inputs(sizes, BATCH, SEQ)
         with Memory() as memory:
             loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
@@ -58,7 +58,7 @@ def kept_by_a_block(checkpointing):
 
 
 def formula(mode, recompute, ranks):
-    """docs/parallelism.md, "What a block keeps": bytes on each rank, in bf16, on CPU."""
+    """Return the bytes per rank in bf16 on CPU, by docs/parallelism.md, "Activation memory of a block"."""
     tokens, h, f = BATCH * SEQ, SIZES.dim, SIZES.hidden_dim
     k = SIZES.n_kv_heads * SIZES.head_dim
     lse = 4 * tokens * SIZES.n_heads / ranks
@@ -81,22 +81,24 @@ MODES = [("none", False), ("none", True), ("selective", True), ("full", True)]
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("mode", "recompute"), MODES)
-def test_a_block_keeps_what_the_formula_says(ranks, size, mode, recompute):
-    kept = ranks(size).run(kept_by_a_block, ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute))
-    assert set(kept) == {formula(mode, recompute, size)}
+def test_activation_memory_of_a_block_equals_the_formula(ranks, size, mode, recompute):
+    saved = ranks(size).run(
+        bytes_saved_by_a_block, ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute)
+    )
+    assert set(saved) == {formula(mode, recompute, size)}
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_gathering_again_saves_what_the_gathers_are_larger_than_their_parts(ranks, size):
-    kept, recomputed = (
-        ranks(size).run(kept_by_a_block, ActivationCheckpointConfig(recompute_all_gather=recompute))[0]
+def test_recomputing_gathers_saves_the_difference_between_gathered_inputs_and_their_shards(ranks, size):
+    saved, recomputed = (
+        ranks(size).run(bytes_saved_by_a_block, ActivationCheckpointConfig(recompute_all_gather=recompute))[0]
         for recompute in (False, True)
     )
-    assert kept - recomputed == 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
+    assert saved - recomputed == 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
 
 
 def gradients(checkpointing):
-    model = network(SIZES, checkpointing, torch.float32)
+    model = build_model(SIZES, checkpointing, torch.float32)
     batch = inputs(SIZES, BATCH, SEQ)
     with Operators() as operators:
         model(*batch, head=CrossEntropyHead(batch[0].roll(-1, 1), 1024)).backward()
@@ -107,22 +109,22 @@ SELECTIONS = {
     "full": (ActivationCheckpointConfig(mode="full"), 12),
     "every second block": (ActivationCheckpointConfig(mode="full", every_n_blocks=2), 6),
     "selective": (ActivationCheckpointConfig(mode="selective"), 0),
-    # of seven matmuls three are kept; the last is not needed
+    # three of seven matmuls are saved; the last one is not needed
     "every second matmul": (ActivationCheckpointConfig(mode="selective", save_every_nth_matmul=2), 6),
-    "attention alone": (ActivationCheckpointConfig(mode="selective", save=("attention",)), 12),
+    "only attention": (ActivationCheckpointConfig(mode="selective", save=("attention",)), 12),
 }
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_gradients_are_bit_identical_and_what_is_not_kept_is_computed_again(ranks, name):
-    checkpointing, again = SELECTIONS[name]
-    plain, matmuls = ranks(1).run(gradients, ActivationCheckpointConfig())[0]
-    changed, more = ranks(1).run(gradients, checkpointing)[0]
-    assert more - matmuls == again
-    assert all(torch.equal(plain[name], changed[name]) for name in plain)
+def test_gradients_are_bitwise_identical_and_unsaved_matmuls_are_recomputed(ranks, name):
+    checkpointing, recomputed_matmuls = SELECTIONS[name]
+    expected, matmuls = ranks(1).run(gradients, ActivationCheckpointConfig())[0]
+    actual, matmuls_with_recomputation = ranks(1).run(gradients, checkpointing)[0]
+    assert matmuls_with_recomputation - matmuls == recomputed_matmuls
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
-def test_the_gated_activation_keeps_two_tensors_of_its_width():
+def test_the_gated_activation_saves_two_tensors_of_its_width():
     model = reference(replace(SIZES, n_layers=1))
     x = torch.randn(BATCH, SEQ, SIZES.dim)
     with Memory() as memory:
@@ -130,12 +132,12 @@ def test_the_gated_activation_keeps_two_tensors_of_its_width():
     assert memory.live() - out.nbytes == 2 * BATCH * SEQ * SIZES.hidden_dim * 4
 
 
-def test_the_words_of_the_save_list_are_those_of_the_settings():
-    kind = settings()["activation_checkpoint"]["save"].type
-    assert kind.__args__[0].__args__ == tuple(SAVEABLE_OPS)
+def test_saveable_operators_are_the_values_of_the_setting():
+    save_type = settings()["activation_checkpoint"]["save"].type
+    assert save_type.__args__[0].__args__ == tuple(SAVEABLE_OPS)
 
 
-def test_blocks_are_chosen_by_their_number_in_the_whole_network():
+def test_checkpointed_blocks_are_chosen_by_their_index_in_the_full_model():
     config = ActivationCheckpointConfig(mode="full", every_n_blocks=3)
     assert [n for n in range(8) if recompute_policy(n, config, gathers=False, compiled=False) == "all"] == [0, 3, 6]
     assert recompute_policy(1, config, gathers=True, compiled=False) == "gathers"

@@ -1,4 +1,4 @@
-"""Inputs of blocks in host memory: the same run, and what is there."""
+"""Activation offloading: results are unchanged, and exactly the block inputs are offloaded."""
 
 import gc
 
@@ -23,7 +23,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
+def test_offloading_inputs_gives_bitwise_identical_weights(ranks, tiny, tmp_path, name):
     if name == "zero bubble" and torch.__version__ < (2, 13):
         pytest.skip("needs torch 2.13")
     size, layout = LAYOUTS[name]
@@ -33,53 +33,53 @@ def test_a_run_is_the_same_bit_by_bit(ranks, tiny, tmp_path, name):
         for offload in ("false", "true")
     )
     assert plain[0].weights == offloaded[0].weights
-    kept = ranks(size).run(
-        inputs_on_the_host, [*words, "--run.name", "kept", "--activation_checkpoint.offload_inputs", "true"]
+    counts = ranks(size).run(
+        count_offloads, [*words, "--run.name", "count", "--activation_checkpoint.offload_inputs", "true"]
     )
-    assert all(kept)
-    if name in ("dp", "every second block"):  # of two, in four microbatches of four steps
-        assert set(kept) == {32 if name == "dp" else 16}
+    assert all(counts)
+    if name in ("dp", "every second block"):  # two blocks, four microbatches, four steps
+        assert set(counts) == {32 if name == "dp" else 16}
 
 
-def inputs_on_the_host(argv) -> int:
-    """Return the number of copies to host memory in a complete run."""
-    sent, buffers, (host_like, copy) = [], set(), (HostTransfer.host_like, HostTransfer.copy)
+def count_offloads(argv) -> int:
+    """Return the number of tensors copied to host memory during a run."""
+    shapes, buffers, (host_like, copy) = [], set(), (HostTransfer.host_like, HostTransfer.copy)
 
-    def recorded_host_like(transfer, tensor, dtype):
+    def recording_host_like(transfer, tensor, dtype):
         buffer = host_like(transfer, tensor, dtype)
         buffers.add(buffer.data_ptr())
         return buffer
 
-    def recorded_copy(transfer, targets, sources):
-        sent.extend(target.shape for target in targets if target.data_ptr() in buffers)
+    def recording_copy(transfer, targets, sources):
+        shapes.extend(target.shape for target in targets if target.data_ptr() in buffers)
         return copy(transfer, targets, sources)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostTransfer, "host_like", recorded_host_like)
-        patch.setattr(HostTransfer, "copy", recorded_copy)
+        patch.setattr(HostTransfer, "host_like", recording_host_like)
+        patch.setattr(HostTransfer, "copy", recording_copy)
         train(argv)
-    assert len(set(sent)) == 1
-    return len(sent)
+    assert len(set(shapes)) == 1
+    return len(shapes)
 
 
-def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
-    """The gradient of what goes through three blocks twice, how many buffers were made, and how many are in use then.
-    link_changes: whether what comes back from the host is something else."""
-    made, (make, copy) = [], (HostTransfer.host_like, HostTransfer.copy)
+def run_blocks(corrupt: bool) -> tuple[torch.Tensor, int, int]:
+    """Run forward and backward through three blocks twice. Return the gradient of the input, the number of allocated buffers,
+    and how many are still in use. corrupt: whether tensors are changed on their way back from the host."""
+    buffers, (host_like, copy) = [], (HostTransfer.host_like, HostTransfer.copy)
 
-    def counted(transfer, tensor, dtype):
-        made.append(make(transfer, tensor, dtype))
-        return made[-1]
+    def counting_host_like(transfer, tensor, dtype):
+        buffers.append(host_like(transfer, tensor, dtype))
+        return buffers[-1]
 
-    def changed(transfer, targets, sources):
-        to_device = all(target is not buffer for target in targets for buffer in made)
-        return copy(transfer, targets, [s * 2 for s in sources] if link_changes and to_device else sources)
+    def corrupting_copy(transfer, targets, sources):
+        to_device = all(target is not buffer for target in targets for buffer in buffers)
+        return copy(transfer, targets, [s * 2 for s in sources] if corrupt and to_device else sources)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostTransfer, "host_like", counted)
-        patch.setattr(HostTransfer, "copy", changed)
-        inputs = InputOffloader(torch.device("cpu"))
-        cubes = [inputs.wrap(_Cube.apply, first=number == 0) for number in range(3)]
+        patch.setattr(HostTransfer, "host_like", counting_host_like)
+        patch.setattr(HostTransfer, "copy", corrupting_copy)
+        offloader = InputOffloader(torch.device("cpu"))
+        cubes = [offloader.wrap(_Cube.apply, is_first=i == 0) for i in range(3)]
         for _ in range(2):
             x = torch.tensor([1.1], requires_grad=True)
             out = x
@@ -88,7 +88,7 @@ def blocks(link_changes: bool) -> tuple[torch.Tensor, int, int]:
             out.backward()
         del out
         gc.collect()
-    return x.grad, len(made), len(made) - sum(map(len, inputs.free_buffers.values()))
+    return x.grad, len(buffers), len(buffers) - sum(map(len, offloader.free_buffers.values()))
 
 
 class _Cube(torch.autograd.Function):
@@ -103,8 +103,8 @@ class _Cube(torch.autograd.Function):
         return 3 * x**2 * gradient
 
 
-def test_backward_takes_inputs_from_the_host_in_buffers_that_are_made_once():
-    gradient, made, in_use = blocks(link_changes=False)
+def test_backward_reads_inputs_from_host_buffers_that_are_reused():
+    gradient, allocated, in_use = run_blocks(corrupt=False)
     torch.testing.assert_close(gradient, torch.tensor([27 * 1.1**26]))
-    assert (made, in_use) == (3, 0)
-    assert blocks(link_changes=True)[0].item() == pytest.approx(64 * gradient.item())
+    assert (allocated, in_use) == (3, 0)
+    assert run_blocks(corrupt=True)[0].item() == pytest.approx(64 * gradient.item())

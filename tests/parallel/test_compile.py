@@ -1,4 +1,4 @@
-"""Compiled blocks: what they gather again, that they share one graph, that names stay."""
+"""Compiled blocks: recomputed gathers, one shared graph, unchanged parameter names."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.tiny_models import inputs, reference, whole
+from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel import compile
@@ -15,8 +15,8 @@ SIZES = LlamaSizes(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, v
 
 
 def gathers(recompute):
-    """All-gathers over tp in forward and backward of a compiled network, its gradients, its graphs, its names."""
-    model = whole(
+    """Return the all-gathers over tp in forward and backward of a compiled model, its gradients, and the number of graphs."""
+    model = build_model(
         SIZES,
         ParallelConfig(tp=2),
         checkpointing=ActivationCheckpointConfig(recompute_all_gather=recompute),
@@ -38,22 +38,22 @@ def gathers(recompute):
     return counts, gradients, counters["stats"]["unique_graphs"]
 
 
-def test_compiled_blocks_share_a_graph_and_gather_again_as_told(ranks):
-    kept, gradients, graphs = ranks(2).run(gathers, False)[0]
-    again, same, _ = ranks(2).run(gathers, True)[0]
+def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks):
+    saved, saved_gradients, graphs = ranks(2).run(gathers, False)[0]
+    recomputed, recomputed_gradients, _ = ranks(2).run(gathers, True)[0]
     assert graphs == 1
-    assert again[0] == kept[0]
-    assert again[1] - kept[1] == 2 * SIZES.n_layers
+    assert recomputed[0] == saved[0]
+    assert recomputed[1] - saved[1] == 2 * SIZES.n_layers
     model = reference(SIZES)
     batch = inputs(SIZES)
     model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
     for name, parameter in model.named_parameters():
-        for other in (gradients[name], same[name]):
-            torch.testing.assert_close(other, parameter.grad, rtol=1e-4, atol=1e-4)
+        for gradients in (saved_gradients, recomputed_gradients):
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])
-def test_the_options_of_the_compiler_are_set_for_every_run_anew(mode, budget):
+def test_every_run_sets_the_options_of_the_compiler(mode, budget):
     compile.configure(ActivationCheckpointConfig(mode=mode, memory_budget=0.25), None)
     assert torch._functorch.config.activation_memory_budget == budget
     assert torch._functorch.config.unsafe_allow_optimization_of_collectives == (mode == "budget")

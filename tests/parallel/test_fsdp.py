@@ -1,4 +1,4 @@
-"""Which parameters are gathered together, how much at once, and for how long."""
+"""FSDP: units, gathered sizes, resharding, prefetching, precision."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.tiny_models import whole
+from tests.parallel.tiny_models import build_model
 from trainer.config import ParallelConfig
 from trainer.loss import CrossEntropyHead
 
@@ -19,11 +19,11 @@ def build(tied=False, dtype="fp32", **settings):
     sizes = LlamaSizes(
         dim=DIM, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=VOCAB, tied_embeddings=tied
     )
-    return whole(sizes, ParallelConfig(**settings), dtype=dtype)
+    return build_model(sizes, ParallelConfig(**settings), dtype=dtype)
 
 
 def units(tied, fsdp_units):
-    """The parameters of each unit, by the names of the modules that FSDP was given."""
+    """Return the parameters of each unit, by the names of the modules that FSDP was given."""
     model = build(tied, fsdp_units=fsdp_units)
     names = {id(module): name for name, module in model.named_modules()}
     found = {}
@@ -40,7 +40,7 @@ def units(tied, fsdp_units):
 BLOCKS = [("layers.0",), ("layers.1",)]
 
 
-def test_embedding_and_output_are_units_of_their_own(ranks):
+def test_embedding_and_output_are_separate_units(ranks):
     found = ranks(2).run(units, False, "separate")[0]
     assert set(found) == {*BLOCKS, ("tok_embeddings",), ("norm", "output")}
     assert found["tok_embeddings",] == ["tok_embeddings.weight"]
@@ -54,14 +54,14 @@ def test_tied_embeddings_are_one_unit_with_the_norm(ranks):
     assert found["tok_embeddings", "norm", "output"] == ["norm.weight", "tok_embeddings.weight"]
 
 
-def test_they_can_be_put_back_into_the_root(ranks):
+def test_root_units_contain_embedding_and_output(ranks):
     found = ranks(2).run(units, False, "root")[0]
     assert set(found) == {*BLOCKS, ("",)}
     assert found["",] == ["norm.weight", "output.weight", "tok_embeddings.weight"]
 
 
 class Gathers(TorchDispatchMode):
-    """Elements of every all-gather."""
+    """Number of elements of every all-gather."""
 
     def __init__(self):
         super().__init__()
@@ -74,14 +74,14 @@ class Gathers(TorchDispatchMode):
 
 
 def one_step(settings):
-    """Sizes of all gathers of a step, and the elements that are gathered while the first block computes."""
+    """Return the sizes of all gathers of a step, the number of gathered elements during the first block, and the block's size."""
     model = build(**settings)
     gathered = []
 
-    def look(*_):
+    def record(*_):
         gathered.append(sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor)))
 
-    model.layers["0"].feed_forward.register_forward_hook(look)
+    model.layers["0"].feed_forward.register_forward_hook(record)
     tokens = torch.arange(16)[None]
     labels = tokens + 1
     with Gathers() as gathers:
@@ -90,14 +90,14 @@ def one_step(settings):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_no_gather_is_larger_than_one_table_and_the_final_norm(ranks, tied):
+def test_the_largest_gather_is_one_table_and_the_final_norm(ranks, tied):
     sizes, gathered, block = ranks(2).run(one_step, {"tied": tied})[0]
     assert max(sizes) == TABLE + DIM
-    # Untied, no table is held while the blocks compute; tied, the one table has to serve both ends.
+    # Untied tables are freed while the blocks compute. A tied table is used before and after the blocks.
     assert gathered == block + (TABLE + DIM if tied else 0)
 
 
-def test_in_the_root_both_tables_are_gathered_at_once_and_held(ranks):
+def test_root_units_gather_both_tables_at_once_and_keep_them(ranks):
     sizes, gathered, block = ranks(2).run(one_step, {"fsdp_units": "root"})[0]
     assert max(sizes) == 2 * TABLE + DIM
     assert gathered == block + 2 * TABLE + DIM
@@ -105,38 +105,38 @@ def test_in_the_root_both_tables_are_gathered_at_once_and_held(ranks):
 
 @pytest.mark.parametrize(
     ("setting", "gathers"),
-    # Forward: embedding, two blocks, output. Backward: whatever was freed, the embedding too (FSDP does not know that
-    # its gradient needs no values).
+    # Forward: embedding, two blocks, output. Backward: all freed units, including the embedding, although its gradient needs
+    # no values.
     [("default", 7), ("always", 8), ("never", 4), (2, 8)],
 )
-def test_resharding_decides_what_is_gathered_again(ranks, setting, gathers):
+def test_resharding_determines_the_number_of_gathers(ranks, setting, gathers):
     sizes, _, _ = ranks(4).run(one_step, {"reshard_after_forward": setting})[0]
     assert len(sizes) == gathers
 
 
 def precision(dtype):
     model = build(dtype=dtype)
-    seen = {}
+    dtypes = {}
     model.layers["0"].attention.wq.register_forward_hook(
-        lambda m, args, out: seen.update(wq=(args[0].dtype, out.dtype))
+        lambda m, args, out: dtypes.update(wq=(args[0].dtype, out.dtype))
     )
     rope = []
     model.layers["0"].register_forward_pre_hook(lambda m, args: rope.append(args[1][0].dtype))
     tokens = torch.arange(16)[None]
     model(tokens, tokens, tokens, head=CrossEntropyHead(tokens, 1024)).backward()
-    return seen["wq"], rope[0], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+    return dtypes["wq"], rope[0], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_precision_policy_holds_on_one_rank_too(ranks, size):
+def test_the_precision_policy_also_holds_on_one_rank(ranks, size):
     computed, rope, parameters, gradients = ranks(size).run(precision, "bf16")[0]
     assert computed == (torch.bfloat16, torch.bfloat16)
-    assert rope == torch.float32  # angles of long positions have no meaning in bf16
+    assert rope == torch.float32  # bf16 cannot represent the angles of long positions
     assert parameters == gradients == {torch.float32}
 
 
 def prefetched(settings, tied):
-    """Which unit each unit gathers ahead, forward and backward, by names."""
+    """Return the names of the units that each unit prefetches in forward and in backward."""
     model = build(tied=tied, reshard_after_forward="always", **settings)
     names = {module: name for name, module in model.named_modules()}
     ahead = {}
@@ -148,7 +148,7 @@ def prefetched(settings, tied):
     return ahead
 
 
-def test_units_are_gathered_ahead_in_the_order_of_forward_and_of_backward(ranks):
+def test_units_are_prefetched_in_the_order_of_forward_and_of_backward(ranks):
     ahead = ranks(2).run(prefetched, {"fsdp_prefetch": 2}, False)[0]
     assert ahead["tok_embeddings"] == (["layers.0", "layers.1"], [])
     assert ahead["layers.1"] == (["norm"], ["layers.0", "tok_embeddings"])
@@ -166,5 +166,5 @@ def policies():
     return {type(group.offload_policy).__name__ for group in groups if group}
 
 
-def test_offloading_is_that_of_fsdp(ranks):
+def test_cpu_offload_uses_fsdp_policy(ranks):
     assert ranks(2).run(policies)[0] == {"CPUOffloadPolicy"}

@@ -27,23 +27,23 @@ def spread():
     model = build()
     wq = full(model.get_parameter("layers.0.attention.wq.weight"))
     halves = wq.chunk(2)
-    same = [
+    equal_to_output = [
         name
         for name, p in model.named_parameters()
         if p.dim() == 2 and (full(p)[:2, :32] == full(model.get_parameter("output.weight"))[:2, :32]).all()
     ]
-    return (halves[0] == halves[1]).any().item(), wq.std().item(), same
+    return (halves[0] == halves[1]).any().item(), wq.std().item(), equal_to_output
 
 
 def test_shards_and_parameters_are_drawn_independently(ranks):
-    """A generator seeded alike on all ranks would give every shard the same numbers."""
-    halves_agree, std, same = ranks(2).run(spread)[0]
+    """A generator with the same seed on all ranks would give every shard the same values."""
+    halves_agree, std, equal_to_output = ranks(2).run(spread)[0]
     assert not halves_agree
     assert 0.15 < std < 0.2  # 1 / sqrt(32)
-    assert same == ["output.weight"]
+    assert equal_to_output == ["output.weight"]
 
 
-def test_parameters_longer_than_one_generator_draws_are_filled(ranks):
+def test_parameters_with_more_rows_than_one_seed_are_filled(ranks):
     assert all(ranks(2).run(long_table))
 
 
@@ -57,5 +57,5 @@ def long_table():
         model = Llama(sizes)
     initialize(model, torch.device("cpu"), seed=0)
     table = model.tok_embeddings.weight
-    blocks = table[:1024], table[1024:2048]
-    return bool(table.std(dim=1).min() > 0 and not (blocks[0] == blocks[1]).any())
+    groups = table[:1024], table[1024:2048]
+    return bool(table.std(dim=1).min() > 0 and not (groups[0] == groups[1]).any())

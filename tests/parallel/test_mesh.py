@@ -5,14 +5,14 @@ from trainer.config import ConfigError, ParallelConfig
 from trainer.parallel.mesh import Meshes, ParallelDims
 
 
-def test_what_is_left_is_sharded_over():
+def test_dp_shard_defaults_to_all_remaining_ranks():
     dims = ParallelDims.from_config(ParallelConfig(dp_replicate=2), world_size=8)
     assert (dims.dp_shard, dims.fsdp, dims.batch) == (4, 4, 8)
     assert dims.pp * dims.dp_replicate * dims.dp_shard * dims.cp * dims.tp == dims.world_size == 8
 
 
 @pytest.mark.parametrize("world_size", range(1, 65))
-def test_degrees_make_up_the_world_or_are_refused(world_size):
+def test_degrees_whose_product_is_not_the_world_size_are_rejected(world_size):
     for replicate in range(1, 9):
         for shard in (-1, *range(1, 9)):
             fits = world_size % replicate == 0 if shard == -1 else replicate * shard == world_size
@@ -36,7 +36,7 @@ def axes():
     )
 
 
-def test_every_axis_is_there_at_size_one_too(ranks):
+def test_size_one_axes_exist(ranks):
     results = ranks(4).run(axes)
     for sizes, _ in results:
         assert sizes == [
@@ -44,4 +44,4 @@ def test_every_axis_is_there_at_size_one_too(ranks):
             {"pp": 1, "batch": 4, "cp": 1, "tp": 1},
             {"pp": 1, "loss": 4, "tp": 1},
         ]
-    assert [place for _, place in results] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
+    assert [coordinates for _, coordinates in results] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]

@@ -1,4 +1,4 @@
-"""Where a network is cut into stages, and what the stages keep."""
+"""Pipeline parallelism: the partition into stages, and the schedules."""
 
 import typing
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
-from tests.parallel.tiny_models import inputs, parts, reference
+from tests.parallel.tiny_models import build_model_parts, inputs, reference
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import settings
@@ -26,73 +26,75 @@ from trainer.parallel.pipeline import (
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
 
 
-def cut(sizes=SIZES, **config):
+def partition(sizes=SIZES, **config):
     with torch.device("meta"):
         model = Llama(sizes)
     return partition_blocks(model, plan(sizes), ParallelConfig(**config))
 
 
-def test_the_settings_name_the_schedules_that_there_are():
+def test_schedules_are_the_values_of_the_setting():
     assert typing.get_args(settings()["parallel"]["pipeline_schedule"].type) == tuple(SCHEDULES)
 
 
-def test_embedding_and_output_count_in_the_balance():
+def test_stage_balance_counts_embedding_and_output():
     big_tables = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=350)
-    assert [len(stage.blocks) for stage in cut(pp=4)] == [2, 2, 2, 2]
-    assert [len(stage.blocks) for stage in cut(big_tables, pp=4)] == [1, 3, 3, 1]
+    assert [len(stage.blocks) for stage in partition(pp=4)] == [2, 2, 2, 2]
+    assert [len(stage.blocks) for stage in partition(big_tables, pp=4)] == [1, 3, 3, 1]
 
 
 @pytest.mark.parametrize(
-    ("weights", "before", "after", "count"),
+    ("weights", "pre", "post", "count"),
     [([1] * 5, 0, 0, 2), ([1] * 8, 3, 3, 4), ([1] * 8, 100, 0, 3), ([5, 1, 1, 1, 5], 0, 2, 3), ([1] * 4, 0, 0, 4)],
 )
-def test_no_other_cut_has_a_lighter_heaviest_stage(weights, before, after, count):
+def test_no_partition_has_a_lighter_heaviest_stage(weights, pre, post, count):
     def heaviest(starts):
         ends = [*starts[1:], len(weights)]
         sums = [sum(weights[a:b]) for a, b in zip(starts, ends, strict=True)]
-        sums[0] += before
-        sums[-1] += after
+        sums[0] += pre
+        sums[-1] += post
         return max(sums)
 
-    def all_cuts(first, left):
-        if left == 1:
-            yield (first,)
+    def all_partitions(start, num_stages):
+        if num_stages == 1:
+            yield (start,)
             return
-        for end in range(first + 1, len(weights) - left + 2):
-            yield from ((first, *rest) for rest in all_cuts(end, left - 1))
+        for end in range(start + 1, len(weights) - num_stages + 2):
+            yield from ((start, *rest) for rest in all_partitions(end, num_stages - 1))
 
-    chosen = _balance_stages(weights, before, after, count)
-    assert len(chosen) == count
-    assert heaviest(chosen) == min(map(heaviest, all_cuts(0, count)))
+    starts = _balance_stages(weights, pre, post, count)
+    assert len(starts) == count
+    assert heaviest(starts) == min(map(heaviest, all_partitions(0, count)))
 
 
-def test_stages_begin_where_the_user_says():
+def test_stages_start_at_the_split_points():
     config = {"pp": 2, "pipeline_split_points": ("layers.3",)}
-    assert [stage.blocks for stage in cut(**config)] == [range(3), range(3, 8)]
+    assert [stage.blocks for stage in partition(**config)] == [range(3), range(3, 8)]
 
 
 ERRORS = {
     ("pp", 16, ()): "parallel.pp: makes 16 stages (16 ranks x 1), but the model has 8 blocks",
-    ("split", 2, ("layers.8",)): "parallel.pipeline_split_points: layers.8 is no block; expected layers.1 to layers.7",
-    ("split", 2, ("layers.1", "layers.2")): (
-        "parallel.pipeline_split_points: 2 stages need 1 blocks to begin with behind the first stage, not 2"
-    ),
+    (
+        "split",
+        2,
+        ("layers.8",),
+    ): "parallel.pipeline_split_points: layers.8 is not a block; expected layers.1 to layers.7",
+    ("split", 2, ("layers.1", "layers.2")): ("parallel.pipeline_split_points: 2 stages need 1 split points, not 2"),
     ("split", 3, ("layers.4", "layers.2")): (
-        "parallel.pipeline_split_points: must name blocks behind layers.0, each behind the one before"
+        "parallel.pipeline_split_points: must name blocks after layers.0 in ascending order"
     ),
     (
         "split",
         2,
         ("layers.0",),
-    ): "parallel.pipeline_split_points: must name blocks behind layers.0, each behind the one before",
+    ): "parallel.pipeline_split_points: must name blocks after layers.0 in ascending order",
 }
 
 
 @pytest.mark.parametrize("case", ERRORS, ids=str)
-def test_a_cut_that_cannot_be_made_is_told(case):
+def test_an_impossible_partition_is_an_error(case):
     _, pp, split = case
     with pytest.raises(ConfigError) as error:
-        cut(pp=pp, pipeline_split_points=split)
+        partition(pp=pp, pipeline_split_points=split)
     assert str(error.value) == ERRORS[case]
 
 
@@ -100,62 +102,62 @@ def test_a_cut_that_cannot_be_made_is_told(case):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_stage_is_held_by_one_rank(name, pp):
     config = ParallelConfig(pp=pp, pipeline_schedule=name)
-    whole = cut(pp=pp, pipeline_schedule=name)
-    held = [stages_of_rank(whole, rank, config) for rank in range(pp)]
-    assert sorted(s.index for stages_ in held for s in stages_) == list(range(len(whole)))
+    stages = partition(pp=pp, pipeline_schedule=name)
+    by_rank = [stages_of_rank(stages, rank, config) for rank in range(pp)]
+    assert sorted(stage.index for rank_stages in by_rank for stage in rank_stages) == list(range(len(stages)))
     if SCHEDULES[name].v_shape:
-        assert (held[0][0].index, held[0][1].index) == (0, len(whole) - 1)
+        assert (by_rank[0][0].index, by_rank[0][1].index) == (0, len(stages) - 1)
 
 
-def held_names(schedule):
-    built, _ = parts(SIZES, ParallelConfig(pp=2, pipeline_schedule=schedule))
-    return [[name for name, _ in part.named_parameters()] for part in built.values()]
+def parameter_names(schedule):
+    model_parts, _ = build_model_parts(SIZES, ParallelConfig(pp=2, pipeline_schedule=schedule))
+    return [[name for name, _ in part.named_parameters()] for part in model_parts.values()]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_parameters_keep_their_names_and_none_is_held_twice(ranks, schedule):
-    held = [name for rank in ranks(2).run(held_names, schedule) for part in rank for name in part]
-    assert sorted(held) == sorted(name for name, _ in reference(SIZES).named_parameters())
+def test_stages_keep_parameter_names_and_hold_each_parameter_once(ranks, schedule):
+    names = [name for rank in ranks(2).run(parameter_names, schedule) for part in rank for name in part]
+    assert sorted(names) == sorted(name for name, _ in reference(SIZES).named_parameters())
 
 
-def schedule_object(name, pp, microbatches):
-    """torch's own schedule for so many microbatches."""
-    built, meshes = parts(SIZES, ParallelConfig(pp=pp, pipeline_schedule=name))
+def build_step(name, pp, microbatches):
+    """Return a step with torch's schedule for this number of microbatches."""
+    model_parts, meshes = build_model_parts(SIZES, ParallelConfig(pp=pp, pipeline_schedule=name))
     group = meshes.model["pp"].get_group()
     hidden = torch.empty(1, 16, SIZES.dim, requires_grad=True)
     head = lambda labels: CrossEntropyHead(labels, 64)  # noqa: E731
     return PipelineStep(
-        built, name, microbatches, hidden, head, lambda batch: batch, group, meshes.data["batch"].get_group(),
+        model_parts, name, microbatches, hidden, head, lambda batch: batch, group, meshes.data["batch"].get_group(),
         meshes.loss["loss"].get_group(),
     )  # fmt: skip
 
 
-def accepted(name, pp, most):
-    """Numbers of microbatches that are not refused; each of them runs, and has the loss of the whole network, also in
-    evaluation between two steps, after which nothing stays gathered."""
+def accepted_microbatches(name, pp, maximum):
+    """Return the numbers of microbatches that are accepted. Each of them must run with the loss of the full model, also in an
+    evaluation between two steps, after which no parameter stays gathered."""
     tokens, positions, documents = inputs(SIZES, batch=1)
     batch = Batch(tokens, tokens.roll(-1, 1), positions, documents)
     expected = reference(SIZES)(tokens, positions, documents, head=CrossEntropyHead(batch.labels, 64)).item()
-    result = []
-    for microbatches in range(1, most + 1):
+    accepted = []
+    for microbatches in range(1, maximum + 1):
         try:
             check_microbatches(ParallelConfig(pp=pp, pipeline_schedule=name), microbatches)
         except ConfigError:
             continue
-        step = schedule_object(name, pp, microbatches)
-        mean = [step([batch] * microbatches, torch.tensor(16 * microbatches)) for _ in range(2)]
+        step = build_step(name, pp, microbatches)
+        losses = [step([batch] * microbatches, torch.tensor(16 * microbatches)) for _ in range(2)]
         loss_sum, targets = step.evaluate([batch])
-        assert all(isinstance(p, DTensor) for part in step.parts.values() for p in part.parameters())
-        mean.append(step([batch] * microbatches, torch.tensor(16 * microbatches)))
-        torch.testing.assert_close(torch.stack(mean) * 16, torch.full((3,), expected))
+        assert all(isinstance(p, DTensor) for part in step.model_parts.values() for p in part.parameters())
+        losses.append(step([batch] * microbatches, torch.tensor(16 * microbatches)))
+        torch.testing.assert_close(torch.stack(losses) * 16, torch.full((3,), expected))
         assert (loss_sum.item(), targets.item()) == (pytest.approx(expected, rel=1e-6), 16)
-        result.append(microbatches)
-    return result
+        accepted.append(microbatches)
+    return accepted
 
 
-def refused_by_torch(name, pp, microbatches):
+def rejected_by_torch(name, pp, microbatches):
     try:
-        schedule_object(name, pp, microbatches)
+        build_step(name, pp, microbatches)
     except ValueError:
         return True
     return False
@@ -174,13 +176,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot run some")
-def test_what_is_accepted_runs_and_evaluates_between_steps(ranks, name):
-    assert ranks(2).run(accepted, name, 2, 5)[0] == EXPECTED[name]
+def test_accepted_microbatches_run_and_evaluate_between_steps(ranks, name):
+    assert ranks(2).run(accepted_microbatches, name, 2, 5)[0] == EXPECTED[name]
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot run some")
 @pytest.mark.parametrize(
     ("name", "microbatches"), [("1F1B", 1), ("Interleaved1F1B", 5), ("InterleavedZeroBubble", 5), ("DualPipeV", 3)]
 )
-def test_what_is_refused_torch_refuses_too(ranks, name, microbatches):
-    assert ranks(2).run(refused_by_torch, name, 2, microbatches) == [True, True]
+def test_torch_also_rejects_the_rejected_microbatches(ranks, name, microbatches):
+    assert ranks(2).run(rejected_by_torch, name, 2, microbatches) == [True, True]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: gradients of the cut matrices, communication per block, shapes that do not depend on the degree."""
+"""Tensor parallelism: gradients of sharded matrices, communication per block, shapes independent of the degree."""
 
 from dataclasses import replace
 
@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from models.llama.sizes import LlamaSizes
-from tests.parallel.tiny_models import inputs, reference
-from tests.parallel.tiny_models import whole as cut_network
+from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.tensor import styles
@@ -25,123 +24,123 @@ SIZES = LlamaSizes(
 
 
 class Linears(nn.Module):
-    """Two column-wise matrices that read one input, and a row-wise one behind them; with biases."""
+    """Two column-wise matrices that read one input, followed by a row-wise one; with biases."""
 
     def __init__(self):
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.one, self.two, self.back = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.left, self.right, self.out = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(generator=draw)
 
     def forward(self, x):
-        return self.back(torch.sin(self.one(x)) * self.two(x))
+        return self.out(torch.sin(self.left(x)) * self.right(x))
 
 
 def gradients_of_linears(sequence_parallel, recompute):
-    """Cut and whole: output, gradient of the input, gradients of all weights and biases."""
+    """Compare output and all gradients of a sharded module with those of a full one."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,))
-    whole, cut = Linears().double(), Linears().double()  # in double, rounding hides nothing
-    words = styles(sequence_parallel, recompute)
-    for name, word in {"one": "column", "two": "column", "back": "row"}.items():
-        parallelize_module(cut.get_submodule(name), mesh, words[word], src_data_rank=None)
-    cut = parallelize_module(cut, mesh, words["gather"], src_data_rank=None)
+    full, sharded = Linears().double(), Linears().double()  # double: rounding cannot hide an error
+    by_name = styles(sequence_parallel, recompute)
+    for name, style in {"left": "column", "right": "column", "out": "row"}.items():
+        parallelize_module(sharded.get_submodule(name), mesh, by_name[style], src_data_rank=None)
+    sharded = parallelize_module(sharded, mesh, by_name["gather"], src_data_rank=None)
 
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(2, 8, 16, generator=draw, dtype=torch.float64)
     weights_of_output = torch.randn(2, 8, 16, generator=draw, dtype=torch.float64)
-    mine = (lambda t: t.chunk(ranks, 1)[rank].clone()) if sequence_parallel else torch.clone
-    x_whole, x_mine = x.clone().requires_grad_(), mine(x).requires_grad_()
+    local = (lambda t: t.chunk(ranks, 1)[rank].clone()) if sequence_parallel else torch.clone
+    x_full, x_local = x.clone().requires_grad_(), local(x).requires_grad_()
     placement = Shard(1) if sequence_parallel else Replicate()
-    out = cut(DTensor.from_local(x_mine, mesh, [placement]))
-    expected = whole(x_whole)
-    (out * mine(weights_of_output)).sum().backward()
+    out = sharded(DTensor.from_local(x_local, mesh, [placement]))
+    expected = full(x_full)
+    (out * local(weights_of_output)).sum().backward()
     (expected * weights_of_output).sum().backward()
 
-    torch.testing.assert_close(out, mine(expected))
-    torch.testing.assert_close(x_mine.grad, mine(x_whole.grad))
-    for (name, one), other in zip(cut.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=lambda text, n=name: f"{n}: {text}")
+    torch.testing.assert_close(out, local(expected))
+    torch.testing.assert_close(x_local.grad, local(x_full.grad))
+    for (name, actual), parameter in zip(sharded.named_parameters(), full.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.full_tensor(), parameter.grad, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_of_cut_linears_are_those_of_whole_ones(ranks, size, sequence_parallel, recompute):
+def test_sharded_linears_have_the_gradients_of_full_ones(ranks, size, sequence_parallel, recompute):
     ranks(size).run(gradients_of_linears, sequence_parallel, recompute)
 
 
 def one_step(tp, tied):
-    """Loss, gradients and logits of a network beside the same on one device; the names of its parameters."""
+    """Compare loss, gradients and logits of a sharded model with those of the full one. Return the names of its parameters."""
     sizes = replace(SIZES, tied_embeddings=tied)
-    model = cut_network(sizes, ParallelConfig(tp=tp))
+    model = build_model(sizes, ParallelConfig(tp=tp))
     batch = inputs(sizes)
     labels = batch[0].roll(-1, 1)
     loss = model(*batch, head=CrossEntropyHead(labels, 5))
     loss.backward()
-    whole = reference(sizes)
-    logits = whole(*batch)
+    full = reference(sizes)
+    logits = full(*batch)
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    copies = dist.get_world_size() // tp  # that read the same batch, whose gradients FSDP adds up
-    others = dict(whole.named_parameters())
+    replicas = dist.get_world_size() // tp  # they read the same batch, and FSDP sums their gradients
+    full_parameters = dict(full.named_parameters())
     for name, parameter in model.named_parameters():
-        assert parameter.shape == others[name].shape
+        assert parameter.shape == full_parameters[name].shape
         torch.testing.assert_close(
-            parameter.grad.full_tensor() / copies,
-            others[name].grad,
+            parameter.grad.full_tensor() / replicas,
+            full_parameters[name].grad,
             rtol=1e-4,
             atol=1e-4,
             msg=lambda t, n=name: f"{n}: {t}",
         )
     with torch.no_grad():
-        torch.testing.assert_close(model(*batch), logits)  # without a head: the whole logits on every rank
+        torch.testing.assert_close(model(*batch), logits)  # without a head: full logits on every rank
     return [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("size", "tp"), [(2, 2), (4, 4), (4, 2)])
-def test_a_cut_network_has_the_gradients_of_the_whole_one_whatever_the_vocabulary(ranks, size, tp, tied):
+def test_a_sharded_model_has_the_gradients_of_the_full_one_for_any_vocabulary(ranks, size, tp, tied):
     names = ranks(size).run(one_step, tp, tied)[0]
     assert names == [name for name, _ in reference(replace(SIZES, tied_embeddings=tied)).named_parameters()]
 
 
 def gathers_of_a_block(recompute, sequence_parallel, mode):
-    """All-gathers in forward and in backward, and matmuls in backward, of one block of two."""
+    """Return the all-gathers in forward and in backward, and the matmuls in backward, of one block."""
     counts = []
     for layers in (1, 2):
         sizes = replace(SIZES, n_layers=layers)
-        model = cut_network(
+        model = build_model(
             sizes,
             ParallelConfig(tp=dist.get_world_size(), sequence_parallel=sequence_parallel),
             checkpointing=ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute),
         )
         batch = inputs(sizes)
-        # DTensor tries operators it has not seen before on fake tensors, which would be counted too.
+        # DTensor runs an operator on fake tensors when it first sees it, which would be counted too.
         model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
         with Operators() as forward:
             loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
         with Operators() as backward:
             loss.backward()
         counts.append((forward.all_gathers, backward.all_gathers, backward.matmuls))
-    return tuple(two - one for one, two in zip(*counts, strict=True))
+    return tuple(b - a for a, b in zip(*counts, strict=True))
 
 
 @pytest.mark.parametrize(
     ("mode", "recompute", "expected"),
-    # Backward of seven matmuls: fourteen. A checkpointed block computes all but the last again.
+    # The backward of seven matmuls has fourteen. A checkpointed block recomputes all but the last one.
     [
         ("none", False, (2, 2, 14)),
         ("none", True, (2, 4, 14)),
-        ("selective", True, (2, 4, 15)),  # and wo, whose whole-width product is not kept
+        ("selective", True, (2, 4, 15)),  # and wo, whose full-width product is not saved
         ("full", True, (2, 4, 20)),
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_only_the_gathers_are_made_again_in_backward(ranks, size, mode, recompute, expected):
+def test_backward_recomputes_only_the_gathers(ranks, size, mode, recompute, expected):
     assert set(ranks(size).run(gathers_of_a_block, recompute, True, mode)) == {expected}
 
 

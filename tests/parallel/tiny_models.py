@@ -1,4 +1,4 @@
-"""Small networks, parallelised as the Trainer does it."""
+"""Tiny models, parallelized as the Trainer does it."""
 
 import torch
 import torch.distributed as dist
@@ -16,41 +16,41 @@ from trainer.parallel.pipeline import Stage, partition_blocks, stages_of_rank
 CPU = torch.device("cpu")
 
 
-def parts(
+def build_model_parts(
     sizes: LlamaSizes,
     config: ParallelConfig,
     checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig(),  # noqa: B008  (frozen)
     compilation: CompileConfig = CompileConfig(),  # noqa: B008
     dtype: str = "fp32",
 ) -> tuple[dict[Stage, Llama], Meshes]:
-    """What this rank holds of the network, with its initial weights."""
+    """Return this rank's stages of the model, with initial weights."""
     meshes = Meshes(ParallelDims.from_config(config, dist.get_world_size()), CPU)
     with torch.device("meta"):
-        network = Llama(sizes)
-    held = stages_of_rank(partition_blocks(network, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
-    settings = (held, meshes, config, checkpointing, compilation, dtype)
-    built = parallelize(
+        model = Llama(sizes)
+    stages = stages_of_rank(partition_blocks(model, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
+    settings = (stages, meshes, config, checkpointing, compilation, dtype)
+    model_parts = parallelize(
         lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, attention_backend=CPU_BACKEND
     )
-    for part in built.values():
+    for part in model_parts.values():
         initialize(part, CPU, seed=0)
-    return built, meshes
+    return model_parts, meshes
 
 
-def whole(sizes: LlamaSizes, config: ParallelConfig, **more) -> Llama:
-    """The network of a layout without a pipeline."""
-    (model,) = parts(sizes, config, **more)[0].values()
+def build_model(sizes: LlamaSizes, config: ParallelConfig, **kwargs) -> Llama:
+    """Return the parallelized model of a layout without a pipeline."""
+    (model,) = build_model_parts(sizes, config, **kwargs)[0].values()
     return model
 
 
 def reference(sizes: LlamaSizes) -> Llama:
-    """The same network on one device, without anything applied."""
+    """Return the same model on one device, without parallelism."""
     model = Llama(sizes)
     initialize(model, CPU, seed=0)
     return model
 
 
 def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, positions, documents."""
+    """Return tokens, positions and documents."""
     tokens = torch.randint(sizes.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
     return tokens, torch.arange(seq).repeat(batch, 1), torch.zeros(batch, seq, dtype=torch.int64)

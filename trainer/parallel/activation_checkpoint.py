@@ -1,8 +1,8 @@
-"""What a block keeps for backward, and what it computes again (Chen et al. 2016, arXiv:1604.06174)."""
+"""Activation checkpointing: which activations a block saves for backward and which it recomputes (Chen et al. 2016,
+arXiv:1604.06174)."""
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 import torch
@@ -24,15 +24,15 @@ SAVEABLE_OPS = {
         aten._scaled_dot_product_attention_math_for_mps.default,
         torch.ops.higher_order.flex_attention,
     ),
-    # without sequence parallelism an all-reduce stands in its place
+    # without sequence parallelism, an all-reduce takes the place of the reduce-scatter
     "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),
 }
-"""Words of [activation_checkpoint] save -> operators."""
+"""Values of [activation_checkpoint] save -> operators."""
 
-_GATHERED = {
+_GATHER_OPS = {
     collectives.all_gather_into_tensor.default,
     collectives.wait_tensor.default,
-    # how a gather along the sequence is put together; what they make is as large as the gather itself
+    # These assemble a gather along the sequence. Their results are as large as the gathered tensor.
     aten.split.Tensor,
     aten.cat.default,
     aten.view.default,
@@ -41,69 +41,71 @@ _GATHERED = {
 }
 
 Forward = Callable[..., Tensor]
-
-
+Policy = Callable[..., CheckpointPolicy]
 RecomputePolicy = Literal["nothing", "gathers", "gathers_compiled", "selected", "all"]
 
 
-def recompute_policy(number: int, config: ActivationCheckpointConfig, gathers: bool, compiled: bool) -> RecomputePolicy:
-    """What the block of that number computes again in backward. gathers: whether it gathers anything in forward."""
-    if config.mode in ("full", "selective") and number % config.every_n_blocks == 0:
+def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bool, compiled: bool) -> RecomputePolicy:
+    """Return what block `index` of the model recomputes in backward. gathers: whether its forward gathers activations.
+
+    Recomputed gathers need two mechanisms, as tried with torch 2.13. Eager blocks use saved-tensor hooks (recompute.py), which
+    torch.compile refuses to trace. Compiled blocks use a checkpoint policy, which marks the gathers for the compiler's
+    partitioner. In an eager block the same policy caches the result of every operator: 273,920 bytes instead of 79,104 for the
+    block of tests/parallel/test_activation_checkpoint.py on 2 ranks. Its backward raises, since a cached tensor is mutated.
+    """
+    if config.mode in ("full", "selective") and index % config.every_n_blocks == 0:
         return "all" if config.mode == "full" else "selected"
     if not gathers or not config.recompute_all_gather or config.mode == "budget":
         return "nothing"
     return "gathers_compiled" if compiled else "gathers"
 
 
-def recompute_all(compute: Forward) -> Forward:
-    """Keep the inputs of a block, nothing else."""
-    return lambda *args: checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
+def recompute_all(forward: Forward) -> Forward:
+    """Save only the inputs of a block."""
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def recompute_except(saved: tuple[str, ...], every_matmul: int, compute: Forward) -> Forward:
-    """Keep the results of the chosen operators. every_matmul: keep every n-th matmul only."""
-    kept = {operator for word in saved for operator in SAVEABLE_OPS[word]}
+def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forward) -> Forward:
+    """Save only the results of the operators in `save` (keys of SAVEABLE_OPS), and of every n-th matmul."""
+    saved_ops = {operator for name in save for operator in SAVEABLE_OPS[name]}
     matmuls = set(SAVEABLE_OPS["matmuls"])
 
-    def policy_of_one_forward() -> Callable[..., CheckpointPolicy]:
-        seen: Counter[bool] = Counter()  # forward and recomputation count for themselves
+    def make_policy() -> Policy:
+        matmul_count: Counter[bool] = Counter()  # forward and recomputation count separately
 
         def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-            keep = operator in kept and not _is_part_of_a_sum(args)
+            save_result = operator in saved_ops and not _is_partial_product(args)
             if operator in matmuls:
-                seen[ctx.is_recompute] += 1
-                keep = keep and seen[ctx.is_recompute] % every_matmul == 0
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+                matmul_count[ctx.is_recompute] += 1
+                save_result = save_result and matmul_count[ctx.is_recompute] % every_nth_matmul == 0
+            return CheckpointPolicy.MUST_SAVE if save_result else CheckpointPolicy.PREFER_RECOMPUTE
 
         return policy
 
-    return _selective(policy_of_one_forward, compute)
+    return _selective_checkpoint(make_policy, forward)
 
 
-def _is_part_of_a_sum(args: tuple) -> bool:
-    """Whether an operator is the product of a row-wise matrix under tensor parallelism. It is as wide as the whole hidden
-    state, and what is kept of it is its reduction: to compute it again, if it comes to that, is the cheaper choice. (A
-    compiler sees no DTensors; it keeps only what backward needs, which these products are not.)"""
+def _is_partial_product(args: tuple) -> bool:
+    """Whether an operator is the product of a row-wise matrix under tensor parallelism.
+
+    The product has the full width of the hidden state. Its reduction is saved instead, so recomputing the product is cheaper. A
+    compiler sees no DTensors, but it saves only what backward needs, and backward does not need these products.
+    """
     first = args[0] if args else None
     return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 
 
-def recompute_gathers(compute: Forward) -> Forward:
-    """Keep all but gathered inputs. Only inside torch.compile, which keeps of the rest what backward needs; without it,
-    recompute.py does this."""
+def recompute_gathers(forward: Forward) -> Forward:
+    """Recompute gathered inputs. Only for compiled blocks: the compiler saves what backward needs of the rest."""
 
     def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHERED else CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE
 
-    return _selective(lambda: policy, compute)
+    return _selective_checkpoint(lambda: policy, forward)
 
 
-def _selective(make_policy: Callable[[], Callable[..., CheckpointPolicy]], compute: Forward) -> Forward:
+def _selective_checkpoint(make_policy: Callable[[], Policy], forward: Forward) -> Forward:
     def contexts():
         return create_selective_checkpoint_contexts(make_policy())
 
-    return partial(_checkpointed, compute, contexts)
-
-
-def _checkpointed(compute: Forward, contexts, *args: Tensor) -> Tensor:
-    return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -1,4 +1,4 @@
-"""What a block that is computed again keeps, its input, in host memory between forward and backward."""
+"""Offloading to host memory of the block inputs that full activation checkpointing saves."""
 
 import weakref
 from collections import defaultdict
@@ -9,70 +9,63 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.activation_checkpoint import Forward
-from trainer.parallel.recompute import storage_id
+from trainer.parallel.recompute import replace_saved
 from trainer.runtime.host_memory import Event, HostTransfer
 
 
 class InputOffloader:
-    """Of the blocks of a rank. Buffers are made in the first step and used again."""
+    """The offloaded inputs of a rank's blocks. The first step allocates the buffers, later steps reuse them."""
 
     def __init__(self, device: torch.device):
         self.transfer = HostTransfer(device)
         self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.newest: Callable[[], _OffloadedInput | None] = lambda: None
 
-    def wrap(self, compute: Forward, first: bool) -> Forward:
-        """compute: of a block; it keeps its first argument for backward, and of the others what all blocks have in common.
-        first: of the blocks of its stage that are kept so."""
+    def wrap(self, forward: Forward, is_first: bool) -> Forward:
+        """forward: of a block; only its first argument is offloaded, since all blocks share the others. is_first: whether this is
+        the first offloaded block of its stage."""
 
-        def compute_from_host(hidden: Tensor, *rest) -> Tensor:
-            assert not isinstance(hidden, DTensor)  # blocks pass each other plain tensors
-            storage = storage_id(hidden)  # pack, which the graph keeps, must not keep hidden
+        def offloading_forward(hidden: Tensor, *args) -> Tensor:
+            assert not isinstance(hidden, DTensor)  # blocks pass plain tensors to each other
 
-            def pack(tensor: Tensor) -> Tensor | _OffloadedInput:
-                if storage_id(tensor) != storage:
-                    return tensor
-                kept = _OffloadedInput(self, tensor.detach(), (lambda: None) if first else self.newest)
-                self.newest = weakref.ref(kept)
-                return kept
+            def offload(saved: Tensor) -> _OffloadedInput:
+                offloaded = _OffloadedInput(self, saved.detach(), (lambda: None) if is_first else self.newest)
+                self.newest = weakref.ref(offloaded)
+                return offloaded
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, _restored):
-                return compute(hidden, *rest)
+            with replace_saved(hidden, offload):
+                return forward(hidden, *args)
 
-        return compute_from_host
+        return offloading_forward
 
 
 class _OffloadedInput:
-    """An input, from the forward of its block until autograd lets go of it."""
+    """A block's input, from the block's forward until autograd releases it."""
 
-    def __init__(self, inputs: InputOffloader, tensor: Tensor, before: Callable[[], "_OffloadedInput | None"]):
-        """before: what is wanted next in backward, the input of the block before."""
-        free_buffers = inputs.free_buffers[tensor.shape, tensor.dtype]
-        self.buffer = free_buffers.pop() if free_buffers else inputs.transfer.host_like(tensor, tensor.dtype)
-        weakref.finalize(self, free_buffers.append, self.buffer)
-        self.transfer = inputs.transfer
+    def __init__(self, offloader: InputOffloader, tensor: Tensor, previous: Callable[[], "_OffloadedInput | None"]):
+        """previous: returns the input of the previous block, which backward needs next."""
+        free = offloader.free_buffers[tensor.shape, tensor.dtype]
+        self.buffer = free.pop() if free else offloader.transfer.host_like(tensor, tensor.dtype)
+        weakref.finalize(self, free.append, self.buffer)
+        self.transfer = offloader.transfer
         self.transfer.copy([self.buffer], [tensor])
-        self.before = before
+        self.previous = previous
         self.device = tensor.device
-        self.coming: tuple[Tensor, Event] | None = None
+        self.prefetched: tuple[Tensor, Event] | None = None
         self.consumed = False
 
     def prefetch(self) -> None:
-        """Begin to copy it to the device."""
-        if self.coming is None:
+        """Start the copy to the device."""
+        if self.prefetched is None:
             target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.device)
-            self.coming = target, self.transfer.copy([target], [self.buffer])
+            self.prefetched = target, self.transfer.copy([target], [self.buffer])
 
     def restore(self) -> Tensor:
         self.prefetch()
-        assert self.coming is not None
-        (tensor, arrived), self.coming, self.consumed = self.coming, None, True
-        # A zero-bubble schedule goes through backward twice, the second time in another order.
-        if (before := self.before()) is not None and not before.consumed:
-            before.prefetch()
-        arrived.wait()
+        assert self.prefetched is not None
+        (tensor, event), self.prefetched, self.consumed = self.prefetched, None, True
+        # A zero-bubble schedule traverses backward twice, the second time in another order.
+        if (previous := self.previous()) is not None and not previous.consumed:
+            previous.prefetch()
+        event.wait()
         return tensor
-
-
-def _restored(kept: Tensor | _OffloadedInput) -> Tensor:
-    return kept.restore() if isinstance(kept, _OffloadedInput) else kept

@@ -1,7 +1,7 @@
-"""Who sees whom, and the kernels that keep to it: documents packed into one sample, sequences cut over the cp axis.
+"""Attention masks and the kernels that take them: for documents packed into one sample, and for sequences split over the cp axis.
 
-A mask is made once a forward, for all blocks. On a CPU it is a table that is added to the scores; on a GPU it is the block
-mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips what nobody sees.
+The mask is computed once per forward, for all blocks. On a CPU it is a dense tensor that is added to the scores. On a GPU it is
+the block mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from trainer.parallel.context import AllGatherAttention, all_gather_sequence, sh
 
 
 class Mask(nn.Module):
-    """Every token sees itself and those before it in its sample, or in its document."""
+    """A causal mask over a sample or, by_document, over each document of it."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool):
         super().__init__()
@@ -25,8 +25,8 @@ class Mask(nn.Module):
         self.by_document = by_document
 
     def forward(self, positions: Tensor, documents: Tensor) -> Tensor | BlockMask:
-        """positions, documents: (batch, seq / cp). The mask has a row for each of this rank's tokens, a column for each of
-        the whole sequence."""
+        """positions, documents: (batch, seq / cp). The mask has a row per token of this rank and a column per token of the full
+        sequence."""
         ranks = self.cp.size()
         columns = torch.arange(documents.shape[1] * ranks, device=documents.device)
         rows = shard_tensor(columns[None], self.cp.get_local_rank(), ranks)[0]
@@ -34,47 +34,53 @@ class Mask(nn.Module):
             return self._make(rows, columns, None, None)
         return self._make(rows, columns, documents, all_gather_sequence(documents, self.cp, dim=1))
 
-    def _make(self, rows: Tensor, columns: Tensor, mine: Tensor | None, all_documents: Tensor | None):
-        """rows: (seq / cp,), columns: (seq,), places in the sequence; mine: (batch, seq / cp) and all_documents: (batch, seq),
-        None where documents make no difference."""
+    def _make(self, rows: Tensor, columns: Tensor, row_documents: Tensor | None, column_documents: Tensor | None):
+        """rows: (seq / cp,) and columns: (seq,), indices in the sequence. row_documents: (batch, seq / cp) and column_documents:
+        (batch, seq); None without a document mask."""
         raise NotImplementedError
 
 
 class DenseMask(Mask):
-    """Added to the scores: (batch or 1, 1, seq / cp, seq)."""
+    """A tensor that is added to the scores: (batch or 1, 1, seq / cp, seq)."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, dtype: torch.dtype):
-        """dtype: of the computation; with another, a kernel would convert it in every block."""
+        """dtype: of the computation. A kernel would convert a mask of another dtype in every block."""
         super().__init__(cp, by_document)
         self.dtype = dtype
 
-    def _make(self, rows: Tensor, columns: Tensor, mine: Tensor | None, all_documents: Tensor | None) -> Tensor:
-        seen = (rows[:, None] >= columns)[None]
-        if mine is not None:
-            seen = seen & (mine[:, :, None] == all_documents[:, None, :])
-        table = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-        return table.masked_fill_(~seen, float("-inf"))[:, None]
+    def _make(
+        self, rows: Tensor, columns: Tensor, row_documents: Tensor | None, column_documents: Tensor | None
+    ) -> Tensor:
+        visible = (rows[:, None] >= columns)[None]
+        if row_documents is not None:
+            visible = visible & (row_documents[:, :, None] == column_documents[:, None, :])
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, float("-inf"))[:, None]
 
 
 class FlexBlockMask(Mask):
-    """For FlexAttention. Made by a compiled function, which does not lay out the whole table."""
+    """The mask of FlexAttention. The compiled function does not materialize the dense mask."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, compiled: bool = True):
         super().__init__(cp, by_document)
         self.create = torch.compile(create_block_mask) if compiled else create_block_mask
 
-    def _make(self, rows: Tensor, columns: Tensor, mine: Tensor | None, all_documents: Tensor | None) -> BlockMask:
-        def seen(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            before = rows[row] >= column
-            return before if mine is None else before & (mine[batch, row] == all_documents[batch, column])
+    def _make(
+        self, rows: Tensor, columns: Tensor, row_documents: Tensor | None, column_documents: Tensor | None
+    ) -> BlockMask:
+        def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            causal = rows[row] >= column
+            if row_documents is None:
+                return causal
+            return causal & (row_documents[batch, row] == column_documents[batch, column])
 
-        batch = None if mine is None else len(mine)
-        return self.create(seen, batch, None, len(rows), len(columns), device=rows.device.type)
+        batch = None if row_documents is None else len(row_documents)
+        return self.create(is_visible, batch, None, len(rows), len(columns), device=rows.device.type)
 
 
 class FlexAttention(nn.Module):
     def __init__(self, compiled: bool = True):
-        """compiled: else it lays out all scores, which only tests want."""
+        """compiled: False materializes all scores; for tests only."""
         super().__init__()
         self.attend = torch.compile(flex_attention) if compiled else flex_attention
 
@@ -85,17 +91,17 @@ class FlexAttention(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """What stands in the place of the plain kernel where that does not do."""
+    """The mask and kernel that replace the model's own where attention is split or ends at document boundaries."""
 
     mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
-    """(cp axis, whether documents make a difference, precision of the computation) -> what makes the mask."""
+    """(cp axis, by_document, dtype of the computation) -> module that computes the mask."""
     attention: Callable[[nn.Module], nn.Module]
-    """The plain kernel -> one that takes the mask."""
+    """The model's kernel -> a kernel that takes the mask."""
 
 
-CPU_BACKEND = AttentionBackend(DenseMask, lambda plain: plain)
+CPU_BACKEND = AttentionBackend(DenseMask, lambda kernel: kernel)
 GPU_BACKEND = AttentionBackend(
-    lambda cp, by_document, dtype: FlexBlockMask(cp, by_document), lambda plain: FlexAttention()
+    lambda cp, by_document, dtype: FlexBlockMask(cp, by_document), lambda kernel: FlexAttention()
 )
 
 
@@ -106,15 +112,18 @@ def apply_attention(
     by_document: bool,
     dtype: torch.dtype,
     attention_backend: AttentionBackend,
-    gather_again: Callable[[str], bool],
+    recompute_gathers: Callable[[str], bool],
 ) -> None:
-    """Where the plain kernel does not do, put others, and their mask, in its place. by_document: whether attention ends at the
-    borders of documents; gather_again: whether a block keeps only its own keys and values for backward."""
+    """Replace the model's attention kernels and mask, in place, if sequences are split or by_document is set.
+
+    by_document: whether attention ends at document boundaries. recompute_gathers: name of a block -> whether it gathers keys and
+    values again in backward.
+    """
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))
     for name, block in model.get_submodule(plan.blocks).named_children():
         kernel = attention_backend.attention(block.get_submodule(plan.attention))
         if cp.size() > 1:
-            kernel = AllGatherAttention(kernel, cp, gather_again(name))
+            kernel = AllGatherAttention(kernel, cp, recompute_gathers(name))
         block.set_submodule(plan.attention, kernel)

@@ -11,15 +11,15 @@ from trainer.config import ActivationCheckpointConfig
 
 
 def configure(activation_checkpoint: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
-    """Options of the compiler, which are the process's: set to this run's, whatever they were.
+    """Set the options of the compiler for this run. They are global to the process.
 
-    overlapped: the ranks whose gathers and reductions shall overlap with the products next to them.
+    overlapped: the ranks whose gathers and reductions overlap with adjacent matrix products.
     """
     functorch, inductor = torch._functorch.config, torch._inductor.config
     by_budget = activation_checkpoint.mode == "budget"
     functorch.activation_memory_budget = activation_checkpoint.memory_budget if by_budget else 1.0
     if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
-        # From torch 2.12 on the mesh of a DTensor is an input of the graph, and has no size that the budget could count.
+        # Since torch 2.12 the mesh of a DTensor is an input of the graph, without a size that the budget could count.
         functorch.unsafe_treat_script_objects_as_zero_size = by_budget
     functorch.unsafe_allow_optimization_of_collectives = by_budget and activation_checkpoint.recompute_all_gather
     inductor._micro_pipeline_tp = overlapped is not None
@@ -27,5 +27,5 @@ def configure(activation_checkpoint: ActivationCheckpointConfig, overlapped: Pro
         enable_symm_mem_for_group(overlapped.group_name)
 
 
-def compile_block(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(compute, fullgraph=True)
+def compile_block(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(forward, fullgraph=True)

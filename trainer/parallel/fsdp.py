@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2): which modules are gathered together, when, and in which precision."""
+"""Fully sharded data parallelism (FSDP2): units, resharding, prefetching and precision."""
 
 from collections.abc import Sequence
 
@@ -13,64 +13,63 @@ from trainer.runtime.device import DTYPES
 
 
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
-    """Shard every block, the plan's further units, and whatever is left as the root unit.
+    """Shard every block, the plan's other units, and all remaining parameters as the root unit.
 
-    mesh: the model mesh. dtype: of gathered parameters and so of the computation ("bf16", "fp32"); the shards keep theirs,
-    and gradients are reduced in fp32. Gradients are summed, never averaged: the step divides by the number of targets.
+    mesh: the model mesh. dtype: of gathered parameters and of the computation ("bf16", "fp32"). Shards keep their dtype, and
+    gradients are reduced in fp32. Gradients are summed, not averaged: the step divides by the number of target tokens.
     """
     axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
-    # Inputs keep their precision: what flows is already in dtype, and the rotary angles must stay fp32.
+    # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = OffloadPolicy()
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
 
     def shard(modules: list[nn.Module], reshard: bool | int) -> None:
-        one_or_more = modules if len(modules) > 1 else modules[0]
-        fully_shard(
-            one_or_more, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
-        )
+        unit = modules if len(modules) > 1 else modules[0]
+        fully_shard(unit, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     reshard, reshard_last = _reshard(config)
     units: list[tuple[list[nn.Module], bool | int]] = []
     if config.fsdp_units == "separate":
         for names in plan.fsdp_units:
             modules = [model.get_submodule(name) for name in names]
-            held = [module for module in modules if any(True for _ in module.parameters())]  # by this pipeline stage
-            units.append((held, reshard_last if names == plan.fsdp_units[-1] else reshard))
+            modules = [module for module in modules if any(True for _ in module.parameters())]  # of this pipeline stage
+            if modules:
+                units.append((modules, reshard_last if names == plan.fsdp_units[-1] else reshard))
     blocks = [([block], reshard) for block in model.get_submodule(plan.blocks).children()]
-    for modules, unit_reshard in [*blocks, *(unit for unit in units if unit[0])]:
+    for modules, unit_reshard in [*blocks, *units]:
         shard(modules, unit_reshard)
     shard([model], reshard_last)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    held_units = [unit[0][0] for unit in units if unit[0]]
-    first = held_units[0] if held_units else model  # tied, it is the last one too
-    last = held_units[-1:] if len(held_units) > 1 else []
+    outer = [modules[0] for modules, _ in units]
+    first = outer[0] if outer else model  # with tied embeddings it is also the last unit
+    last = outer[-1:] if len(outer) > 1 else []
     _prefetch([first, *(modules[0] for modules, _ in blocks), *last], config.fsdp_prefetch)
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
-    """Whether units are freed after forward, and whether the last one is; a number: resharded to so many ranks."""
+    """Return FSDP's reshard_after_forward of all units but the last, and of the last one."""
     match config.reshard_after_forward:
         case "always":
             return True, True
         case "never":
             return False, False
         case "default":
-            # The last unit of the forward is the first of the backward: freeing it in between would gather it twice in a row.
-            # A pipeline comes back to a unit with every microbatch.
+            # Backward starts with the unit that forward ends with: freeing that unit would gather it twice in a row.
+            # A pipeline uses each unit again with every microbatch.
             return config.pp == 1, False
-        case ranks:
-            return ranks, ranks
+        case num_ranks:
+            return num_ranks, num_ranks
 
 
 def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
-    """Gather that many units ahead. units: one module of each, in the order of the forward."""
+    """Gather `depth` units ahead. units: one module of each unit, in forward order."""
     if depth == 0:
         return
-    for number, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[number + 1 : number + 1 + depth]))
-        unit.set_modules_to_backward_prefetch(list(units[max(0, number - depth) : number][::-1]))
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + depth]))
+        unit.set_modules_to_backward_prefetch(list(units[max(0, i - depth) : i][::-1]))

@@ -1,4 +1,4 @@
-"""How the ranks of a run are arranged: the arithmetic, and the meshes made from it."""
+"""Parallel degrees and device meshes."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from trainer.config import ConfigError, ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees whose product is the world. Every axis is always there, at size 1 too."""
+    """Degrees whose product is the world size. Size-1 axes exist too."""
 
     pp: int
     dp_replicate: int
@@ -21,23 +21,23 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
-        """Fill in dp_shard = -1 and refuse degrees that do not make up the world."""
-        given = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
+        """Resolve dp_shard = -1. Raises ConfigError if the product of the degrees is not the world size."""
+        degrees = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
         others = 1
-        for name, degree in given.items():
+        for name, degree in degrees.items():
             if config.dp_shard == -1 and world_size % (others * degree):
-                together = f"x the other degrees' {others} = {others * degree} " * (others > 1)
-                raise ConfigError(f"parallel.{name}", f"{together}must divide the {world_size} ranks of this run")
+                product = f"x the other degrees' {others} = {others * degree} " * (others > 1)
+                raise ConfigError(f"parallel.{name}", f"{product}must divide the {world_size} ranks of this run")
             others *= degree
         dp_shard = world_size // others if config.dp_shard == -1 else config.dp_shard
         if others * dp_shard != world_size:
-            chosen = " ".join(f"x {name} {degree}" for name, degree in given.items() if degree > 1)
-            makes = f"{chosen} makes {others * dp_shard} ranks, but " * (others > 1)
+            factors = " ".join(f"x {name} {degree}" for name, degree in degrees.items() if degree > 1)
+            product = f"{factors} makes {others * dp_shard} ranks, but " * (others > 1)
             raise ConfigError(
                 "parallel.dp_shard",
-                f"{makes}this run has {world_size} rank{'s' * (world_size > 1)}; -1 takes what is left",
+                f"{product}this run has {world_size} rank{'s' * (world_size > 1)}; -1 uses all remaining ranks",
             )
-        dims = cls(**given, dp_shard=dp_shard, world_size=world_size)
+        dims = cls(**degrees, dp_shard=dp_shard, world_size=world_size)
         reshard = config.reshard_after_forward
         if isinstance(reshard, int) and (dims.fsdp % reshard or reshard == dims.fsdp):
             product = f"dp_shard {dims.dp_shard}" + (f" x cp {dims.cp} = {dims.fsdp}" if dims.cp > 1 else "")
@@ -49,17 +49,17 @@ class ParallelDims:
 
     @property
     def batch(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that hold the parameters of one pipeline stage between them."""
+        """Number of ranks that hold one pipeline stage together."""
         return self.world_size // self.pp
 
     @property
     def fsdp(self) -> int:
-        """Ranks that the parameters are sharded over."""
+        """Number of ranks over which parameters are sharded."""
         return self.dp_shard * self.cp
 
     def __str__(self) -> str:
@@ -71,11 +71,11 @@ class Meshes:
     """Three views of the same ranks."""
 
     model: DeviceMesh
-    """pp, dp_replicate, fsdp (= dp_shard x cp), tp: where parameters live."""
+    """pp, dp_replicate, fsdp (= dp_shard x cp), tp: the placement of parameters."""
     data: DeviceMesh
-    """pp, batch (= dp_replicate x dp_shard), cp, tp: who reads which samples."""
+    """pp, batch (= dp_replicate x dp_shard), cp, tp: which rank reads which samples."""
     loss: DeviceMesh
-    """pp, loss (= batch x cp), tp: who averages what."""
+    """pp, loss (= batch x cp), tp: which ranks sum the loss."""
 
     def __init__(self, dims: ParallelDims, device: torch.device):
         def mesh(**axes: int) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""The order in which parallelism is applied, stated once."""
+"""Parallelization of a model: every form of parallelism, in the one order in which they compose."""
 
 from collections.abc import Callable
 
@@ -32,59 +32,60 @@ def parallelize(
     meshes: Meshes,
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
-    compiling: CompileConfig,
+    compilation: CompileConfig,
     dtype: str,
     document_mask: bool,
     attention_backend: AttentionBackend,
 ) -> dict[Stage, nn.Module]:
-    """The stages of the network that this rank holds, on the meta device, cut as the plan says; the whole network where there
-    is one stage. dtype: of the computation ("bf16", "fp32"); document_mask: attention ends at the borders of documents.
+    """Return this rank's stages of the model, on the meta device, sharded as the plan says; one full model without a pipeline.
 
-    FSDP comes last: it shards parameters as everything before it has left them. Compilation sees the cut matrices, and what is
-    computed again only where it can make use of it.
+    dtype: of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
+
+    FSDP comes last: it shards the parameters that the other steps have sharded or pruned. Compilation comes after tensor
+    parallelism, so that it sees sharded matrices. It includes recomputation only where the compiler can make use of it.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     compile.configure(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
 
-    def again(block: str) -> RecomputePolicy:
-        return recompute_policy(int(block), checkpointing, gathers, compiled=compiling.enabled)
+    def policy(block: str) -> RecomputePolicy:
+        return recompute_policy(int(block), checkpointing, gathers, compiled=compilation.enabled)
 
-    def gather_again(block: str) -> bool:
-        return again(block) == "gathers"
+    def recomputes_gathers(block: str) -> bool:
+        return policy(block) == "gathers"
 
-    inputs = InputOffloader(torch.device(meshes.model.device_type)) if checkpointing.offload_inputs else None
-    parts = {}
+    offloader = InputOffloader(torch.device(meshes.model.device_type)) if checkpointing.offload_inputs else None
+    model_parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
         if tp.size() > 1:
-            apply_tensor(model, plan, tp, parallel.sequence_parallel, gather_again)
-        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, gather_again)
-        first = True
+            apply_tensor(model, plan, tp, parallel.sequence_parallel, recomputes_gathers)
+        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, recomputes_gathers)
+        is_first = True
         for name, block in model.get_submodule(plan.blocks).named_children():
-            block.forward = block_forward(block.forward, again(name), checkpointing, compiling)
-            if inputs is not None and again(name) == "all":
-                block.forward = inputs.wrap(block.forward, first)
-                first = False
+            block.forward = block_forward(block.forward, policy(name), checkpointing, compilation)
+            if offloader is not None and policy(name) == "all":
+                block.forward = offloader.wrap(block.forward, is_first)
+                is_first = False
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
-        parts[stage] = model
-    return parts
+        model_parts[stage] = model
+    return model_parts
 
 
 def block_forward(
-    forward: Forward, again: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compiling: CompileConfig
+    forward: Forward, policy: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig
 ) -> Forward:
-    """How a block computes, once its modules are cut."""
-    if again == "selected":
+    """Return the forward of a block with recomputation and compilation applied. Its modules must already be sharded."""
+    if policy == "selected":
         forward = recompute_except(checkpointing.save, checkpointing.save_every_nth_matmul, forward)
-    if again == "gathers_compiled":
+    if policy == "gathers_compiled":
         forward = recompute_gathers(forward)
-    if compiling.enabled:
+    if compilation.enabled:
         forward = compile.compile_block(forward)
-    if again == "all":
-        # Around the compiled block: inside, torch 2.13 stumbles over DTensors.
+    if policy == "all":
+        # Outside the compiled block: torch 2.13 fails on DTensors in a checkpoint inside it.
         forward = recompute_all(forward)
     return forward

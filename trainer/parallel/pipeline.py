@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks cut into stages, the microbatches sent through them by torch's schedules."""
+"""Pipeline parallelism: the blocks are partitioned into stages, and torch's schedules send microbatches through them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ from trainer.runtime.distributed import sum_over
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What torch's schedule of that name asks for."""
+    """Requirements and properties of one of torch's schedules."""
 
     cls: type
     stages_per_rank: int
     allows_more_stages: bool = False
-    """Whether a rank may hold more stages than that."""
+    """Whether a rank may hold more than `stages_per_rank` stages."""
     v_shape: bool = False
-    """The stages go down the ranks and up again, so that the first rank has the last stage."""
+    """Whether stages go down the ranks and up again, so that the first rank has the last stage."""
     requires_rounds: bool = False
-    """Microbatches go in rounds of equal size."""
+    """Whether microbatches are processed in rounds of equal size."""
     bounds_memory: bool = True
-    """Whether a rank holds the activations of so many microbatches at most as the pipeline has room for."""
+    """Whether in-flight activations are bounded by the pipeline depth rather than by the number of microbatches."""
     splits_backward: bool = False
-    """Gradients of inputs and of weights are computed at different times ("zero bubble", Qi et al. 2023, arXiv:2401.10241)."""
+    """Whether gradients of inputs and of weights are computed separately ("zero bubble", Qi et al. 2023, arXiv:2401.10241)."""
 
 
 SCHEDULES = {
@@ -63,16 +63,16 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(cls=ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, splits_backward=True),
     "DualPipeV": Schedule(cls=ScheduleDualPipeV, stages_per_rank=2, v_shape=True, splits_backward=True),
 }
-"""[parallel] pipeline_schedule."""
+"""Values of [parallel] pipeline_schedule."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive blocks, and what comes before or after all blocks where the run is at an end."""
+    """Consecutive blocks. The first stage also has the modules before all blocks, the last one those after them."""
 
     index: int
     count: int
-    """Stages of the whole pipeline."""
+    """Number of stages of the pipeline."""
     blocks: range
 
     @property
@@ -84,7 +84,7 @@ class Stage:
         return self.index == self.count - 1
 
 
-# ---------------------------------------------------------------- where to cut
+# ---------------------------------------------------------------- stages
 
 
 def stages_per_rank(config: ParallelConfig) -> int:
@@ -92,82 +92,80 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
-    """All stages of the pipeline, in order; one without a pipeline. Raises ConfigError for splits that cannot be made.
+    """Return all stages of the pipeline in order; a single stage without a pipeline. Raises ConfigError if that is impossible.
 
-    model: the whole one, on the meta device.
+    model: the full model, on the meta device.
     """
     names = [name for name, _ in model.get_submodule(plan.blocks).named_children()]
     count = config.pp * stages_per_rank(config) if config.pp > 1 else 1
     if len(names) < count:
         key = "parallel.pipeline_stages_per_rank" if config.pipeline_stages_per_rank else "parallel.pp"
-        rule = f"makes {count} stages ({config.pp} ranks x {stages_per_rank(config)}), but the model has {len(names)} blocks"
-        raise ConfigError(key, rule)
+        message = f"makes {count} stages ({config.pp} ranks x {stages_per_rank(config)}), but the model has {len(names)} blocks"
+        raise ConfigError(key, message)
     if config.pp > 1 and config.pipeline_split_points:
         starts = [0, *_split_points(config.pipeline_split_points, [f"{plan.blocks}.{name}" for name in names], count)]
     else:
         starts = _balance_stages(*_weights(model, plan), count)
-    return [
-        Stage(number, count, range(first, end))
-        for number, (first, end) in enumerate(zip(starts, [*starts[1:], len(names)], strict=True))
-    ]
+    ends = [*starts[1:], len(names)]
+    return [Stage(i, count, range(start, end)) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
 
 
-def _split_points(given: Sequence[str], names: list[str], count: int) -> list[int]:
+def _split_points(split_points: Sequence[str], names: list[str], count: int) -> list[int]:
+    """Return the index of the first block of every stage but the first."""
     key = "parallel.pipeline_split_points"
-    unknown = next((name for name in given if name not in names), None)
+    unknown = next((name for name in split_points if name not in names), None)
     if unknown is not None:
-        raise ConfigError(key, f"{unknown} is no block; expected {names[1]} to {names[-1]}")
-    points = [names.index(name) for name in given]
-    if points != sorted(set(points)) or points[0] == 0:
-        raise ConfigError(key, f"must name blocks behind {names[0]}, each behind the one before")
-    if len(points) != count - 1:
-        raise ConfigError(
-            key, f"{count} stages need {count - 1} blocks to begin with behind the first stage, not {len(points)}"
-        )
-    return points
+        raise ConfigError(key, f"{unknown} is not a block; expected {names[1]} to {names[-1]}")
+    starts = [names.index(name) for name in split_points]
+    if starts != sorted(set(starts)) or starts[0] == 0:
+        raise ConfigError(key, f"must name blocks after {names[0]} in ascending order")
+    if len(starts) != count - 1:
+        raise ConfigError(key, f"{count} stages need {count - 1} split points, not {len(starts)}")
+    return starts
 
 
 def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]:
-    """Parameters of each block, of what comes before them, and of what comes after.
+    """Return the number of parameters of each block, of the modules before the blocks, and of those after them.
 
-    The embedding table costs no time to speak of, but memory; and the first stage holds the activations of most microbatches.
+    The embedding table costs memory rather than time. It counts because the first stage also holds the activations of most
+    microbatches.
     """
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
     blocks = [parameters(block) for block in model.get_submodule(plan.blocks).children()]
-    before, after = (
+    pre, post = (
         sum(parameters(model.get_submodule(n)) for n in names) for names in (plan.pre_blocks, plan.post_blocks)
     )
-    return blocks, before, after
+    return blocks, pre, post
 
 
-def _balance_stages(weights: list[int], before: int, after: int, count: int) -> list[int]:
-    """First blocks of the stages, each with a block at least, so that the heaviest stage is as light as can be."""
-    ends = len(weights)
+def _balance_stages(weights: list[int], pre: int, post: int, count: int) -> list[int]:
+    """Return the first block of each stage so that the heaviest stage is as light as possible. No stage is empty."""
+    num_blocks = len(weights)
 
-    def weight(first: int, end: int) -> int:
-        return sum(weights[first:end]) + before * (first == 0) + after * (end == ends)
+    def weight(start: int, end: int) -> int:
+        return sum(weights[start:end]) + pre * (start == 0) + post * (end == num_blocks)
 
     @cache
-    def best(first: int, left: int) -> tuple[int, int, tuple[int, ...]]:
-        """Heaviest stage, sum of squares to choose among equals, and where the stages begin; for the blocks from first on."""
-        if left == 1:
-            alone = weight(first, ends)
-            return alone, alone**2, (first,)
+    def best(start: int, num_stages: int) -> tuple[int, int, tuple[int, ...]]:
+        """Return the heaviest stage, the sum of squares as a tie-breaker, and the stages' starts for the blocks from `start`."""
+        if num_stages == 1:
+            only = weight(start, num_blocks)
+            return only, only**2, (start,)
         options = []
-        for end in range(first + 1, ends - left + 2):
-            heaviest, squares, starts = best(end, left - 1)
-            here = weight(first, end)
-            options.append((max(here, heaviest), here**2 + squares, (first, *starts)))
+        for end in range(start + 1, num_blocks - num_stages + 2):
+            heaviest, squares, starts = best(end, num_stages - 1)
+            first = weight(start, end)
+            options.append((max(first, heaviest), first**2 + squares, (start, *starts)))
         return min(options)
 
     return list(best(0, count)[2])
 
 
 def _ranks_of_stages(count: int, pp: int, schedule: Schedule) -> list[int]:
-    """For each stage, the rank of the pp axis that holds it."""
+    """Return the rank on the pp axis that holds each stage."""
     down = list(range(pp))
     return [*down, *reversed(down)] if schedule.v_shape else down * (count // pp)
 
@@ -179,20 +177,19 @@ def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -
 
 
 class _PassThrough(nn.Module):
-    """In the place of a module that another stage has: passes the hidden state on."""
+    """A placeholder for a module of another stage. It returns the hidden state unchanged."""
 
-    def forward(self, hidden: Tensor, *others) -> Tensor:
+    def forward(self, hidden: Tensor, *args) -> Tensor:
         return hidden
 
 
 def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
-    """Leave a stage of the model, in place. What stays keeps its name."""
-    absent = plan.pre_blocks * (not stage.is_first) + plan.post_blocks * (not stage.is_last)
-    for name in absent:
+    """Remove the modules of other stages, in place. Remaining parameters keep their names."""
+    for name in plan.pre_blocks * (not stage.is_first) + plan.post_blocks * (not stage.is_last):
         model.set_submodule(name, _PassThrough())
     blocks = model.get_submodule(plan.blocks)
-    for number, name in enumerate([name for name, _ in blocks.named_children()]):
-        if number not in stage.blocks:
+    for i, name in enumerate([name for name, _ in blocks.named_children()]):
+        if i not in stage.blocks:
             delattr(blocks, name)
 
 
@@ -200,28 +197,28 @@ def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
 
 
 def min_microbatches(config: ParallelConfig) -> int:
-    """Microbatches that a step must have on each rank."""
+    """Return the minimum number of microbatches per step and rank."""
     return config.pp * (2 if config.pp > 1 and config.pipeline_schedule == "DualPipeV" else 1)
 
 
 def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
-    """Raises ConfigError where a schedule cannot work with so many microbatches a step."""
-    least = min_microbatches(config)
-    have = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
-    if microbatches < least:
-        raise ConfigError("parallel.pp", f"{have}, but {config.pipeline_schedule} needs at least {least}")
+    """Raise ConfigError if the schedule cannot run this number of microbatches per step."""
+    minimum = min_microbatches(config)
+    count = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
+    if microbatches < minimum:
+        raise ConfigError("parallel.pp", f"{count}, but {config.pipeline_schedule} needs at least {minimum}")
     rounds = microbatches // config.pp
     if SCHEDULES[config.pipeline_schedule].requires_rounds and microbatches % rounds:
-        rule = f"{have}, which must be a multiple of the {rounds} rounds through {config.pp} ranks"
-        raise ConfigError("parallel.pipeline_schedule", rule)
+        message = f"{count}, which must be a multiple of the {rounds} rounds through {config.pp} ranks"
+        raise ConfigError("parallel.pipeline_schedule", message)
 
 
 class PipelineStep:
-    """Every rank runs its stages of the model; the microbatches of a step are the pipeline's."""
+    """A step in which every rank runs its stages of the model. The step's microbatches are those of the pipeline."""
 
     def __init__(
         self,
-        parts: Mapping[Stage, nn.Module],
+        model_parts: Mapping[Stage, nn.Module],
         schedule: str,
         microbatches: int,
         hidden: Tensor,
@@ -231,29 +228,28 @@ class PipelineStep:
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
     ):
-        """parts: what this rank holds of the model, by stage. schedule: a key of SCHEDULES. microbatches: of a step. hidden: like
-        what passes between stages, on this rank's device. batch_group: the ranks that read different samples; loss_group: those
-        of one stage that compute different targets."""
-        self.parts = parts
+        """model_parts: this rank's stages of the model. schedule: a key of SCHEDULES. microbatches: number per step. hidden: a
+        tensor of the shape, dtype and device of the hidden state between stages. batch_group: the ranks that read different
+        samples; loss_group: the ranks of one stage that compute the loss of different tokens."""
+        self.model_parts = model_parts
         self.hidden = hidden
         self.make_head = make_head
         self.shard_sequence = shard_sequence
         self.pipeline_group = pipeline_group
         self.batch_group = batch_group
         self.loss_group = loss_group
-        self.num_targets = torch.ones((), device=hidden.device)  # of the step that runs, for torch's call of _mean_loss
-        for part in parts.values():
+        self.num_targets = torch.ones((), device=hidden.device)  # of the current step, for torch's call of _mean_loss
+        for part in model_parts.values():
             part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
-        built = [self._torch_stage(part, stage) for stage, part in parts.items()]
-        kind = SCHEDULES[schedule].cls
-        one = issubclass(kind, PipelineScheduleSingle)
-        # The loss is a sum over targets already divided by their number: nothing is left to scale.
-        self.schedule = kind(built[0] if one else built, microbatches, loss_fn=self._mean_loss, scale_grads=False)
-        count = built[0].num_stages
-        self.rank_of_stage = _ranks_of_stages(count, pipeline_group.size(), SCHEDULES[schedule])
+        stages = [self._torch_stage(part, stage) for stage, part in model_parts.items()]
+        cls = SCHEDULES[schedule].cls
+        stage_or_stages = stages[0] if issubclass(cls, PipelineScheduleSingle) else stages
+        # No scale_grads: the loss is already divided by the number of target tokens.
+        self.schedule = cls(stage_or_stages, microbatches, loss_fn=self._mean_loss, scale_grads=False)
+        self.rank_of_stage = _ranks_of_stages(stages[0].num_stages, pipeline_group.size(), SCHEDULES[schedule])
 
     def _torch_stage(self, part: nn.Module, stage: Stage) -> PipelineStage:
-        """With the shapes of what it gets and gives, so that torch need not run the model to find them."""
+        """Return torch's stage with the shapes of its input and output, so that torch does not run the model to infer them."""
         hidden = self.hidden
         tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         loss = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
@@ -276,46 +272,44 @@ class PipelineStep:
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         self.num_targets = num_targets.clamp(min=1)  # a batch may be all padding
-        cut = [self.shard_sequence(batch) for batch in microbatches]
-        tokens, labels, positions, documents = (
-            torch.cat([getattr(batch, name) for batch in cut])
-            for name in ("tokens", "labels", "positions", "documents")
+        batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
+        has_first, has_last = (
+            any(getattr(stage, end) for stage in self.model_parts) for end in ("is_first", "is_last")
         )
-        first, last = (any(getattr(stage, end) for stage in self.parts) for end in ("is_first", "is_last"))
         losses: list[Tensor] = []
         self.schedule.step(
-            *([tokens] if first else []),
-            target=labels if last else None,
+            *([batch.tokens] if has_first else []),
+            target=batch.labels if has_last else None,
             losses=losses,
             return_outputs=False,
-            labels=labels,
-            positions=positions,
-            documents=documents,
+            labels=batch.labels,
+            positions=batch.positions,
+            documents=batch.documents,
         )
         return self._sum(losses)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """One microbatch after the other through all stages; torch's schedules do not all run without backward."""
+        """Run the microbatches through all stages one by one. Not all of torch's schedules can run without backward."""
         losses = [self._forward(self.shard_sequence(batch)) for batch in microbatches]
-        for module in (m for part in self.parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
-            module.reshard()  # no backward comes that would do it
+        for module in (m for part in self.model_parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
+            module.reshard()  # backward, which normally does this, does not run
         return self._sum([loss for loss in losses if loss is not None]), count_targets(microbatches, self.batch_group)
 
     def _forward(self, batch: Batch) -> Tensor | None:
-        """The summed loss, on the rank that has the last stage."""
+        """Return the summed loss on the rank with the last stage, else None."""
         ranks = self.rank_of_stage
         rank = self.pipeline_group.rank()
         out = None
-        for stage, part in self.parts.items():
+        for stage, part in self.model_parts.items():
             if stage.is_first:
-                arrived = batch.tokens
+                stage_input = batch.tokens
             elif ranks[stage.index - 1] == rank:
-                arrived = out
+                stage_input = out
             else:
-                arrived = torch.empty_like(self.hidden)
-                dist.recv(arrived, group=self.pipeline_group, group_src=ranks[stage.index - 1])
-            out = part(arrived, positions=batch.positions, documents=batch.documents, labels=batch.labels)
+                stage_input = torch.empty_like(self.hidden)
+                dist.recv(stage_input, group=self.pipeline_group, group_src=ranks[stage.index - 1])
+            out = part(stage_input, positions=batch.positions, documents=batch.documents, labels=batch.labels)
             if stage.is_last:
                 return out
             if ranks[stage.index + 1] != rank:
@@ -324,5 +318,5 @@ class PipelineStep:
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         zero = torch.zeros((), dtype=torch.float32, device=self.hidden.device)
-        mine = torch.stack(losses).detach().sum() if losses else zero
-        return sum_over(sum_over(mine, self.loss_group), self.pipeline_group)
+        local = torch.stack(losses).detach().sum() if losses else zero
+        return sum_over(sum_over(local, self.loss_group), self.pipeline_group)

@@ -1,78 +1,95 @@
-"""Keep a recipe for backward instead of a tensor."""
+"""Replacement of tensors that autograd saves for backward."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 
-class _Recomputed:
-    """One tensor of one forward, which backward makes again: once, for all operators that need it."""
+class SavedTensor(Protocol):
+    """An object that the graph holds in place of a tensor."""
 
-    def __init__(self, recipe: Callable[[], Tensor]):
-        self.recipe = recipe
+    def restore(self) -> Tensor: ...
+
+
+def replace_saved(tensor: Tensor, replace: Callable[[Tensor], SavedTensor]) -> saved_tensors_hooks:
+    """Return a context in which autograd saves `replace(view)` in place of each view of `tensor`.
+
+    Views are recognised by their storage, so this works for every operator that saves the tensor, a view of it or a DTensor.
+    """
+    storage = _storage_id(tensor)  # the graph holds the hook, which therefore must not hold the tensor
+
+    def pack(saved: Tensor) -> Tensor | SavedTensor:
+        return replace(saved) if _storage_id(saved) == storage else saved
+
+    return saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.restore())
+
+
+def call_with_gathered(
+    forward: Callable[..., Tensor], gather: Callable[[Tensor], Tensor], shard: Tensor, *args: Any, recompute: bool
+) -> Tensor:
+    """Return `forward(gather(shard), *args)`. recompute: save only the shard for backward, which gathers it again."""
+    gathered = gather(shard)
+    if not recompute:
+        return forward(gathered, *args)
+    shard = shard.detach()
+    recomputed = _Recomputed(lambda: _local(gather(shard)))
+    with replace_saved(gathered, lambda view: _SavedView(recomputed, view)):
+        return forward(gathered, *args)
+
+
+class _Recomputed:
+    """A tensor that backward recomputes once for all operators that saved it."""
+
+    def __init__(self, recompute: Callable[[], Tensor]):
+        self.recompute = recompute
         self.tensor: Tensor | None = None
-        self.saved = 0
-        self.wanted = 0
+        self.num_saved = 0
+        self.num_pending = 0
 
     def save(self) -> None:
-        self.saved += 1
-        self.wanted += 1
+        self.num_saved += 1
+        self.num_pending += 1
 
-    def take(self) -> Tensor:
+    def restore(self) -> Tensor:
         if self.tensor is None:
             with torch.no_grad():
-                self.tensor = self.recipe()
+                self.tensor = self.recompute()
         tensor = self.tensor
-        self.wanted -= 1
-        if self.wanted == 0:
-            # A zero-bubble schedule goes through the same graph twice: for the inputs, then for the weights.
-            self.tensor, self.wanted = None, self.saved
+        self.num_pending -= 1
+        if self.num_pending == 0:
+            # A zero-bubble schedule traverses the same graph twice: for the inputs' gradients, then for the weights'.
+            self.tensor, self.num_pending = None, self.num_saved
         return tensor
 
 
 class _SavedView:
-    """What stands in the graph in place of a saved view of the tensor."""
+    """A view of a recomputed tensor."""
 
-    def __init__(self, of: _Recomputed, tensor: Tensor):
-        of.save()
-        self.of = of
-        local = _local(tensor)
+    def __init__(self, base: _Recomputed, view: Tensor):
+        base.save()
+        self.base = base
+        local = _local(view)
         self.geometry = local.size(), local.stride(), local.storage_offset()
         self.layout = None
-        if isinstance(tensor, DTensor):
-            self.layout = tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
+        if isinstance(view, DTensor):
+            self.layout = view.device_mesh, view.placements, view.size(), view.stride()
 
     def restore(self) -> Tensor:
-        local = self.of.take().as_strided(*self.geometry)
+        local = self.base.restore().as_strided(*self.geometry)
         if self.layout is None:
             return local
         mesh, placements, size, stride = self.layout
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-class recompute_in_backward(torch.autograd.graph.saved_tensors_hooks):
-    """Context in which autograd keeps no view of the given tensors: backward makes each again by its recipe.
-
-    Not by comparing values but by storage, so that it holds for whatever operator saves the tensor, through views and DTensors.
-    """
-
-    def __init__(self, *recipes: tuple[Tensor, Callable[[], Tensor]]):
-        """recipes: (tensor, what makes the same local values in the same memory layout)."""
-        by_storage = {storage_id(tensor): _Recomputed(recipe) for tensor, recipe in recipes}
-
-        def pack(tensor: Tensor) -> Tensor | _SavedView:
-            recomputed = by_storage.get(storage_id(tensor))
-            return tensor if recomputed is None else _SavedView(recomputed, tensor)
-
-        super().__init__(pack, lambda kept: kept.restore() if isinstance(kept, _SavedView) else kept)
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def storage_id(tensor: Tensor) -> int:
-    """Identity of the memory; not its address, which fake tensors do not have."""
+def _storage_id(tensor: Tensor) -> int:
+    """Return the identity of the memory. Its address would not do: fake tensors do not have one."""
     return _local(tensor).untyped_storage()._cdata

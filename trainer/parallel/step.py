@@ -1,4 +1,4 @@
-"""Microbatches -> loss and gradients."""
+"""Steps: from microbatches to a loss and gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,32 +12,31 @@ from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
 
 MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
-"""Labels (batch, seq) -> what the output module applies to (hidden, weight), giving the summed loss."""
-
+"""Labels (batch, seq) -> head, which maps (hidden, weight) to the summed loss inside the output module."""
 
 ShardSequence = Callable[[Batch], Batch]
-"""Whole sequences -> what this rank has of them."""
+"""Full sequences -> this rank's shard of them."""
 
 
 class Step(Protocol):
-    """Both return global values, the same on every rank."""
+    """Forward and backward over microbatches. Results are global values, identical on every rank."""
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        """Forward and backward. num_targets: of all microbatches on all ranks. Returns the mean loss of a target."""
+        """Run forward and backward and return the mean loss per target token. num_targets: of all microbatches on all ranks."""
 
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Sum of the targets' losses, and the number of targets."""
+        """Return the sum of the token losses and the number of target tokens."""
 
 
 def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
-    """Targets of the microbatches of all ranks, over whole sequences, so that every target weighs the same wherever padding
-    and masks fall: a scalar."""
-    mine = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
-    return sum_over(mine, batch_group)
+    """Return the global number of target tokens, a scalar, counted over full sequences. So every target token has the same
+    weight, wherever padding and masks fall."""
+    local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
+    return sum_over(local, batch_group)
 
 
 class SpmdStep:
-    """Every rank runs the whole model, on its part of the samples and sequences."""
+    """A step in which every rank runs the full model on its share of the samples and sequences."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class SpmdStep:
         loss_group: ProcessGroup,
         reduce_every_microbatch: bool,
     ):
-        """batch_group: the ranks that read different samples; loss_group: those that compute different targets."""
+        """batch_group: the ranks that read different samples; loss_group: the ranks that compute the loss of different tokens."""
         self.model = model
         self.make_head = make_head
         self.shard_sequence = shard_sequence
@@ -58,10 +57,10 @@ class SpmdStep:
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         losses = []
-        for number, batch in enumerate(microbatches, start=1):
-            last = number == len(microbatches)
-            self.model.set_requires_gradient_sync(last or self.reduce_every_microbatch)
-            self.model.set_is_last_backward(last)
+        for i, batch in enumerate(microbatches):
+            is_last = i == len(microbatches) - 1
+            self.model.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
+            self.model.set_is_last_backward(is_last)
             loss = self._loss_sum(batch) / num_targets.clamp(min=1)  # a batch may be all padding
             loss.backward()
             losses.append(loss.detach())

@@ -1,10 +1,11 @@
-"""Tensor and sequence parallelism: matrices cut over the ranks of the tp axis, the residual stream along the sequence.
+"""Tensor and sequence parallelism: matrices are sharded over the tp axis, and the residual stream is split along the sequence.
 
-Shoeybi et al. 2019 (arXiv:1909.08053) cut the matrices, Korthikanti et al. 2022 (arXiv:2205.05198) the sequence between
-them. Parameters are DTensors of their whole shape, so a checkpoint does not know the degree.
+Shoeybi et al. 2019 (arXiv:1909.08053) shard the matrices, Korthikanti et al. 2022 (arXiv:2205.05198) split the sequence between
+them. Parameters are DTensors of the full shape, so a checkpoint does not depend on the degree.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,68 +19,58 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.spec import ParallelPlan
-from trainer.parallel.recompute import recompute_in_backward
+from trainer.parallel.recompute import call_with_gathered
 
 SEQUENCE = Shard(1)
-"""Placement of a hidden state (batch, seq, dim) that is cut along the sequence."""
+"""Placement of a hidden state (batch, seq, dim) that is split along the sequence."""
 
 
 class _Embedding(RowwiseParallel):
-    """A table cut along the vocabulary; ranks add up what they find."""
+    """A table that is sharded along the vocabulary. Each rank looks up its rows, and the results are summed."""
 
     def __init__(self, residual: Placement):
         super().__init__(input_layouts=Replicate(), output_layouts=residual)
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, mesh)
-        # A tensor of its own: the output is still on its way (a compiled block could not take it), and a view (an operation
-        # in place would cut FSDP's hook off).
+        # Copy the output: it is an unfinished asynchronous result, which a compiled block cannot take, and a view, on which an
+        # in-place operation would detach FSDP's hook.
         module.register_forward_hook(lambda module, args, output: output.clone())
         return module
 
 
 class _ReplicatedNorm(ParallelStyle):
-    """The same weights on all ranks, each of which normalises the whole sequence."""
+    """A norm with the same weights on all ranks. Each rank normalises the full sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def whole(module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+        def as_replicated(module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
-        return distribute_module(module, mesh, input_fn=whole)
+        return distribute_module(module, mesh, input_fn=as_replicated)
 
 
 class _Gather(ParallelStyle):
-    """A module without parameters of its own whose input, a DTensor, is gathered once for all that read it inside."""
+    """A module without parameters outside its submodules. Its input, a DTensor, is gathered once for all of them."""
 
     def __init__(self, recompute: bool):
-        """recompute: keep this rank's part for backward, and gather it again there."""
+        """recompute: save only this rank's shard of the input for backward, which gathers it again."""
         self.recompute = recompute
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        compute = module.forward
-
-        def gathered(x: DTensor, *rest: Tensor) -> Tensor:
-            return compute(_replicate(x), *rest)
-
-        def gathered_again_in_backward(x: DTensor, *rest: Tensor) -> Tensor:
-            whole, part = _replicate(x), x.detach()
-            with recompute_in_backward((whole, lambda: _replicate(part).to_local())):
-                return compute(whole, *rest)
-
-        module.forward = gathered_again_in_backward if self.recompute else gathered
+        module.forward = partial(call_with_gathered, module.forward, _replicate, recompute=self.recompute)
         return module
 
 
 class _Output(ParallelStyle):
-    """The projection to the vocabulary, cut along it; its input comes from a norm. A head gets the whole sequence and the
-    weight as DTensors; without one, the logits come back whole."""
+    """The projection to the vocabulary, sharded along the vocabulary. Its input comes from a norm. A head gets the full sequence
+    and the weight as DTensors; without a head, every rank gets the full logits."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
-        compute = module.forward
+        original_forward = module.forward
 
         def forward(hidden: DTensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-            result = compute(_replicate(hidden), head)
+            result = original_forward(_replicate(hidden), head)
             return _replicate(result).to_local() if isinstance(result, DTensor) else result
 
         module.forward = forward
@@ -91,7 +82,7 @@ def _replicate(x: DTensor) -> DTensor:
 
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
-    """The words of a plan -> what they do to a module."""
+    """Return the parallel style for each value of ParallelPlan.tensor and tensor_block."""
     residual = SEQUENCE if sequence_parallel else Replicate()
     return {
         "embedding": _Embedding(residual),
@@ -110,32 +101,32 @@ def apply_tensor(
     sequence_parallel: bool,
     recompute_gathers: Callable[[str], bool],
 ) -> None:
-    """Cut the modules that the plan names, in place. mesh: the tp axis.
+    """Shard the modules that the plan names, in place. mesh: the tp axis.
 
-    recompute_gathers: name of a block -> whether it shall gather the inputs of its column-wise matrices again in backward.
+    recompute_gathers: name of a block -> whether it gathers the inputs of its column-wise matrices again in backward.
     """
     tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
-    for name, word in plan.tensor.items():
+    for name, style in plan.tensor.items():
         module = model.get_submodule(name)
-        if any(True for _ in module.parameters()):  # a pipeline stage has not all of them
-            parallelize_module(module, mesh, outside[word], src_data_rank=None)
+        if any(True for _ in module.parameters()):  # a pipeline stage does not have all of them
+            parallelize_module(module, mesh, outside[style], src_data_rank=None)
     retie(model, tied)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
         inside = styles(sequence_parallel, recompute_gathers(block_name))
-        for name, word in plan.tensor_block.items():
-            parallelize_module(block.get_submodule(name), mesh, inside[word], src_data_rank=None)
+        for name, style in plan.tensor_block.items():
+            parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)
 
 
 def retie(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """One parameter under both names again, where what was done to the model has parted them. tied: by tied_names, before."""
+    """Register tied parameters under both names again after a change of the model. tied: by tied_names, before the change."""
     for name, first in tied.items():
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Second name of a parameter -> the name it is known by."""
-    known: dict[nn.Parameter, str] = {}
-    names = ((name, known.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False))
+    """Return the second name of each tied parameter -> its first name."""
+    first_names: dict[nn.Parameter, str] = {}
+    names = ((name, first_names.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False))
     return {name: first for name, first in names if name != first}
