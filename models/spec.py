@@ -44,8 +44,8 @@ class ParallelPlan:
     """How a model may be sharded, by the names of its modules."""
 
     blocks: str
-    """The container of the blocks, whose names are their indices. Blocks pass one hidden state (batch, seq, dim) to each other and
-    are sharded, recomputed, compiled and pipelined one by one."""
+    """The container of the blocks, whose names are their indices. Blocks pass one hidden state (batch, seq, dim) to each other
+    and are sharded, recomputed, compiled and pipelined one by one."""
     pre_blocks: tuple[str, ...]
     """Modules before the blocks, in order."""
     post_blocks: tuple[str, ...]

@@ -46,7 +46,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class CausalMask(nn.Module):
     """The attention mask, computed once for all blocks. Replaced by module name where another mask is needed.
 
-    Every token attends to itself and the earlier tokens of its sample, across documents; the kernel implements this without a mask.
+    Every token attends to itself and the earlier tokens of its sample, across documents. The kernel needs no mask for this.
     """
 
     def forward(self, positions: Tensor, documents: Tensor) -> None:
@@ -149,8 +149,8 @@ class Llama(nn.Module):
         return self.output(self.norm(h), head)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each pair's angle: (batch, 1, seq, head_dim / 2), fp32. They are computed, not stored: a buffer
-        could be damaged by a checkpoint, a cast or a move between devices."""
+        """Return cosine and sine of each pair's angle: (batch, 1, seq, head_dim / 2), fp32. They are computed, not stored: a
+        buffer could be damaged by a checkpoint, a cast or a move between devices."""
         angles = positions[:, None, :, None].float() * rope_frequencies(self.sizes, positions.device)
         return angles.cos(), angles.sin()
 
