@@ -86,11 +86,9 @@ def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forw
 
 
 def _is_partial_product(args: tuple) -> bool:
-    """Whether an operator is the product of a row-wise matrix under tensor parallelism.
-
-    The product has the full width of the hidden state. Its reduction is saved instead, so recomputing the product is cheaper. A
-    compiler sees no DTensors, but it saves only what backward needs, and backward does not need these products.
-    """
+    """Whether an operator is the product of a row-wise matrix under tensor parallelism. It has the full width of the hidden
+    state, and its reduction is saved instead, so recomputing it is cheaper. (A compiler sees no DTensors, but it saves only
+    tensors that backward needs, and backward does not need these products.)"""
     first = args[0] if args else None
     return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 

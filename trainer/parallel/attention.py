@@ -34,9 +34,9 @@ class Mask(nn.Module):
             return self._make(rows, columns, None, None)
         return self._make(rows, columns, documents, all_gather_sequence(documents, self.cp, dim=1))
 
-    def _make(self, rows: Tensor, columns: Tensor, row_documents: Tensor | None, column_documents: Tensor | None):
-        """rows: (seq / cp,) and columns: (seq,), indices in the sequence. row_documents: (batch, seq / cp) and column_documents:
-        (batch, seq); None without a document mask."""
+    def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None):
+        """rows: (seq / cp,) and columns: (seq,), indices in the sequence. row_docs: (batch, seq / cp) and column_docs:
+        (batch, seq), document indices; None without a document mask."""
         raise NotImplementedError
 
 
@@ -48,12 +48,10 @@ class DenseMask(Mask):
         super().__init__(cp, by_document)
         self.dtype = dtype
 
-    def _make(
-        self, rows: Tensor, columns: Tensor, row_documents: Tensor | None, column_documents: Tensor | None
-    ) -> Tensor:
+    def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None) -> Tensor:
         visible = (rows[:, None] >= columns)[None]
-        if row_documents is not None:
-            visible = visible & (row_documents[:, :, None] == column_documents[:, None, :])
+        if row_docs is not None:
+            visible = visible & (row_docs[:, :, None] == column_docs[:, None, :])
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
         return mask.masked_fill_(~visible, float("-inf"))[:, None]
 
@@ -65,16 +63,12 @@ class FlexBlockMask(Mask):
         super().__init__(cp, by_document)
         self.create = torch.compile(create_block_mask) if compiled else create_block_mask
 
-    def _make(
-        self, rows: Tensor, columns: Tensor, row_documents: Tensor | None, column_documents: Tensor | None
-    ) -> BlockMask:
+    def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None) -> BlockMask:
         def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
             causal = rows[row] >= column
-            if row_documents is None:
-                return causal
-            return causal & (row_documents[batch, row] == column_documents[batch, column])
+            return causal if row_docs is None else causal & (row_docs[batch, row] == column_docs[batch, column])
 
-        batch = None if row_documents is None else len(row_documents)
+        batch = None if row_docs is None else len(row_docs)
         return self.create(is_visible, batch, None, len(rows), len(columns), device=rows.device.type)
 
 
@@ -114,11 +108,8 @@ def apply_attention(
     attention_backend: AttentionBackend,
     recompute_gathers: Callable[[str], bool],
 ) -> None:
-    """Replace the model's attention kernels and mask, in place, if sequences are split or by_document is set.
-
-    by_document: whether attention ends at document boundaries. recompute_gathers: name of a block -> whether it gathers keys and
-    values again in backward.
-    """
+    """Replace the model's attention kernels and mask, in place, if sequences are split or attention ends at document boundaries
+    (by_document). recompute_gathers: name of a block -> whether it gathers keys and values again in backward."""
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))

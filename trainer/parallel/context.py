@@ -19,7 +19,7 @@ from trainer.parallel.recompute import call_with_gathered
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
     """Return this rank's two chunks of every sequence: (batch, seq) -> (batch, seq / ranks)."""
-    return batch if ranks == 1 else batch.apply(lambda tensor: shard_tensor(tensor, rank, ranks))
+    return batch.apply(lambda tensor: shard_tensor(tensor, rank, ranks))
 
 
 def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:

@@ -93,9 +93,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
     """Return all stages of the pipeline in order; a single stage without a pipeline. Raises ConfigError if that is impossible.
-
-    model: the full model, on the meta device.
-    """
+    model: the full model, on the meta device."""
     names = [name for name, _ in model.get_submodule(plan.blocks).named_children()]
     count = config.pp * stages_per_rank(config) if config.pp > 1 else 1
     if len(names) < count:
@@ -125,11 +123,8 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 
 def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]:
-    """Return the number of parameters of each block, of the modules before the blocks, and of those after them.
-
-    The embedding table costs memory rather than time. It counts because the first stage also holds the activations of most
-    microbatches.
-    """
+    """Return the number of parameters of each block, of the modules before the blocks, and of those after them. The embedding
+    table costs memory, not time. It counts because the first stage also holds the activations of most microbatches."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())

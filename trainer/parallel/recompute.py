@@ -1,7 +1,7 @@
 """Replacement of tensors that autograd saves for backward."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,23 +9,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 
-class SavedTensor(Protocol):
-    """An object that the graph holds in place of a tensor."""
-
-    def restore(self) -> Tensor: ...
-
-
-def replace_saved(tensor: Tensor, replace: Callable[[Tensor], SavedTensor]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves `replace(view)` in place of each view of `tensor`.
-
-    Views are recognised by their storage, so this works for every operator that saves the tensor, a view of it or a DTensor.
-    """
+def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Any]) -> saved_tensors_hooks:
+    """Return a context in which autograd saves `replace(view)`, an object with `restore() -> Tensor`, in place of each view of
+    `tensor`. Views share their storage, so this works for every operator that saves the tensor, a view of it or a DTensor."""
     storage = _storage_id(tensor)  # the graph holds the hook, which therefore must not hold the tensor
-
-    def pack(saved: Tensor) -> Tensor | SavedTensor:
-        return replace(saved) if _storage_id(saved) == storage else saved
-
-    return saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.restore())
+    return saved_tensors_hooks(
+        lambda saved: replace(saved) if _storage_id(saved) == storage else saved,
+        lambda saved: saved if isinstance(saved, Tensor) else saved.restore(),
+    )
 
 
 def call_with_gathered(
@@ -47,22 +38,17 @@ class _Recomputed:
     def __init__(self, recompute: Callable[[], Tensor]):
         self.recompute = recompute
         self.tensor: Tensor | None = None
-        self.num_saved = 0
-        self.num_pending = 0
-
-    def save(self) -> None:
-        self.num_saved += 1
-        self.num_pending += 1
+        self.num_saved = self.num_restored = 0
 
     def restore(self) -> Tensor:
         if self.tensor is None:
             with torch.no_grad():
                 self.tensor = self.recompute()
         tensor = self.tensor
-        self.num_pending -= 1
-        if self.num_pending == 0:
-            # A zero-bubble schedule traverses the same graph twice: for the inputs' gradients, then for the weights'.
-            self.tensor, self.num_pending = None, self.num_saved
+        self.num_restored += 1
+        # A zero-bubble schedule traverses the same graph twice: for the inputs' gradients, then for the weights'.
+        if self.num_restored % self.num_saved == 0:
+            self.tensor = None
         return tensor
 
 
@@ -70,7 +56,7 @@ class _SavedView:
     """A view of a recomputed tensor."""
 
     def __init__(self, base: _Recomputed, view: Tensor):
-        base.save()
+        base.num_saved += 1
         self.base = base
         local = _local(view)
         self.geometry = local.size(), local.stride(), local.storage_offset()

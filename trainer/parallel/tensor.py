@@ -101,10 +101,8 @@ def apply_tensor(
     sequence_parallel: bool,
     recompute_gathers: Callable[[str], bool],
 ) -> None:
-    """Shard the modules that the plan names, in place. mesh: the tp axis.
-
-    recompute_gathers: name of a block -> whether it gathers the inputs of its column-wise matrices again in backward.
-    """
+    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: name of a block -> whether it
+    gathers the inputs of its column-wise matrices again in backward."""
     tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
     for name, style in plan.tensor.items():
