@@ -5,7 +5,6 @@ them. Parameters are DTensors of the full shape, so a checkpoint does not depend
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +56,13 @@ class _Gather(ParallelStyle):
         self.recompute = recompute
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(call_with_gathered, module.forward, _replicate, recompute=self.recompute)
+        original_forward = module.forward
+
+        # A function, not a partial, which would give every compiled block its own graph.
+        def forward(x: DTensor, *args: Tensor) -> Tensor:
+            return call_with_gathered(original_forward, _replicate, x, *args, recompute=self.recompute)
+
+        module.forward = forward
         return module
 
 
