@@ -1,4 +1,4 @@
-"""Several sets, each by all of its targets alike; the best checkpoint stays."""
+"""Several evaluation datasets, the best checkpoint, and phases of a mixture."""
 
 import json
 import math
@@ -18,14 +18,15 @@ from trainer.testing.ranks import RankError
 
 
 @pytest.fixture(scope="module")
-def two_sets(tiny, tmp_path_factory):
-    """Arguments of a run with a set of its own, and the folder of its texts."""
-    folder = tmp_path_factory.mktemp("sets")
+def two_datasets(tiny, tmp_path_factory):
+    """Arguments of a run with an evaluation dataset, and the folder of its texts."""
+    folder = tmp_path_factory.mktemp("datasets")
     write_corpus(folder / "other", 40, seed=5)
-    (folder / "sets.toml").write_text(
-        Path(tiny[1]).read_text() + f'[evaluation]\ninterval_steps = 2\nsets = {{ other = "text:{folder}/other" }}\n'
+    (folder / "datasets.toml").write_text(
+        Path(tiny[1]).read_text()
+        + f'[evaluation]\ninterval_steps = 2\ndatasets = {{ other = "text:{folder}/other" }}\n'
     )
-    return ["--config", str(folder / "sets.toml")], folder
+    return ["--config", str(folder / "datasets.toml")], folder
 
 
 def run(ranks, argv, folder, *more, size=1):
@@ -33,8 +34,8 @@ def run(ranks, argv, folder, *more, size=1):
     return folder / "run"
 
 
-def test_every_set_is_evaluated_on_any_number_of_ranks_alike(ranks, two_sets, tmp_path):
-    argv, _ = two_sets
+def test_every_dataset_has_the_same_loss_on_any_number_of_ranks(ranks, two_datasets, tmp_path):
+    argv, _ = two_datasets
     one, two = (records(run(ranks, argv, tmp_path / str(size), size=size), "eval") for size in (1, 2))
     assert [(r["step"], r["dataset"]) for r in one] == [(2, "held_out"), (2, "other"), (4, "held_out"), (4, "other")]
     for a, b in zip(one, two, strict=True):
@@ -43,16 +44,15 @@ def test_every_set_is_evaluated_on_any_number_of_ranks_alike(ranks, two_sets, tm
         assert a["perplexity"] == pytest.approx(math.exp(a["loss"]))
 
 
-def test_bits_per_byte_are_those_of_the_text(ranks, two_sets, tmp_path):
-    """Whatever the tokenizer: here the bytes are counted in the text that the targets stand for."""
-    argv, folder = two_sets
+def test_bits_per_byte_count_the_bytes_of_the_text(ranks, two_datasets, tmp_path):
+    argv, folder = two_datasets
     record = records(run(ranks, argv, tmp_path), "eval")[-1]
     tokenizer = load_tokenizer(TokenizerConfig())
-    sets = {"other": f"text:{folder}/other"}
+    datasets = {"other": f"text:{folder}/other"}
     data = DataConfig(dataset="text", path=str(folder / "other"), store_folder=str(tmp_path / "stores"))
-    samples = open_datasets(data, sets, prepare_datasets(data, sets, TokenizerConfig(), tokenizer, 32), 32).evaluation[
-        "other"
-    ]
+    samples = open_datasets(
+        data, datasets, prepare_datasets(data, datasets, TokenizerConfig(), tokenizer, 32), 32
+    ).evaluation["other"]
     labels = samples.batch(np.arange(len(samples))).labels
     special = set(tokenizer.special_tokens.values())
     text = tokenizer.decode([token for token in labels.flatten().tolist() if token not in special])
@@ -61,11 +61,11 @@ def test_bits_per_byte_are_those_of_the_text(ranks, two_sets, tmp_path):
     assert record["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-6)
 
 
-def test_the_best_checkpoint_is_written_and_kept(ranks, two_sets, tmp_path):
-    """A learning rate that spoils the model after some steps makes an early step the best."""
+def test_the_best_checkpoint_is_saved_and_kept(ranks, two_datasets, tmp_path):
+    """A learning rate that degrades the model after some steps makes an early step the best."""
     more = ["--evaluation.keep_best_on", "other", "--checkpoint.interval_steps", "5", "--checkpoint.keep", "1"]
     more += ["--training.steps", "15", "--optimizer.lr", "1.0", "--evaluation.interval_steps", "1"]
-    folder = run(ranks, two_sets[0], tmp_path, *more, "--lr_schedule.warmup_steps", "14")
+    folder = run(ranks, two_datasets[0], tmp_path, *more, "--lr_schedule.warmup_steps", "14")
     losses = {r["step"]: r["loss"] for r in records(folder, "eval") if r["dataset"] == "other"}
     best = min(losses, key=losses.get)
     assert best < 15
@@ -73,20 +73,22 @@ def test_the_best_checkpoint_is_written_and_kept(ranks, two_sets, tmp_path):
 
 
 @pytest.mark.parametrize(("data", "steps", "best"), [("a", [10, 20], 10), ("b", [10, 20], 0), ("a", [20], 0)])
-def test_the_best_is_forgotten_with_its_data_or_its_checkpoint(data, steps, best):
+def test_the_best_step_is_ignored_if_its_data_or_its_checkpoint_is_gone(data, steps, best):
     before = BestTracker(EvaluationConfig(keep_best_on="other"), "a")
-    before.see("other", 2.0)
+    before.update("other", 2.0)
     before.before_save(10)
     after = BestTracker(EvaluationConfig(keep_best_on="other"), data)
     after.load_state(json.loads(json.dumps(before.state())), steps)
     assert after.step == best
-    after.see("other", 2.5)
-    assert after.to_save == (best == 0)
+    after.update("other", 2.5)
+    assert after.pending == (best == 0)
 
 
-def test_a_best_of_no_set_is_refused(ranks, two_sets, tmp_path):
-    with pytest.raises(RankError, match=r"evaluation\.best: is no set; there are: held_out, other"):
-        run(ranks, two_sets[0], tmp_path, "--evaluation.keep_best_on", "ohter")
+def test_an_unknown_dataset_in_keep_best_on_is_an_error(ranks, two_datasets, tmp_path):
+    with pytest.raises(
+        RankError, match=r"evaluation\.keep_best_on: unknown evaluation dataset; available: held_out, other"
+    ):
+        run(ranks, two_datasets[0], tmp_path, "--evaluation.keep_best_on", "ohter")
 
 
 # ------------------------------------------------------------ phases of a mixture

@@ -35,7 +35,7 @@ def test_equal_runs_have_identical_losses(runs):
 def test_the_first_different_loss_is_reported_with_the_settings_that_differ(runs):
     code, lines, _ = script(runs / "a", runs / "c")
     assert code == 1
-    assert "optimizer.lr 0.01 -> 0.02" in lines
+    assert "optimizer.lr 0.0003 -> 0.02" in lines
     assert lines[-1].startswith("losses differ first at step 2: ")
 
 
