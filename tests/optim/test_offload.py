@@ -89,7 +89,8 @@ def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_pat
         ),
         (
             ["--optimizer.in_backward", "true"],
-            "--optimizer.in_backward true: incompatible with [training] max_norm, which needs all gradients at once; set it to none",
+            "--optimizer.in_backward true: incompatible with [training] max_norm, which needs all gradients at once; "
+            "set it to none",
         ),
         (
             ["--optimizer.in_backward", "true", "--training.max_norm", "none"],
@@ -97,7 +98,8 @@ def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_pat
         ),
         (
             ["--optimizer.offload", "state", "--parallel.cpu_offload", "true"],
-            "--optimizer.offload state: incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host",
+            "--optimizer.offload state: incompatible with [parallel] cpu_offload, which already keeps the optimizer state on "
+            "the host",
         ),
         (
             ["--optimizer.offload", "state_and_gradients", "--training.reduce_every_microbatch", "true"],
