@@ -1,4 +1,4 @@
-"""Locks of folders."""
+"""Locks, atomic files and atomic folders."""
 
 import multiprocessing
 import shutil
@@ -7,7 +7,15 @@ import threading
 
 import pytest
 
-from trainer.system.files import try_lock
+from trainer.system.files import (
+    HashingFile,
+    atomic_file,
+    atomic_folder,
+    atomic_write,
+    digest_of,
+    is_temporary,
+    try_lock,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CONTEXT = multiprocessing.get_context("fork")
@@ -59,3 +67,48 @@ def test_a_lock_file_that_is_removed_while_waiting_is_created_again(tmp_path):
     assert not isinstance(file, str)
     assert lock_from_another_process(path).startswith("process ")
     process.join()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_atomic_file_keeps_the_old_content_until_the_block_ends(tmp_path):
+    path = tmp_path / "a.json"
+    atomic_write(path, "old")
+    with atomic_file(path) as file:
+        file.write("new")
+        (temporary,) = set(tmp_path.iterdir()) - {path}
+        assert path.read_text() == "old" and is_temporary(temporary)
+    assert path.read_text() == "new" and names(tmp_path) == ["a.json"]
+
+
+def test_atomic_file_is_removed_after_an_error(tmp_path):
+    atomic_write(tmp_path / "a.json", "old")
+    with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "a.json") as file:
+        file.write(str(1 / 0))
+    assert (tmp_path / "a.json").read_text() == "old" and names(tmp_path) == ["a.json"]
+
+
+def test_atomic_folder_replaces_the_old_one_and_removes_leftovers_of_its_name(tmp_path):
+    for name in ("[a]", "[a].tmp-0123abcd", "a.tmp-0123abcd", "[a].tmp-shards"):
+        (tmp_path / name).mkdir()
+    with atomic_folder(tmp_path / "[a]") as unfinished:
+        assert is_temporary(unfinished)
+        (unfinished / "file").write_text("x")
+        assert not any((tmp_path / "[a]").iterdir())
+    assert names(tmp_path) == ["[a]", "[a].tmp-shards", "a.tmp-0123abcd"] and names(tmp_path / "[a]") == ["file"]
+
+
+def test_atomic_folder_is_removed_after_an_error(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ZeroDivisionError), atomic_folder(tmp_path / "a") as unfinished:
+        (unfinished / str(1 / 0)).touch()
+    assert names(tmp_path) == ["a"]
+
+
+def test_hashing_file_returns_the_digest_of_its_content(tmp_path):
+    file = HashingFile(tmp_path / "a")
+    file.write(b"ab")
+    file.write(memoryview(b"cd"))
+    assert file.close() == {"size": 4, "digest": digest_of(tmp_path / "a")}

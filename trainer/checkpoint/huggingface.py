@@ -193,14 +193,13 @@ def _permuted_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, rang
 class HfReader(ShardReader):
     """Storage reader of torch.distributed.checkpoint for a model folder."""
 
-    def __init__(self, folder: HfModelFolder, index: Mapping[str, TensorMetadata], prefix: str):
-        """prefix: precedes the parameter names in the index."""
-        super().__init__(folder.folder, index)
-        self.source = folder
-        self.prefix = prefix
+    def __init__(self, source: HfModelFolder, index: Mapping[str, TensorMetadata]):
+        """index: of names with the prefix model/, as in a checkpoint."""
+        super().__init__(source.folder, index)
+        self.source = source
 
     def read_chunk(self, tensors: Any, name: str, chunk: Chunk, ranges: tuple[slice, ...]) -> Tensor:
-        name = name.removeprefix(self.prefix)
+        name = name.removeprefix("model/")
         return _permuted_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
 
 

@@ -145,8 +145,6 @@ class Chunk:
     file: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    written: File | None = None
-    """Size and hash of the file, with its first chunk only."""
 
     def key(self, name: str, full_shape: tuple[int, ...]) -> str:
         return name if self.shape == full_shape else f"{name}@{','.join(map(str, self.offsets))}"
@@ -225,25 +223,17 @@ class ShardWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self.rank:05d}.safetensors"
-        chunks = [
-            Chunk(name, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-            for item in plan.items
-        ]
-        entries = [
-            TensorWrite(
-                name=chunk.key(item.index.fqn, tuple(item.tensor_data.size)),
-                dtype=item.tensor_data.properties.dtype,
-                shape=chunk.shape,
-                pieces=lambda item=item: (planner.resolve_data(item),),
-            )
-            for item, chunk in zip(plan.items, chunks, strict=True)
-        ]
+        chunks, entries = [], []
+        for item in plan.items:
+            data, pieces = item.tensor_data, lambda item=item: (planner.resolve_data(item),)
+            chunks.append(chunk := Chunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+            key = chunk.key(item.index.fqn, tuple(data.size))
+            entries.append(TensorWrite(key, data.properties.dtype, chunk.shape, pieces))
         results = []
         if entries:
-            written = retry_transient(lambda: write_safetensors(self.folder / name, entries, {}))
-            chunks[0] = Chunk(chunks[0].file, chunks[0].offsets, chunks[0].shape, written)
+            file = retry_transient(lambda: write_safetensors(self.folder / name, entries, {}))
             results = [
-                WriteResult(item.index, entry.num_bytes, chunk)
+                WriteResult(item.index, entry.num_bytes, (chunk, file))
                 for item, entry, chunk in zip(plan.items, entries, chunks, strict=True)
             ]
         future: Future[list[WriteResult]] = Future()
@@ -253,9 +243,8 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files, chunks = {}, {}
         for result in itertools.chain.from_iterable(results):
-            chunk = result.storage_data
-            if chunk.written is not None:
-                files[chunk.file] = chunk.written
+            chunk, file = result.storage_data
+            files[chunk.file] = file
             chunks.setdefault(result.index.fqn, []).append(chunk)
         index = {
             name: TensorMetadata(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[name]))

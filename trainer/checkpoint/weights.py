@@ -62,7 +62,7 @@ class WeightSource:
             reader = ShardReader(self.folder, index)
         else:
             index = {f"model/{name}": stored for name, stored in self.hf_folder.index(parameters).items()}
-            reader = HfReader(self.hf_folder, index, prefix="model/")
+            reader = HfReader(self.hf_folder, index)
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         for name in [name for name in wanted if resize and self._is_smaller(index.get(name), wanted[name])]:
             try:
