@@ -58,7 +58,7 @@ def test_load_returns_what_was_saved_and_no_other_file_remains(ranks, tmp_path, 
     for name, files, loaded, point in ranks(size).run(saved_and_loaded, folder):
         assert (name, files) == ("step-00000003", ["step-00000003"])
         assert loaded == {"model/w": [7.0] * 4, "model/b": [0, 1, 2]}
-        assert point.path == folder / name and point.state["step"] == 3 and not point.rollback
+        assert point.path == folder / name and point.state.step == 3 and not point.rollback
     files = set(manifest.read(folder / name).files)
     assert files == {"index.json", "train_state.json", "config.toml"} | {
         f"rank-{r:05d}.safetensors" for r in range(size)
