@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.dev.benchmark import loss_table
+from scripts.dev.benchmark import loss_peaks
 from trainer.batch import IGNORE_INDEX
 from trainer.loss import CrossEntropyHead
 
@@ -132,7 +132,7 @@ def test_a_sharded_vocabulary_gives_the_same_loss_and_gradients(ranks, size, voc
 
 def test_chunks_need_at_most_an_eighth_of_the_memory_of_full_logits():
     """At 8,192 tokens and a vocabulary of 128,256. A sharded vocabulary needs its share of that."""
-    table = loss_table(seq=8192, vocab=128_256, dim=64, degrees=[1, 2], chunk_tokens=1024, dtype="fp32")
+    table = loss_peaks(seq=8192, vocab=128_256, dim=64, degrees=[1, 2], chunk_tokens=1024, dtype="fp32")
     full, chunked, sharded = (activations for _, activations, _ in table)
     assert chunked * 8 <= full
     assert sharded <= 0.55 * chunked
@@ -140,6 +140,6 @@ def test_chunks_need_at_most_an_eighth_of_the_memory_of_full_logits():
 
 def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third():
     """Chunks accumulate the gradient in fp32, full logits do not."""
-    full, chunked = loss_table(seq=8192, vocab=128_256, dim=4096, degrees=[1], chunk_tokens=1024, dtype="bf16")
+    full, chunked = loss_peaks(seq=8192, vocab=128_256, dim=4096, degrees=[1], chunk_tokens=1024, dtype="bf16")
     assert chunked[1] * 8 <= full[1]
     assert chunked[2] * 3 <= full[2]

@@ -1,39 +1,29 @@
-"""Show that a plan tells the truth: python scripts/dev/check_plan.py [--config FILE.toml] [--layout "..."] [...]
+"""Check simulated memory against the allocator.
 
-Runs a step under each layout, as gloo ranks on this machine's CPU, looks at what its allocator does, by torch's profiler, and
-prints the largest memory of the first and the last rank beside the plan's. Exit code 1 where they differ by more than 3 %, or
-a kind of memory by more than 5 % of it and 1 % of the peak.
+Runs a step under each layout, as gloo ranks on this machine's CPU, reads the allocator's events from torch's profiler, and
+prints measured and simulated peaks of the first and the last rank.
 
---layout "tp=2 pp=2"    settings of a layout, as in scripts/parity.py, with as many ranks as its degrees make; may be given
-                        several times (default: a matrix of layouts, what is computed again, and accumulation)
---section.key VALUE     any other setting, for all layouts (default: a Llama of 100M parameters)
+exit codes: 0: all agree; 1: a peak deviates by more than 3 %, or a category of memory by more than 5 % of it and 1 % of the
+peak; 2: an argument or a setting is wrong
+
+    python scripts/dev/check_plan.py --layout "tp=2 training.compute_dtype=bf16" --layout "pp=2"
 """
 
-import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.parity import Layout, flags
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, die, one_line_errors, run_to_end
-from trainer.config.load import load_config, parse_argv
+from trainer.config.load import load_config
 from trainer.planning.simulate import Simulation, simulate
 from trainer.run.resolve import resolve
-from trainer.testing.allocations import Measured, measure, quiet
+from trainer.testing.allocations import Measured, measure, silence_profiler
+from trainer.testing.layouts import Layout, Table, flags, num_ranks, settings_of, with_default_model
 from trainer.testing.ranks import LocalRanks
 
-MODEL = {
-    "dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "hidden_dim": 2048, "vocab_size": 16384,
-}  # fmt: skip
-DEFAULTS = {f"model.overrides.{name}": str(value) for name, value in MODEL.items()} | {
-    "training.seq_len": "512",
-    "training.local_batch_size": "1",
-    "training.global_batch_size": "4",
-}
 MATRIX = [
     "dp_shard=1",
     "dp_shard=1 activation_checkpoint.mode=full training.compute_dtype=bf16",
@@ -63,76 +53,62 @@ MATRIX = [
 ]
 
 REPEATS = 3
-MOST_RANKS = 16
-TOTAL, KIND, OF_PEAK = 0.03, 0.05, 0.01
-"""Largest deviations."""
-WIDTH = 92
+MAX_RANKS = 16
+MAX_PEAK_DEVIATION = 0.03
+MAX_CATEGORY_DEVIATION, IGNORED_FRACTION = 0.05, 0.01
+"""Relative to the category, and to the peak."""
 
 
-def ranks_of(layout: Layout) -> int:
-    degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-    return math.prod(int(layout.settings.get(f"parallel.{name}", "1")) for name in degrees)
-
-
-def said(words: Sequence[str]) -> dict[str, str]:
-    """ "section.name" -> value, of a command line."""
-    return {flag.removeprefix("--"): value for flag, value in parse_argv(words)}
-
-
-def with_defaults(given: dict[str, str]) -> dict[str, str]:
-    """Of the network and its batches, unless a file or a size is named."""
-    return given if {"config", "model.size"} & set(given) else DEFAULTS | given
-
-
-def wrong_kind(plan: Simulation, real: Measured) -> str:
-    """The kind of memory that deviates most, if one does too much."""
-    for kind, planned in plan.by_kind.items():
-        measured = real.by_kind.get(kind, 0)
-        if abs(planned - measured) > max(KIND * measured, OF_PEAK * real.peak):
-            return f"{kind}: {planned:,} planned, {measured:,} measured"
+def wrong_category(simulation: Simulation, measured: Measured) -> str:
+    """Describe the first category that deviates too much, if any."""
+    for category, planned in simulation.by_category.items():
+        actual = measured.by_category.get(category, 0)
+        if abs(planned - actual) > max(MAX_CATEGORY_DEVIATION * actual, IGNORED_FRACTION * measured.peak):
+            return f"{category}: {planned:,} simulated, {actual:,} measured"
     return ""
 
 
-def check(layout: Layout, given: dict[str, str]) -> bool:
-    """Whether the plan is right for the first and the last rank. What a layout says goes before what was given."""
-    argv, size = flags(given | layout.settings), ranks_of(layout)
+def check(layout: Layout, argv: list[str], config: Config, table: Table) -> bool:
+    """Print the rows of a layout and return whether the first and the last rank agree."""
+    size = num_ranks(config.parallel)
     measured = LocalRanks(size).run(measure, argv, REPEATS)
-    config, ranks = load_config(argv), sorted({0, size - 1})
-    good = True
-    for rank, plan in zip(ranks, simulate([(config, rank) for rank in ranks], size, on_gpu=False), strict=True):
-        real = measured[rank]
-        deviation = plan.peak / real.peak - 1
-        problem = wrong_kind(plan, real)
-        good = good and abs(deviation) <= TOTAL and not problem
-        print(
-            f"{layout.text:<{WIDTH}} {rank:>4} {plan.peak:>15,} {real.peak:>15,} {deviation:>+8.2%}  {problem or plan.at}",
-            flush=True,
-        )
-    return good
+    agree = True
+    ranks = sorted({0, size - 1})
+    for simulation in simulate([(config, rank) for rank in ranks], size, on_gpu=False):
+        actual = measured[simulation.rank]
+        deviation, wrong = simulation.peak / actual.peak - 1, wrong_category(simulation, actual)
+        agree = agree and abs(deviation) <= MAX_PEAK_DEVIATION and not wrong
+        peaks = f"{simulation.peak:,}", f"{actual.peak:,}", f"{deviation:+.2%}"
+        table.row(layout.text, simulation.rank, *peaks, wrong or simulation.peak_at)
+    return agree
 
 
 def main() -> None:
-    quiet()
+    silence_profiler()
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument("--layout", action="append", default=[])
-    arguments, settings = parser.parse_known_args()
+    parser.add_argument(
+        "--layout", action="append", metavar="\"name=value ...\"",
+        help="settings of a layout: those of [parallel] by name, others as section.key=value; repeat it for several layouts "
+        "(default: a matrix of layouts, activation checkpointing and gradient accumulation, on a Llama of 100M parameters)",
+    )  # fmt: skip
+    args, argv = parser.parse_known_args()
     try:
-        layouts = [Layout.parse(text) for text in arguments.layout or MATRIX]
-        given = with_defaults(said(settings))
+        layouts = [Layout.parse(text) for text in args.layout or MATRIX]
+        given = with_default_model(settings_of(argv))
+        runs = []
         for layout in layouts:
-            if (ranks := ranks_of(layout)) > MOST_RANKS:
-                raise ConfigError(
-                    "", f"--layout '{layout.text}': {ranks:,} ranks, and {MOST_RANKS} may be tried on one machine"
-                )
             argv = flags(given | layout.settings)
             config = load_config(argv)
+            if (ranks := num_ranks(config.parallel)) > MAX_RANKS:
+                raise ConfigError("", f"--layout {layout.text!r}: {ranks:,} ranks, but the limit is {MAX_RANKS}")
             with one_line_errors(config):
                 resolve(config, ranks)
+            runs.append((layout, argv, config))
     except ConfigError as error:
         die(str(error))
-    print(f"{'layout':<{WIDTH}} rank {'planned bytes':>15} {'measured bytes':>15} {'':>8}  at the peak")
-    good = [check(layout, given) for layout in layouts]
-    sys.exit(0 if all(good) else 1)
+    table = Table(layout="<92", rank=">4", simulated_bytes=">15", measured_bytes=">15", deviation=">9", peak_in="")
+    agree = [check(*run, table) for run in runs]
+    sys.exit(0 if all(agree) else 1)
 
 
 if __name__ == "__main__":

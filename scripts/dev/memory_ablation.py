@@ -1,12 +1,9 @@
-"""What each lever for memory gives back, and costs, on top of the ones before: python scripts/dev/memory_ablation.py [...]
+"""Measure or plan the memory and speed of each memory lever, on top of the levers before it.
 
-Runs each rung for some steps on one rank of this machine's CPU, and prints the largest memory (by the allocator's events, as in
-check_plan.py) and the fastest step. On a CPU host memory is the same memory: what goes there is only seen in a plan.
+Measures some steps on one rank of this machine's CPU: the peak by the allocator's events, and the fastest step. A CPU has no
+separate host memory, so offloading shows only in a plan.
 
---device NAME           plan each rung for one such device instead (a100, h100, ...; as in plan.py), and run nothing
---world N               ranks of the plan (default: 1)
---rungs NAME ...        the rungs to take, in this order (default: all)
---section.key VALUE     any setting of all rungs (default: a Llama of 100M parameters, 4 samples of 512 tokens)
+    python scripts/dev/memory_ablation.py --device a100 --config train_configs/llama3_2_3b.toml
 """
 
 import sys
@@ -17,32 +14,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.dev.check_plan import said, with_defaults
-from scripts.parity import flags
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
-from trainer.planning.estimate import plan
+from trainer.planning.estimate import estimate
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.system.units import GIB
-from trainer.testing.allocations import a_step, measure, quiet
+from trainer.testing.allocations import build_step, measure, silence_profiler
+from trainer.testing.layouts import Table, flags, settings_of, with_default_model
 from trainer.testing.ranks import LocalRanks
 
-START = {
+BASELINE = {
     "training.local_batch_size": "4",
     "training.global_batch_size": "4",
     "training.loss_chunk_tokens": "100000000",
     "training.max_norm": "none",
 }
-RUNGS = {
-    "loss in chunks": {"training.loss_chunk_tokens": "1024"},
-    "blocks computed again": {"activation_checkpoint.mode": "full"},
-    "inputs of blocks on the host": {"activation_checkpoint.offload_inputs": "true"},
+LEVERS = {
+    "chunked loss": {"training.loss_chunk_tokens": "1024"},
+    "activation checkpointing": {"activation_checkpoint.mode": "full"},
+    "block inputs in host memory": {"activation_checkpoint.offload_inputs": "true"},
     "update in backward": {"optimizer.in_backward": "true", "resilience.max_consecutive_skips": "1"},
-    "averages in 8 bits": {"optimizer.state_dtype": "8bit"},
-    "parameters in bf16": {"training.parameter_dtype": "bf16"},
-    "optimizer on the host instead": {
+    "8-bit moments": {"optimizer.state_dtype": "8bit"},
+    "bf16 parameters": {"training.parameter_dtype": "bf16"},
+    "optimizer in host memory instead": {
         "optimizer.in_backward": "false",
         "optimizer.state_dtype": "fp32",
         "optimizer.offload": "state_and_gradients",
@@ -51,65 +47,61 @@ RUNGS = {
 STEPS = 3
 
 
-def seconds(argv: Sequence[str]) -> float:
-    """On a rank: of the fastest step of some."""
+def fastest_step_s(argv: Sequence[str]) -> float:
+    """Run on a rank."""
     config = load_config(argv)
     devices.set_cpu_threads(config.training.cpu_threads)
-    _, step = a_step(config)
-    took = []
+    _, step = build_step(config)
+    times = []
     for _ in range(STEPS + 1):
         start = time.perf_counter()
         step()
-        took.append(time.perf_counter() - start)
-    return min(took[1:])
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
-def rungs(names: Sequence[str], given: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Name of each, and the run's command line; what was given goes before the start, and a rung before both."""
-    settings = with_defaults(START | said(given))
-    yield "nothing", flags(settings)
-    for name in names:
-        settings |= RUNGS[name]
-        yield f"+ {name}", flags(settings)
-
-
-def config_of(name: str, argv: Sequence[str]) -> Config:
-    """Raises ConfigError, with the rung that is at fault."""
-    try:
-        return load_config(argv, check_files=False)
-    except ConfigError as error:
-        raise error if name == "nothing" else ConfigError("", f"rung '{name[2:]}': {error}") from None
-
-
-def row(name: str, peak: int, before: int | None, host: int, tokens_per_second: float) -> str:
-    change = f"{peak / before - 1:+.1%}" if before else ""
-    beside = f"{host / GIB:>8.2f} GiB" if host else f"{'':>12}"
-    return f"{name:<40}{peak / GIB:>8.2f} GiB {change:>7} {beside}{tokens_per_second:>14,.0f}"
+def cumulative(levers: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
+    """Yield (name, flags, configuration) of the baseline and of each lever on top of those before it. Raises ConfigError, by the
+    lever."""
+    settings = with_default_model(BASELINE | settings_of(argv))
+    yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
+    for lever in levers:
+        settings |= LEVERS[lever]
+        try:
+            yield f"+ {lever}", flags(settings), load_config(flags(settings), check_files=False)
+        except ConfigError as error:
+            raise ConfigError("", f"lever '{lever}': {error}") from None
 
 
 def main() -> None:
-    quiet()
+    silence_profiler()
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument("--device", choices=SHORT_NAMES)
-    parser.add_argument("--world", type=positive_int, default=1)
-    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=list(RUNGS))
-    arguments, settings = parser.parse_known_args()
-    if arguments.world > 1 and not arguments.device:
-        parser.error(f"--world {arguments.world}: of a plan; needs --device")
-    before = None
+    parser.add_argument("--device", choices=SHORT_NAMES, help="plan for this device instead of measuring")
+    parser.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="ranks of a plan")
+    parser.add_argument(
+        "--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME",
+        help=f"levers in the order to apply them, of: {', '.join(LEVERS)} (default: all)",
+    )  # fmt: skip
+    args, argv = parser.parse_known_args()
+    if args.world_size > 1 and not args.device:
+        parser.error(f"--world-size {args.world_size}: applies to plans only; add --device")
     try:
-        steps = [(name, argv, config_of(name, argv)) for name, argv in rungs(arguments.rungs, settings)]
-        print(f"{'':<40}{'memory':>12} {'':>7} {'on the host':>12}{'tokens/s':>14}")
-        for name, argv, config in steps:
-            if arguments.device:
-                made = plan(config, arguments.world, ACCELERATORS[SHORT_NAMES[arguments.device]], 0.0, on_gpu=True)
-                peak, host, speed = made.largest.peak, made.largest.host, made.tokens_per_second
+        runs = list(cumulative(args.levers, argv))
+        table = Table(lever="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
+        previous = None
+        for name, flags_of_run, config in runs:
+            if args.device:
+                accelerator = ACCELERATORS[SHORT_NAMES[args.device]]
+                plan = estimate(config, args.world_size, accelerator, 0.0, on_gpu=True)
+                peak, host, speed = plan.largest.peak, plan.largest.host, plan.tokens_per_second
             else:
-                peak, host = LocalRanks(1).run(measure, argv, 1)[0].peak, 0
+                peak, host = LocalRanks(1).run(measure, flags_of_run, 1)[0].peak, 0
                 tokens = config.training.global_batch_size * config.training.seq_len
-                speed = tokens / LocalRanks(1).run(seconds, argv)[0]
-            print(row(name, peak, before, host, speed), flush=True)
-            before = peak
+                speed = tokens / LocalRanks(1).run(fastest_step_s, flags_of_run)[0]
+            change = f"{peak / previous - 1:+.1%}" if previous else ""
+            in_host = f"{host / GIB:.2f} GiB" if host else ""
+            table.row(name, f"{peak / GIB:.2f} GiB", change, in_host, f"{speed:,.0f}")
+            previous = peak
     except ConfigError as error:
         die(str(error))
 

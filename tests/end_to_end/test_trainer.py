@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.parity import LIMITS, MATRIX, Deviation, Layout, flags, settings_of
+from scripts.parity import LIMITS, Deviation
 from tests.training_runs import hash_of, largest_deviation, leaves_of_step, read_tensor, records, train, trainer_from
 from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.system import logging
+from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
 from trainer.testing.ranks import RankError
 
 
@@ -34,9 +35,9 @@ def shape_of(text):
     """Flags, and the number of ranks, of a layout as scripts/parity.py writes it; with the model that it needs, and as few
     microbatches as make it accumulate."""
     layout = Layout.parse(text)
-    parallel = load_config([*DEEP, *flags(layout.settings), "--training.global_batch_size", "16"])
-    settings, _, size = settings_of(layout, parallel, times=1 if "pp=" in text else 2)
-    return size, [*(DEEP if "pp=" in text else []), *flags(settings)]
+    config = load_config([*DEEP, *flags(layout.settings), "--training.global_batch_size", "16"])
+    batch, _ = batch_settings(config, factor=1 if "pp=" in text else 2)
+    return num_ranks(config.parallel), [*(DEEP if "pp=" in text else []), *flags(layout.settings | batch)]
 
 
 def run_as(ranks, argv, folder, text, more):
@@ -65,7 +66,7 @@ def runs_here(text):
     return pytest.param(text, marks=pytest.mark.skip("needs torch 2.13")) if old else text
 
 
-@pytest.mark.parametrize("text", [runs_here(text) for text in MATRIX if "compile" not in text])
+@pytest.mark.parametrize("text", [runs_here(text) for text in PARITY_MATRIX if "compile" not in text])
 def test_every_layout_gives_the_run_of_one_rank(ranks, tiny, tmp_path, on_one_rank, text):
     assert_like_one_rank(ranks, tiny, tmp_path / "run", on_one_rank, text)
 
@@ -79,7 +80,7 @@ def assert_like_one_rank(ranks, tiny, folder, on_one_rank, text):
     size, more = shape_of(text)
     run(ranks, size, tiny, folder, *more)
     deep = DEEP if "pp=" in text else []
-    reference = records(on_one_rank(*deep, *flags(Layout.parse(text).of_one_rank)))
+    reference = records(on_one_rank(*deep, *flags(Layout.parse(text).single_rank_settings)))
     deviation = Deviation.between(reference, records(folder))
     assert deviation.within(LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
 

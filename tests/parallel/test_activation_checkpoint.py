@@ -19,7 +19,7 @@ from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, recompute_polic
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.parallelize import block_forward
 from trainer.parallel.tensor import apply_tensor
-from trainer.testing.operators import Memory, Operators
+from trainer.planning.recorder import Recorder
 
 SIZES = LlamaSizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=64)
 BATCH, SEQ = 2, 32
@@ -49,10 +49,10 @@ def bytes_saved_by_a_block(checkpointing):
         sizes = replace(SIZES, n_layers=layers)
         model = build_model(sizes, checkpointing)
         batch = inputs(sizes, BATCH, SEQ)
-        with Memory() as memory:
+        with Recorder() as recorder:
             loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
         gc.collect()
-        live.append(memory.live())
+        live.append(recorder.live_bytes())
         loss.backward()
     return live[1] - live[0]
 
@@ -100,9 +100,9 @@ def test_recomputing_gathers_saves_the_difference_between_gathered_inputs_and_th
 def gradients(checkpointing):
     model = build_model(SIZES, checkpointing, torch.float32)
     batch = inputs(SIZES, BATCH, SEQ)
-    with Operators() as operators:
+    with Recorder() as recorder:
         model(*batch, head=CrossEntropyHead(batch[0].roll(-1, 1), 1024)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}, operators.matmuls
+    return {name: p.grad for name, p in model.named_parameters()}, recorder.op_counts["mm"]
 
 
 SELECTIONS = {
@@ -127,9 +127,9 @@ def test_gradients_are_bitwise_identical_and_unsaved_matmuls_are_recomputed(rank
 def test_the_gated_activation_saves_two_tensors_of_its_width():
     model = reference(replace(SIZES, n_layers=1))
     x = torch.randn(BATCH, SEQ, SIZES.dim)
-    with Memory() as memory:
+    with Recorder() as recorder:
         out = model.layers["0"].feed_forward(x)
-    assert memory.live() - out.nbytes == 2 * BATCH * SEQ * SIZES.hidden_dim * 4
+    assert recorder.live_bytes() - out.nbytes == 2 * BATCH * SEQ * SIZES.hidden_dim * 4
 
 
 def test_saveable_operators_are_the_values_of_the_setting():

@@ -9,7 +9,7 @@ from models.llama.model import CausalAttention
 from trainer.batch import Batch
 from trainer.parallel.attention import DenseMask, FlexAttention, FlexBlockMask
 from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
-from trainer.testing.operators import Operators
+from trainer.planning.recorder import Recorder
 
 
 def distinct_tokens(seq):
@@ -51,15 +51,15 @@ def attention(kv_heads, recompute):
         return torch.cat((chunks[rank], chunks[-1 - rank]), 2)
 
     shards = [local(t).requires_grad_() for t in full]
-    with Operators() as forward:
+    with Recorder() as forward:
         mask = DenseMask(mesh, False, torch.float32)(None, torch.zeros(2, 32 // size))
         out = AllGatherAttention(CausalAttention(), mesh, recompute)(*shards, mask)
-    with Operators() as backward:
+    with Recorder() as backward:
         (out * local(weights)).sum().backward()
     torch.testing.assert_close(out, local(expected))
     for shard, tensor in zip(shards, full, strict=True):
         torch.testing.assert_close(shard.grad, local(tensor.grad), rtol=1e-5, atol=1e-5)
-    return forward.all_gathers, backward.all_gathers
+    return forward.op_counts["all_gather_into_tensor"], backward.op_counts["all_gather_into_tensor"]
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])

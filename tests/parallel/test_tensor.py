@@ -16,7 +16,7 @@ from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.tensor import styles
-from trainer.testing.operators import Operators
+from trainer.planning.recorder import Recorder
 
 SIZES = LlamaSizes(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=48, vocab_size=61
@@ -121,11 +121,17 @@ def gathers_of_a_block(recompute, sequence_parallel, mode):
         batch = inputs(sizes)
         # DTensor runs an operator on fake tensors when it first sees it, which would be counted too.
         model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
-        with Operators() as forward:
+        with Recorder() as forward:
             loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
-        with Operators() as backward:
+        with Recorder() as backward:
             loss.backward()
-        counts.append((forward.all_gathers, backward.all_gathers, backward.matmuls))
+        counts.append(
+            (
+                forward.op_counts["all_gather_into_tensor"],
+                backward.op_counts["all_gather_into_tensor"],
+                backward.op_counts["mm"],
+            )
+        )
     return tuple(b - a for a, b in zip(*counts, strict=True))
 
 

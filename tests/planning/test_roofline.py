@@ -11,7 +11,7 @@ from trainer.planning.roofline import (
 )
 from trainer.runtime.accelerators import AcceleratorSpec
 
-BOARD = AcceleratorSpec(
+ACCELERATOR = AcceleratorSpec(
     flops={"bf16": 100e12, "fp32": 10e12},
     memory_gib=80,
     memory_bandwidth=1e12,
@@ -24,11 +24,13 @@ BOARD = AcceleratorSpec(
 )
 
 
-def time_of(work=None, traffic=None, groups=None, idle=0.0, host_moved=None, host_work=0.0):
-    return step_time(work or {}, traffic or {}, groups or {}, host_moved or {}, host_work, BOARD, idle)
+def time_of(op_costs=None, traffic=None, groups=None, bubble=0.0, transfers=None, host_compute_bytes=0.0):
+    return step_time(
+        op_costs or {}, traffic or {}, groups or {}, transfers or {}, host_compute_bytes, ACCELERATOR, bubble
+    )
 
 
-def test_an_operator_takes_as_long_as_its_flops_or_its_bytes_whichever_is_longer():
+def test_an_operator_is_bound_by_its_flops_or_its_bytes():
     time = time_of({("bf16", 100 * 10**12, 1000): 2, ("fp32", 0, 10**12): 3})
     assert time.matmuls_s == pytest.approx(2 / FLOPS_EFFICIENCY)
     assert time.memory_s == pytest.approx(3 / BANDWIDTH_EFFICIENCY)
@@ -42,39 +44,41 @@ def test_bytes_on_the_wire():
     assert wire_bytes("send", 800, 8) == 800
 
 
-def test_a_group_that_spans_machines_has_the_network_of_its_ranks():
-    """8 ranks of one machine of 4 and another: 4 x 10 GB/s leave each of them; one rank of each: 10 GB/s."""
-    gather = {("fsdp", "all-gather"): Traffic(count=1, size=8e9)}
-    for ranks, rate in ((range(4), 100e9), (range(8), 40e9), (range(0, 32, 4), 10e9)):
+def test_a_group_that_spans_nodes_shares_their_network():
+    """8 ranks on two nodes of 4: 4 x 10 GB/s leave each node; one rank on each node: 10 GB/s."""
+    gather = {("fsdp", "all-gather"): Traffic(count=1, num_bytes=8e9)}
+    for ranks, bandwidth in ((range(4), 100e9), (range(8), 40e9), (range(0, 32, 4), 10e9)):
         sent = wire_bytes("all-gather", 8e9, len(ranks))
         time = time_of(traffic=gather, groups={"fsdp": list(ranks)})
-        assert time.overlapped_comm_s == pytest.approx(sent / (rate * NETWORK_EFFICIENCY))
+        assert time.overlapped_comm_s == pytest.approx(sent / (bandwidth * NETWORK_EFFICIENCY))
 
 
-def test_collectives_beside_the_computation_show_where_they_take_longer():
-    work = {("bf16", 75 * 10**12, 0): 1}
-    for size, total in ((8e9, 1.0), (8e11, 7 / 8 * 8e11 / (40e9 * NETWORK_EFFICIENCY))):
-        time = time_of(work, {("fsdp", "all-gather"): Traffic(count=1, size=size)}, {"fsdp": list(range(8))})
+def test_overlapped_collectives_count_if_they_take_longer_than_the_computation():
+    op_costs = {("bf16", 75 * 10**12, 0): 1}
+    for num_bytes, total in ((8e9, 1.0), (8e11, 7 / 8 * 8e11 / (40e9 * NETWORK_EFFICIENCY))):
+        time = time_of(
+            op_costs, {("fsdp", "all-gather"): Traffic(count=1, num_bytes=num_bytes)}, {"fsdp": list(range(8))}
+        )
         assert time.total_s == pytest.approx(total)
     assert time.bound == "collectives over fsdp"
-    time = time_of(work, {("tp", "all-gather"): Traffic(count=1, size=8e9)}, {"tp": [0, 1]})
+    time = time_of(op_costs, {("tp", "all-gather"): Traffic(count=1, num_bytes=8e9)}, {"tp": [0, 1]})
     assert time.total_s == pytest.approx(1 + 4e9 / (100e9 * NETWORK_EFFICIENCY))
 
 
-def test_the_bubble_of_a_pipeline():
+def test_pipeline_bubble():
     """Narayanan et al. 2021, section 2.2: (p - 1) / m of the ideal time, divided by the stages of a rank."""
     assert bubble(4, 1, 8, zero_bubble=False) == pytest.approx((3 / 8) / (1 + 3 / 8))
     assert bubble(4, 2, 8, zero_bubble=False) == pytest.approx((3 / 16) / (1 + 3 / 16))
     assert bubble(1, 1, 1, zero_bubble=False) == bubble(4, 2, 8, zero_bubble=True) == 0
-    assert time_of({("bf16", 75 * 10**12, 0): 1}, idle=0.5).total_s == pytest.approx(2)
+    assert time_of({("bf16", 75 * 10**12, 0): 1}, bubble=0.5).total_s == pytest.approx(2)
 
 
-def test_host_memory_is_beside_the_step_but_in_the_way_of_its_end():
+def test_host_copies_overlap_with_the_step_but_the_host_update_follows_it():
     second = {("bf16", 75 * 10**12, 0): 1}
-    assert time_of(second, host_moved={False: 8e9}).total_s == pytest.approx(1)
-    longer = time_of(second, host_moved={False: 32e9})
+    assert time_of(second, transfers={False: 8e9}).total_s == pytest.approx(1)
+    longer = time_of(second, transfers={False: 32e9})
     assert (longer.total_s, longer.bound) == (pytest.approx(2), "copies to and from host memory")
-    after = time_of(second, host_moved={True: 32e9}, host_work=1e9)
-    assert (after.total_s, after.bound) == (pytest.approx(3), "the update in host memory")
-    computed = time_of(second, host_moved={True: 1e9}, host_work=50e9 * BANDWIDTH_EFFICIENCY * 4)
+    after = time_of(second, transfers={True: 32e9}, host_compute_bytes=1e9)
+    assert (after.total_s, after.bound) == (pytest.approx(3), "update in host memory")
+    computed = time_of(second, transfers={True: 1e9}, host_compute_bytes=50e9 * BANDWIDTH_EFFICIENCY * 4)
     assert computed.total_s == pytest.approx(5)

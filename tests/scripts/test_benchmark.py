@@ -1,4 +1,4 @@
-"""The figures of scripts/dev/benchmark.py can be made; what they are is not looked at."""
+"""scripts/dev/benchmark.py runs; the figures are not checked."""
 
 import sys
 
@@ -8,20 +8,20 @@ from scripts.dev import benchmark
 from scripts.dev.benchmark import main
 
 
-def lines_of(monkeypatch, capsys, *words) -> list[list[str]]:
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, words)])
+def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *map(str, argv)])
     main()
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_saves_are_timed_in_every_mode(monkeypatch, capsys, tmp_path):
+def test_saves_are_measured_in_every_mode(monkeypatch, capsys, tmp_path):
     _, *table = lines_of(monkeypatch, capsys, "checkpoint", "--gib", "0.02", "--repeats", "1", "--folder", tmp_path)
     assert [line[0] for line in table] == ["off", "thread", "process"]
     assert all(float(line[1]) > 0 for line in table)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_preparing_and_loading_stand_beside_what_they_are_built_on(monkeypatch, capsys):
+def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "LOADED_TOKENS", 2**14)
     small = ("--mib", "1", "--seq", "64", "--local-batch", "4", "--repeats", "1")
     _, *table = lines_of(monkeypatch, capsys, "data", *small)
@@ -29,17 +29,17 @@ def test_preparing_and_loading_stand_beside_what_they_are_built_on(monkeypatch, 
     assert table[0][-2] == table[2][-2] == "100"
 
 
-def test_ranks_that_take_over_a_model_tell_their_memory(monkeypatch, capsys, hf_model):
-    _, *table = lines_of(monkeypatch, capsys, "initial", hf_model, "--ranks", "2")
+def test_loading_weights_reports_the_memory_of_each_rank(monkeypatch, capsys, hf_model):
+    _, *table = lines_of(monkeypatch, capsys, "load-weights", hf_model, "--ranks", "2")
     assert [line[:2] for line in table] == [["rank", "0"], ["rank", "1"]]
 
 
-def test_what_cannot_be_measured_is_one_line(monkeypatch, capsys, tmp_path):
-    for words, line in (
-        (("initial", tmp_path), f"{tmp_path}: is neither a checkpoint"),
-        (("loss", "--vocab", "9", "--tp", "8"), "--tp 8: leaves a rank without a row"),
+def test_an_invalid_argument_is_one_line(monkeypatch, capsys, tmp_path):
+    for argv, line in (
+        (("load-weights", tmp_path), f"{tmp_path}: is neither a checkpoint"),
+        (("loss", "--vocab", "9", "--tp", "8"), "--tp 8: a rank would have no rows"),
     ):
         with pytest.raises(SystemExit) as end:
-            lines_of(monkeypatch, capsys, *words)
+            lines_of(monkeypatch, capsys, *argv)
         assert end.value.code == 2
         assert line in capsys.readouterr().err

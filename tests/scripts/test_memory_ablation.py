@@ -1,52 +1,51 @@
-"""scripts/dev/memory_ablation.py: rungs on top of each other, measured or planned."""
+"""scripts/dev/memory_ablation.py: levers on top of each other, measured or planned."""
 
 import subprocess
 import sys
 
 import pytest
 
-from scripts.dev.memory_ablation import RUNGS, rungs
+from scripts.dev.memory_ablation import LEVERS, cumulative
 from tests.conftest import ROOT
-from trainer.config.load import load_config
 
 SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
 
 
-def ladder(*words):
-    command = [sys.executable, str(ROOT / "scripts" / "ladder.py"), *words]
+def memory_ablation(*argv):
+    command = [sys.executable, str(ROOT / "scripts" / "dev" / "memory_ablation.py"), *argv]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_every_rung_is_a_run_that_has_what_the_ones_before_have():
-    configs = [load_config(argv, check_files=False) for _, argv in rungs(list(RUNGS), ["--training.seq_len", "256"])]
-    assert len(configs) == len(RUNGS) + 1
+def test_every_lever_is_on_top_of_those_before_it():
+    configs = [config for _, _, config in cumulative(list(LEVERS), ["--training.seq_len", "256"])]
+    assert len(configs) == len(LEVERS) + 1
     assert all(config.training.seq_len == 256 and config.training.local_batch_size == 4 for config in configs)
     assert [c.activation_checkpoint.offload_inputs for c in configs] == [False] * 3 + [True] * 5
     assert configs[-1].optimizer.offload == "state_and_gradients" and not configs[-1].optimizer.in_backward
 
 
-@pytest.mark.parametrize("where", [[], ["--device", "h100", "--world", "2", "--training.global_batch_size", "8"]])
-def test_a_rung_has_its_memory_the_change_and_its_speed(where):
-    ended = ladder(*where, *SMALL, "--rungs", "loss in chunks", "blocks computed again")
+@pytest.mark.parametrize("device", [[], ["--device", "h100", "--world-size", "2", "--training.global_batch_size", "8"]])
+def test_a_lever_has_memory_change_and_speed(device):
+    ended = memory_ablation(*device, *SMALL, "--levers", "chunked loss", "activation checkpointing")
     assert ended.returncode == 0, ended.stderr
     header, *rows = [line for line in ended.stdout.splitlines() if line and not line.startswith("USDT")]
-    assert [row.split("  ")[0] for row in rows] == ["nothing", "+ loss in chunks", "+ blocks computed again"]
-    assert header.split()[-1] == "tokens/s" and all(float(row.split()[-1].replace(",", "")) > 0 for row in rows)
+    assert [row.split("  ")[0] for row in rows] == ["baseline", "+ chunked loss", "+ activation checkpointing"]
+    assert header.endswith("tokens per second") and all(float(row.split()[-1].replace(",", "")) > 0 for row in rows)
     assert "%" not in rows[0] and rows[2].split("%")[0].split()[-1].startswith("-")
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("argv", "line"),
     [
         (
-            ["--rungs", "inputs of blocks on the host"],
-            "rung 'inputs of blocks on the host': --activation_checkpoint.offload_inputs true: needs mode = full",
+            ["--levers", "block inputs in host memory"],
+            "lever 'block inputs in host memory': --activation_checkpoint.offload_inputs true: needs mode = full",
         ),
-        (["--rungs", "less"], "argument --rungs: invalid choice: 'less'"),
-        (["--world", "2"], "--world 2: of a plan; needs --device"),
+        (["--levers", "less"], "argument --levers: invalid choice: 'less'"),
+        (["--world-size", "2"], "--world-size 2: applies to plans only; add --device"),
         (["--training.stpes", "2"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
     ],
 )
-def test_a_wrong_word_is_one_line(words, line):
-    ended = ladder(*words)
+def test_an_invalid_argument_is_one_line(argv, line):
+    ended = memory_ablation(*argv)
     assert ended.returncode == 2 and ended.stderr.startswith(line) and ended.stdout == ""

@@ -1,4 +1,4 @@
-"""scripts/parity.py: what it prints, and how it ends."""
+"""scripts/parity.py: output and exit codes."""
 
 import os
 import subprocess
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from scripts import parity
-from scripts.parity import Deviation, Layout
+from scripts.parity import Deviation
 from tests.conftest import ROOT
+from trainer.testing.layouts import Layout
 
 
 def main(monkeypatch, *argv):
@@ -20,10 +21,10 @@ def main(monkeypatch, *argv):
     return exit.value.code
 
 
-def test_a_layout_passes_and_the_wrong_reduction_is_caught(monkeypatch, tiny, capsys):
+def test_a_layout_passes_and_the_injected_error_is_caught(monkeypatch, tiny, capsys):
     assert main(monkeypatch, *tiny, "--layout", "tp=2", "--layout", "dp_shard=2 training.compute_dtype=bf16") == 0
     header, tp, bf16, control, summary = capsys.readouterr().out.splitlines()
-    assert header.split() == ["layout", "ranks", "micro", "loss", "grad", "norm"]
+    assert header.split() == ["layout", "ranks", "micro", "loss", "grad", "norm", "time"]
     assert tp.startswith("tp=2 ") and tp.endswith("pass")
     assert bf16.endswith("pass")
     assert control.endswith("caught") and "NOT" not in control
@@ -42,8 +43,8 @@ def test_a_control_that_is_not_caught_fails(monkeypatch, tiny, capsys):
     assert "NOT CAUGHT" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_told(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(parity, "MATRIX", ["tp=16", "dp_shard=1"])
+def test_a_layout_that_does_not_fit_is_reported(monkeypatch, tiny, capsys):
+    monkeypatch.setattr(parity, "PARITY_MATRIX", ["tp=16", "dp_shard=1"])
     assert main(monkeypatch, *tiny) == 0
     assert "tp=16" in (line := capsys.readouterr().out.splitlines()[1])
     assert line.endswith("does not fit: --parallel.tp 16: must divide n_heads 8 of llama3/debug")
@@ -52,7 +53,7 @@ def test_what_does_not_fit_is_told(monkeypatch, tiny, capsys):
 LINES = {
     ("--layout", "tp=16"): "--layout 'tp=16': --parallel.tp 16: must divide n_heads 8 of llama3/debug",
     ("--layout", "tp"): "--layout 'tp': tp: expected name=value",
-    ("--layout", "ttp=2"): "--layout 'ttp=2': ttp: no setting of [parallel]; did you mean 'tp'?",
+    ("--layout", "ttp=2"): "--layout 'ttp=2': ttp: not a setting of [parallel]; did you mean 'tp'?",
     (
         "--layout",
         "model.n_layers=2",
@@ -60,39 +61,39 @@ LINES = {
     (
         "--layout",
         "dp_shard=3",
-    ): "--layout 'dp_shard=3': training.global_batch_size: 16 cannot be cut into 3 microbatches",
-    ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (1 unless given)",
+    ): "--layout 'dp_shard=3': training.global_batch_size: 16 is not divisible into 3 microbatches",
+    ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (default: 1)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",
     ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: given twice",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
-    ("--parallel.tp", "2"): "--parallel.tp: is said by a layout, --layout 'name=value'",
+    ("--parallel.tp", "2"): "--parallel.tp: must be part of a layout: --layout 'name=value'",
     ("--steps", "0"): "argument --steps: 0: expected an integer of at least 1",
     ("--microbatches", "0"): "argument --microbatches: 0: expected an integer of at least 1",
 }
 
 
-@pytest.mark.parametrize("words", LINES, ids=str)
-def test_a_wrong_word_is_one_line(monkeypatch, tiny, capsys, words):
-    assert main(monkeypatch, *tiny, *words) == 2
-    assert capsys.readouterr().err.strip() == LINES[words]
+@pytest.mark.parametrize("argv", LINES, ids=str)
+def test_an_invalid_argument_is_one_line(monkeypatch, tiny, capsys, argv):
+    assert main(monkeypatch, *tiny, *argv) == 2
+    assert capsys.readouterr().err.strip() == LINES[argv]
 
 
-def test_a_file_that_is_cut_itself_is_compared_with_one_rank_too(monkeypatch, tiny, tmp_path, capsys):
-    cut = '[parallel]\ntp = 2\npp = 2\n[activation_checkpoint]\nmode = "full"\nsave = ["matmuls"]\n'
-    (tmp_path / "cut.toml").write_text(Path(tiny[1]).read_text() + cut)
-    assert main(monkeypatch, "--config", str(tmp_path / "cut.toml"), "--layout", "cp=2") == 0
+def test_a_file_with_a_parallel_layout_is_compared_with_one_rank(monkeypatch, tiny, tmp_path, capsys):
+    layout = '[parallel]\ntp = 2\npp = 2\n[activation_checkpoint]\nmode = "full"\nsave = ["matmuls"]\n'
+    (tmp_path / "layout.toml").write_text(Path(tiny[1]).read_text() + layout)
+    assert main(monkeypatch, "--config", str(tmp_path / "layout.toml"), "--layout", "cp=2") == 0
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:3] == ["cp=2", "2", "1"]
 
 
-def test_an_odd_batch_has_a_control_too(monkeypatch, tiny, capsys):
-    more = ["--training.global_batch_size", "3", "--training.local_batch_size", "1"]
-    assert main(monkeypatch, *tiny, *more, "--layout", "tp=2") == 0
+def test_an_odd_batch_has_a_negative_control(monkeypatch, tiny, capsys):
+    batch = ["--training.global_batch_size", "3", "--training.local_batch_size", "1"]
+    assert main(monkeypatch, *tiny, *batch, "--layout", "tp=2") == 0
     assert capsys.readouterr().out.splitlines()[2].endswith("caught")
 
 
-def test_interrupted_ranks_are_ended(tiny, tmp_path):
-    """SIGTERM to the script alone, in the middle of a run."""
+def test_sigterm_ends_the_ranks(tiny, tmp_path):
+    """SIGTERM reaches the script only, in the middle of a run."""
     command = [sys.executable, str(ROOT / "scripts" / "parity.py"), *tiny, "--steps", "100000", "--layout", "tp=2"]
     script = subprocess.Popen(
         command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -105,17 +106,17 @@ def test_interrupted_ranks_are_ended(tiny, tmp_path):
     assert list(tmp_path.glob("parity-*")) == []
 
 
-def test_deviations_are_relative_and_the_largest_of_all_steps():
-    one = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}, {"step": 2, "loss": 4.0, "grad_norm": 1.0}]
-    other = [{"step": 1, "loss": 2.0, "grad_norm": 1.5}, {"step": 2, "loss": 4.4, "grad_norm": 1.0}]
-    deviation = Deviation.between(one, other)
+def test_deviations_are_relative_and_the_largest_over_all_steps():
+    reference = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}, {"step": 2, "loss": 4.0, "grad_norm": 1.0}]
+    records = [{"step": 1, "loss": 2.0, "grad_norm": 1.5}, {"step": 2, "loss": 4.4, "grad_norm": 1.0}]
+    deviation = Deviation.between(reference, records)
     assert (deviation.loss, deviation.grad_norm) == (pytest.approx(0.1), pytest.approx(0.5))
     assert not deviation.within({"loss": 0.2, "grad_norm": 0.4})
     assert deviation.within({"loss": 0.2, "grad_norm": 0.6})
-    nan = Deviation.between(one, [other[0], dict(other[1], loss=float("nan"))])
+    nan = Deviation.between(reference, [records[0], dict(records[1], loss=float("nan"))])
     assert not nan.within({"loss": 1.0, "grad_norm": 1.0})
 
 
-def test_the_run_on_one_rank_shares_what_is_no_layout():
+def test_the_run_on_one_rank_shares_the_settings_that_change_the_result():
     layout = Layout.parse("tp=2 compile.enabled=true model.overrides.n_layers=4 training.compute_dtype=bf16")
-    assert layout.of_one_rank == {"model.overrides.n_layers": "4", "training.compute_dtype": "bf16"}
+    assert layout.single_rank_settings == {"model.overrides.n_layers": "4", "training.compute_dtype": "bf16"}

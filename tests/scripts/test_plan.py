@@ -8,99 +8,97 @@ import pytest
 import tomli
 
 from tests.conftest import ROOT
-from trainer.planning.recorder import KINDS
+from trainer.planning.recorder import MEMORY_CATEGORIES
 
 
-def plan(*words):
-    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *words]
+def plan(*flags):
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_a_run_is_planned_where_its_files_are_not():
+def test_a_run_is_planned_without_its_files():
     ended = plan("--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--tokens", "1e12")
     assert ended.returncode == 0, ended.stderr
     assert "\nfits: " in ended.stdout and "% MFU" in ended.stdout and "1e+12 tokens: " in ended.stdout
     assert "8 x h100 (dp_shard 8)" in ended.stdout
 
 
-def test_a_picture_shows_every_kind_of_memory(tmp_path):
-    picture = tmp_path / "memory.svg"
-    ended = plan("--config", "train_configs/debug.toml", "--world", "2", "--picture", str(picture))
+def test_a_plot_shows_every_category_of_memory(tmp_path):
+    plot_file = tmp_path / "memory.svg"
+    ended = plan("--config", "train_configs/debug.toml", "--world-size", "2", "--plot", str(plot_file))
     assert ended.returncode == 0, ended.stderr
-    drawn = picture.read_text()
-    for words in (*KINDS, "peak", "grey: backward"):
-        assert words in drawn, words
+    drawn = plot_file.read_text()
+    for text in (*MEMORY_CATEGORIES, "peak", "grey: backward"):
+        assert text in drawn, text
 
 
-def test_what_goes_to_host_memory_has_a_verdict_of_its_own():
-    words = ["--model.overrides.n_layers", "2", "--optimizer.offload", "state", "--host-memory-gib", "4"]
-    ended = plan("--config", "train_configs/llama3_8b.toml", *words, "--world", "4")
+def test_host_memory_has_its_own_verdict():
+    flags = ["--model.overrides.n_layers", "2", "--optimizer.offload", "state", "--host-memory-gib", "4"]
+    ended = plan("--config", "train_configs/llama3_8b.toml", *flags, "--world-size", "4")
     assert ended.returncode == 1, ended.stderr
     on_device, on_host = ended.stdout.splitlines()[-2:]
     assert on_device.startswith("fits: ") and on_host.startswith("host memory: does not fit: ")
-    assert on_host.endswith("more than 4 GiB, a device's share")
-    assert "the update there" in ended.stdout
+    assert on_host.endswith("more than 4 GiB, the share of one device")
+    assert "update in host memory" in ended.stdout
 
 
-def test_a_run_that_does_not_fit_ends_with_one():
-    words = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--memory-gib", "10"]
-    ended = plan(*words, "--world", "4", "--json")
+def test_a_run_that_does_not_fit_exits_with_code_1():
+    flags = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--memory-gib", "10"]
+    ended = plan(*flags, "--world-size", "4", "--json")
     assert ended.returncode == 1, ended.stderr
-    told = json.loads(ended.stdout)
-    assert told["fits"] is False and told["left_bytes"] < 0
-    (rank,) = told["ranks"]
-    assert sum(rank["by_kind"].values()) == rank["peak_bytes"]
-    assert sum(size for kinds in rank["by_module"].values() for size in kinds.values()) == rank["peak_bytes"]
-    # Parameters, two averages: 12 bytes each, and a counter for each parameter.
-    assert told["checkpoint_bytes"] == pytest.approx(12 * told["parameters"], rel=1e-5)
+    report = json.loads(ended.stdout)
+    assert report["fits"] is False and report["free_bytes"] < 0
+    (rank,) = report["ranks"]
+    assert sum(rank["by_category"].values()) == rank["peak_bytes"]
+    assert sum(n for categories in rank["by_module"].values() for n in categories.values()) == rank["peak_bytes"]
+    # Parameter and two moments: 12 bytes, and a step counter for each tensor.
+    assert report["checkpoint_bytes"] == pytest.approx(12 * report["parameters"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("flags", "line"),
     [
-        (["--world", "6", "--parallel.tp", "4"], "--parallel.tp 4: must divide the 6 ranks of this run"),
-        (["--picture", "memory.gif"], "--picture memory.gif: expected a name that ends in .png, .svg, .pdf"),
-        (["--picture", "no/memory.png"], "--picture no/memory.png: there is no folder no"),
-        (["--search", "--json"], "--search prints a table: not with --json, --tokens or --picture"),
-        (["--picture", "/proc/memory.png"], "--picture /proc/memory.png: cannot be written ("),
-        (["--reserve-gib", "500"], "--reserve-gib 500: more than the 79.1 GiB that there are"),
+        (["--world-size", "6", "--parallel.tp", "4"], "--parallel.tp 4: must divide the 6 ranks of this run"),
+        (["--plot", "memory.gif"], "--plot memory.gif: expected a name that ends in .png, .svg, .pdf"),
+        (["--plot", "no/memory.png"], "--plot no/memory.png: folder no does not exist"),
+        (["--search", "--json"], "--search prints a table: it cannot be combined with --json, --tokens or --plot"),
+        (["--plot", "/proc/memory.png"], "--plot /proc/memory.png: cannot be written ("),
+        (["--reserve-gib", "500"], "--reserve-gib 500: must be less than the device's memory of 79.1 GiB"),
         (
-            ["--search", "--world", "5", "--training.global_batch_size", "32"],
+            ["--search", "--world-size", "5", "--training.global_batch_size", "32"],
             "--training.global_batch_size 32: must be a multiple of local_batch_size 4 x 5 data-parallel ranks = 20",
         ),
-        (["--rows", "3"], "--rows 3: of a table; needs --search"),
+        (["--max-candidates", "3"], "--max-candidates 3: requires --search"),
         (
-            ["--device", "cpu", "--host-link-gbs", "3"],
-            "--host-link-gbs: not with --device cpu, which has no other memory",
+            ["--device", "cpu", "--pcie-gbs", "3"],
+            "--device cpu: has no separate host memory; remove the flags for host memory and PCIe",
         ),
         (["--device", "h101"], "argument --device: invalid choice: 'h101'"),
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
         (
             ["--compile.enabled", "true", "--activation_checkpoint.mode", "budget"],
-            "--activation_checkpoint.mode budget: cannot be planned: the compiler chooses what is kept",
+            "--activation_checkpoint.mode budget: cannot be planned: the compiler selects the activations to save",
         ),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(words, line):
-    ended = plan(*words)
+def test_a_run_that_cannot_be_planned_is_one_line(flags, line):
+    ended = plan(*flags)
     assert ended.returncode == 2 and ended.stderr.startswith(line) and len(ended.stderr.splitlines()) == 1
 
 
-def test_a_search_ranks_what_fits_and_says_how_to_set_it():
+def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():
     small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
-    words = [*small, "--training.global_batch_size", "8", "--world", "4", "--search", "--rows", "4"]
-    ended = plan(*words, "--memory-gib", "16", "--device", "a100")
+    run = [*small, "--training.global_batch_size", "8", "--world-size", "4", "--memory-gib", "16", "--device", "a100"]
+    ended = plan(*run, "--gpus-per-node", "2", "--search", "--max-candidates", "4")
     assert ended.returncode == 0, ended.stderr
-    count, rows, settings, words_too = ended.stdout.split("\n\n")
+    count, table, settings, command_line = ended.stdout.split("\n\n")
     assert count == f"4 of {count.split()[2]} layouts simulated"
-    told = [line.split() for line in rows.splitlines()[1:]]
-    fitting = [float(words[0].replace(",", "")) for words in told if "no" not in words[4]]
-    assert fitting == sorted(fitting, reverse=True) and "(as configured)" in rows
-    tomli.loads(settings)
-    said = words_too.split()
-    assert said[0] == "or:" and said[1:] == flags(tomli.loads(settings))
-    again = [*small, "--training.global_batch_size", "8", "--world", "4"]
-    best = plan(*again, "--memory-gib", "16", "--device", "a100", *said[1:])
+    rows = [line.split() for line in table.splitlines()[1:]]
+    fitting = [float(row[0].replace(",", "")) for row in rows if "no" not in row[4]]
+    assert fitting == sorted(fitting, reverse=True) and "(as configured)" in table
+    first, *best_flags = command_line.split()
+    assert first == "or:" and best_flags == flags(tomli.loads(settings))
+    best = plan(*run, "--gpus-per-node", "2", *best_flags)
     assert best.returncode == 0 and f"{fitting[0]:,.0f} tokens per second" in best.stdout
 
 

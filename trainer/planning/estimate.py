@@ -1,4 +1,4 @@
-"""What a run needs, and how long it takes: the simulations of some of its ranks, put together."""
+"""Memory and speed of a run, estimated from simulations of a few of its ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -25,9 +25,9 @@ class RunEstimate:
     times: list[StepTime]
     resolved: ResolvedRun
     config: Config
-    board: AcceleratorSpec
-    reserve: float
-    """Bytes."""
+    accelerator: AcceleratorSpec
+    reserved_bytes: float
+    """Device memory that the allocator cannot use."""
 
     @property
     def largest(self) -> Simulation:
@@ -38,18 +38,18 @@ class RunEstimate:
         return max(self.times, key=lambda time: time.total_s)
 
     @property
-    def left(self) -> float:
-        """Bytes of the device that nothing needs; negative where they do not suffice."""
-        return self.board.memory_gib * GIB - self.reserve - self.largest.peak
+    def free_bytes(self) -> float:
+        """Device memory minus the reserve and the peak; negative where the run does not fit."""
+        return self.accelerator.memory_gib * GIB - self.reserved_bytes - self.largest.peak
 
     @property
-    def host_left(self) -> float:
-        """The same of a device's share of host memory, of which the processes themselves take more."""
-        return self.board.host_memory_gib * GIB - max(simulation.host for simulation in self.simulations)
+    def host_free_bytes(self) -> float:
+        """The accelerator's share of host memory minus offloaded bytes. The processes' own memory is not included."""
+        return self.accelerator.host_memory_gib * GIB - max(simulation.host for simulation in self.simulations)
 
     @property
     def fits(self) -> bool:
-        return self.left >= 0 and self.host_left >= 0
+        return self.free_bytes >= 0 and self.host_free_bytes >= 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -62,16 +62,15 @@ class RunEstimate:
     @property
     def mfu(self) -> float:
         flops = self.resolved.flops_per_token * self.tokens_per_second
-        return flops / (self.resolved.dims.world_size * self.board.flops[self.config.training.compute_dtype])
+        return flops / (self.resolved.dims.world_size * self.accelerator.flops[self.config.training.compute_dtype])
 
     @property
-    def checkpoint(self) -> int:
-        """Bytes: of the parameters and of the optimizer's state."""
+    def checkpoint_bytes(self) -> int:
         return int(self.resolved.num_parameters * self.simulations[0].state_per_parameter)
 
 
 def strip_file_settings(config: Config) -> Config:
-    """The same network, step and optimizer, without the settings that name files or leave work to the compiler."""
+    """Remove the settings that name files, and those of the compiler, which cannot be simulated."""
     data = DataConfig(document_mask=config.data.document_mask)
     return replace(
         config,
@@ -84,23 +83,27 @@ def strip_file_settings(config: Config) -> Config:
 
 
 def representative_ranks(resolved: ResolvedRun) -> list[int]:
-    """The first of the first, of a middle and of the last pipeline stage's ranks."""
-    of_stage = resolved.dims.ranks_per_stage
-    return sorted({stage * of_stage for stage in (0, resolved.dims.pp // 2, resolved.dims.pp - 1)})
+    """Return the first rank of the first, a middle and the last pipeline stage."""
+    per_stage = resolved.dims.ranks_per_stage
+    return sorted({stage * per_stage for stage in (0, resolved.dims.pp // 2, resolved.dims.pp - 1)})
 
 
-def plan(config: Config, world_size: int, board: AcceleratorSpec, reserve: float, on_gpu: bool) -> RunEstimate:
-    """Raises ConfigError for what cannot run, or cannot be planned."""
+def estimate(
+    config: Config, world_size: int, accelerator: AcceleratorSpec, reserved_bytes: float, on_gpu: bool
+) -> RunEstimate:
+    """Raises ConfigError for a configuration that cannot run or cannot be simulated."""
     if config.activation_checkpoint.mode == "budget":
-        raise ConfigError("activation_checkpoint.mode", "cannot be planned: the compiler chooses what is kept")
+        raise ConfigError(
+            "activation_checkpoint.mode", "cannot be planned: the compiler selects the activations to save"
+        )
     config = strip_file_settings(config)
     resolved = resolve(config, world_size)
     simulations = simulate([(config, rank) for rank in representative_ranks(resolved)], world_size, on_gpu)
-    return combine(config, resolved, simulations, board, reserve)
+    return combine(config, resolved, simulations, accelerator, reserved_bytes)
 
 
 def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:
-    """Of the schedule; as of StepTime."""
+    """Return the bubble of StepTime."""
     if parallel.pp == 1:
         return 0.0
     splits = SCHEDULES[parallel.pipeline_schedule].splits_backward
@@ -108,11 +111,23 @@ def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:
 
 
 def combine(
-    config: Config, resolved: ResolvedRun, simulations: list[Simulation], board: AcceleratorSpec, reserve: float
+    config: Config,
+    resolved: ResolvedRun,
+    simulations: list[Simulation],
+    accelerator: AcceleratorSpec,
+    reserved_bytes: float,
 ) -> RunEstimate:
     """simulations: of representative_ranks."""
     idle = pipeline_bubble(config.parallel, resolved.grad_accum)
-    times = [step_time(s.work, s.traffic, s.group_ranks, s.host_moved, s.host_work, board, idle) for s in simulations]
+    times = [
+        step_time(s.op_costs, s.traffic, s.group_ranks, s.host_transfer_bytes, s.host_compute_bytes, accelerator, idle)
+        for s in simulations
+    ]
     return RunEstimate(
-        simulations=simulations, times=times, resolved=resolved, config=config, board=board, reserve=reserve
+        simulations=simulations,
+        times=times,
+        resolved=resolved,
+        config=config,
+        accelerator=accelerator,
+        reserved_bytes=reserved_bytes,
     )

@@ -1,6 +1,6 @@
-"""What torch does otherwise in an imaginary world, and what it does not tell of itself."""
+"""Patches of torch under fake tensors, and hooks into FSDP."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
 
 FAKE_GPU_KERNELS = AttentionBackend(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
-"""flex_attention keeps for backward what the plain kernel keeps, and its mask is small."""
+"""flex_attention saves the same tensors for backward as the plain kernel, and its block mask is small."""
 
 
 class _NoMask(nn.Module):
@@ -28,82 +28,88 @@ class _NoMask(nn.Module):
 
 @contextmanager
 def record_host_buffers() -> Iterator[list[Tensor]]:
-    """Those that are made to be copied to, which are as other tensors here."""
-    made: list[Tensor] = []
-    make = HostTransfer.host_like
+    """Yield a list that receives every buffer in host memory that HostTransfer allocates."""
+    buffers: list[Tensor] = []
+    host_like = HostTransfer.host_like
 
-    def told(link: HostTransfer, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        made.append(make(link, tensor, dtype))
-        return made[-1]
+    def wrapper(transfer: HostTransfer, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        buffers.append(host_like(transfer, tensor, dtype))
+        return buffers[-1]
 
-    with patch.object(HostTransfer, "host_like", told):
-        yield made
+    with patch.object(HostTransfer, "host_like", wrapper):
+        yield buffers
 
 
 def skip_shape_negotiation(schedule: Any) -> None:
-    """In torch's pipelines neighbours vote on whether both know the shapes of what passes; here are none, and all do."""
+    """Set the pipeline stages to static shapes. Otherwise neighbouring ranks vote on it, and a fake process group has none."""
 
-    def agree(stages: Sequence, *rest) -> None:
+    def set_static(stages: Sequence, *args) -> None:
         for stage in stages:
             stage._inference_mode = pipelining.InferenceMode.STATIC
 
-    schedule._warmup_p2p = agree
+    schedule._warmup_p2p = set_static
 
 
 @contextmanager
-def annotate_fsdp(recorder: Recorder, gathers_once: bool) -> Iterator[None]:
-    """Gradients of gathered parameters, which FSDP takes away when it has reduced them or added them up; and in a pipeline, where
-    a microbatch stands for several, what it does once a step: reductions, and gathers if gathers_once."""
+def annotate_fsdp(
+    label: Callable[[Tensor, str], None],
+    around_reduction: Callable[[FSDPParamGroup], AbstractContextManager] = lambda group: nullcontext(),
+    around_gather: Callable[[], AbstractContextManager] = nullcontext,
+) -> Iterator[None]:
+    """Call label(tensor, category) for unreduced gradients and gathered parameters, which FSDP frees by itself; and enter the
+    two contexts during FSDP's reductions and gathers."""
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
-    def reduced(group: FSDPParamGroup, *args) -> None:
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            for gradient in (gathered is not None and gathered.grad, parameter.unsharded_accumulated_grad):
-                if isinstance(gradient, Tensor):
-                    recorder.mark(gradient, "gradients")
-        # An update in backward too.
-        with recorder.weighted(1.0 if recorder.stepping and group.reduce_grads else recorder.weight):
-            reduce(group, *args)
+    def label_accumulated(group: FSDPParamGroup) -> None:
         for parameter in group.fsdp_params:
             if parameter.unsharded_accumulated_grad is not None:
-                recorder.mark(parameter.unsharded_accumulated_grad, "gradients")
+                label(parameter.unsharded_accumulated_grad, "gradients")
 
-    def of_gathers() -> AbstractContextManager:
-        return recorder.weighted(1.0) if gathers_once else nullcontext()
+    def post_backward(group: FSDPParamGroup, *args: Any) -> None:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.grad is not None:
+                label(gathered.grad, "gradients")
+        label_accumulated(group)
+        with around_reduction(group):
+            reduce(group, *args)
+        label_accumulated(group)
 
-    def gathered(group: FSDPParamGroup, *args, **kwargs) -> None:
-        with of_gathers():
+    def unshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
+        with around_gather():
             gather(group, *args, **kwargs)
 
-    def awaited(group: FSDPParamGroup) -> None:
-        with of_gathers():
+    def wait_for_unshard(group: FSDPParamGroup) -> None:
+        with around_gather():
             wait(group)
+        for parameter in group.fsdp_params:
+            for output in parameter.all_gather_outputs:
+                label(output, "unsharded parameters")
 
     with (
-        patch.object(FSDPParamGroup, "post_backward", reduced),
-        patch.object(FSDPParamGroup, "unshard", gathered),
-        patch.object(FSDPParamGroup, "wait_for_unshard", awaited),
+        patch.object(FSDPParamGroup, "post_backward", post_backward),
+        patch.object(FSDPParamGroup, "unshard", unshard),
+        patch.object(FSDPParamGroup, "wait_for_unshard", wait_for_unshard),
     ):
         yield
 
 
 @contextmanager
 def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
-    """DTensor tries operators on fake tensors of the whole sizes, to know what they give; what torch 2.11 does so each time, 2.13
-    remembers."""
-    attempt = ShardingPropagator._propagate_tensor_meta_non_cached
+    """Pause the recorder while DTensor runs operators on full-size fake tensors to find output shapes: torch 2.11 does so at
+    every call, 2.13 caches the result."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def unseen(propagator: ShardingPropagator, *args):
+    def wrapper(propagator: ShardingPropagator, *args: Any) -> Any:
         with recorder.paused():
-            return attempt(propagator, *args)
+            return propagate(propagator, *args)
 
-    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen):
+    with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", wrapper):
         yield
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What torch's kernel for GPUs keeps and makes; on a CPU the norm is put together of operators that keep fp32 values."""
+    """RMSNorm with the memory of torch's fused GPU kernel. On a CPU torch composes it of operators that save fp32 tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -125,5 +131,5 @@ def _fused_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> 
     return DTensor.from_local(out, x.device_mesh, x.placements, run_check=False)
 
 
-def norms(on_gpu: bool) -> AbstractContextManager:
+def fused_norms(on_gpu: bool) -> AbstractContextManager:
     return patch.object(F, "rms_norm", _fused_norm) if on_gpu else nullcontext()

@@ -1,9 +1,9 @@
-"""What a piece of code allocates, sends and computes, operator by operator; of fake tensors as of real ones."""
+"""Recording of memory, communication and computation, operator by operator, for fake and real tensors."""
 
 import bisect
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from trainer.runtime.dtensor import to_local
 
 aten = torch.ops.aten
 
-KINDS = (
+MEMORY_CATEGORIES = (
     "parameters",
     "optimizer",
     "gradients",
@@ -30,36 +30,37 @@ KINDS = (
     "communication",
     "temporaries",
 )
-"""Of memory. gradients: before their reduction too; activations: what forward leaves for backward; communication: buffers of
-collectives; temporaries: all else, what backward computes again among it."""
+"""gradients: before and after reduction; activations: saved in forward for backward; unsharded parameters: all-gathered;
+communication: buffers of collectives; temporaries: everything else, including recomputed activations."""
 
-
-_GPU_ALLOCATION = 512
-"""Of torch's allocator there: memory is given in multiples of so many bytes."""
+_GPU_ALLOCATION_BYTES = 512
+"""torch's CUDA allocator rounds allocations up to a multiple of this."""
 
 
 @dataclass(slots=True)
 class Allocation:
-    """A stretch of time in which a storage had memory."""
+    """Memory of a storage, from its allocation to its release."""
 
-    size: int
+    num_bytes: int
     born: int
-    """Number of the event, counted from 0; -1: before the recording."""
+    """Index of the event; -1: before the recording."""
     module: str
-    """Where it was made."""
+    """Module that allocated it."""
     in_backward: bool
-    kind: str = ""
-    """As far as it is known from what is done with it."""
+    category: str = ""
+    """Explicit label, if any."""
+    shape: torch.Size | None = None
+    """Shape of the first tensor; None for storages that FSDP resizes, and for workspaces."""
     sent: bool = False
     host: bool = False
-    """In host memory, where the device has one of its own."""
+    """Whether it is in host memory, apart from the device's memory."""
     died: int | None = None
-    """Number of the event; None: not in the recording."""
+    """Index of the event; None: alive at the end."""
     died_in_backward: bool = False
 
-    def final_kind(self) -> str:
-        if self.kind:
-            return self.kind
+    def final_category(self) -> str:
+        if self.category:
+            return self.category
         if not self.in_backward and self.died_in_backward:
             return "activations"
         return "communication" if self.sent else "temporaries"
@@ -67,7 +68,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class ExecutionPoint:
-    """Which work is under way."""
+    """A module in forward or backward, or the optimizer update."""
 
     module: str
     in_backward: bool
@@ -78,62 +79,65 @@ class ExecutionPoint:
 
 @dataclass
 class Traffic:
-    """Collectives of one kind over one group."""
+    """All calls of one collective over one group."""
 
     count: float = 0
-    size: float = 0
-    """Bytes of the whole tensors: of what a gather gives, a reduction gets."""
+    num_bytes: float = 0
+    """Bytes of the full tensors: output of gathers, input of reductions."""
 
 
 @dataclass
-class _Place:
-    """What is being computed: the innermost module; in backward, that whose output's gradient came last."""
+class _Cursor:
+    """Module at work. forward: stack of modules; backward: the module whose output gradient was computed last."""
 
     forward: list[str] = field(default_factory=list)
     backward: str = ""
 
 
 class Recorder(TorchDispatchMode):
-    """Operators on plain tensors; a DTensor's are those that it consists of."""
+    """Dispatch mode that records operators on plain tensors; an operator on a DTensor is recorded as its local operators."""
 
     def __init__(self, on_gpu: bool = False):
-        """on_gpu: record what it would be there."""
+        """on_gpu: record memory as a GPU's allocator would allocate it."""
         super().__init__()
         self.on_cpu = not on_gpu
-        self.round_to = _GPU_ALLOCATION if on_gpu else 1
+        self.round_to = _GPU_ALLOCATION_BYTES if on_gpu else 1
         self.allocations: list[Allocation] = []
-        self.moments: list[tuple[int, ExecutionPoint]] = []
-        self.events = 0
+        self.points: list[tuple[int, ExecutionPoint]] = []
+        """(event, execution point from this event on)."""
+        self.num_events = 0
         self.weight = 1.0
-        """Of the work and traffic that follow: how often they happen."""
+        """Number of times that the following operators and collectives count."""
+        self.op_counts: Counter[str] = Counter()
+        """Operator name -> number of calls, unweighted."""
         self.traffic: dict[tuple[str, str], Traffic] = {}
-        """By (name of the group, collective)."""
-        self.work: Counter[tuple[str, int, int]] = Counter()
-        """(precision, FLOPs, bytes moved) of an operator -> how often."""
-        self.host_moved: Counter[bool] = Counter()
-        """Bytes that go between device and host memory: in the update (True), and before it."""
-        self.host_work = 0.0
+        """By (group name, collective)."""
+        self.op_costs: Counter[tuple[str, int, int]] = Counter()
+        """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
+        self.host_transfer_bytes: Counter[bool] = Counter()
+        """Bytes copied between device and host memory: during the update (True), before it (False)."""
+        self.host_compute_bytes = 0.0
         """Bytes that operators in host memory read and write."""
-        self.stepping = False
-        """Whether what is done belongs to forward and backward, where no module tells so: a pipeline's schedule."""
-        self._looking = True
+        self.in_schedule = False
+        """Whether a pipeline schedule is running: its operators outside modules belong to forward and backward."""
+        self._paused = False
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
-        self._place = _Place()
+        self._cursor = _Cursor()
         self._resize = torch.UntypedStorage.resize_
 
-    def know(self, tensor: Tensor, kind: str, host: bool) -> None:
-        """Of what is there before the recording. host: in host memory."""
+    def register(self, tensor: Tensor, category: str, host: bool) -> None:
+        """Add a tensor that was allocated before the recording. host: it is in host memory."""
         if to_local(tensor).untyped_storage()._cdata not in self._alive:
-            self._see(to_local(tensor), -1)
-            self.mark(tensor, kind, host)
+            self._observe(to_local(tensor), -1)
+            self.label(tensor, category, host)
 
-    # ------------------------------------------------------------ the recording
+    # ------------------------------------------------------------ recording
 
     def __enter__(self):
         recorder, resize = self, self._resize
 
-        def resize_(storage: torch.UntypedStorage, size: int):  # no operator tells of it
-            result = resize(storage, size)
+        def resize_(storage: torch.UntypedStorage, num_bytes: int):  # is not dispatched as an operator
+            result = resize(storage, num_bytes)
             recorder._resized(storage)
             return result
 
@@ -148,22 +152,25 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default or not self._looking:
+        if func is torch.ops.prim.device.default or self._paused:
             return out
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        for tensor in made:
-            self._see(tensor, self.events)
-        if self._in_update() and self._all_on_host(given):
-            for tensor in made:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        for tensor in inputs:
+            self._observe(tensor, -1)
+        for tensor in outputs:
+            self._observe(tensor, self.num_events)
+        if self._in_update() and self._all_on_host(inputs):
+            for tensor in outputs:
                 if not self._is_on_host(tensor):
-                    self.mark(tensor, "", host=True)
-        if self.on_cpu and (size := _workspace(func, given, made)):
-            allocation = Allocation(size, self.events, self._module(), in_backward())
-            allocation.died, allocation.died_in_backward = self.events + 1, in_backward()
+                    self.label(tensor, "", host=True)
+        if self.on_cpu and (num_bytes := _workspace_bytes(func, inputs, outputs)):
+            allocation = Allocation(num_bytes, self.num_events, self._module(), in_backward())
+            allocation.died, allocation.died_in_backward = self.num_events + 1, in_backward()
             self.allocations.append(allocation)
-        self._note(func, args, kwargs or {}, given, made)
-        self.events += 1
+        self.op_counts[func.overloadpacket.__name__] += 1
+        self._record(func, args, kwargs or {}, inputs, outputs)
+        self.num_events += 1
         return out
 
     @contextmanager
@@ -176,87 +183,88 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """From what no real step would do."""
-        self._looking = False
+        """Ignore operators that a real step does not run."""
+        self._paused = True
         try:
             yield
         finally:
-            self._looking = True
+            self._paused = False
 
-    def _see(self, tensor: Tensor, now: int) -> None:
+    def _observe(self, tensor: Tensor, event: int) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive and storage.nbytes():
-            self._allocate(storage, now, "")
+            self._allocate(storage, event, "", tensor.shape)
 
-    def _allocate(self, storage: torch.UntypedStorage, now: int, kind: str) -> None:
-        size = -(-storage.nbytes() // self.round_to) * self.round_to
-        allocation = Allocation(size, now, self._module(), in_backward(), kind)
+    def _allocate(
+        self, storage: torch.UntypedStorage, event: int, category: str, shape: torch.Size | None = None
+    ) -> None:
+        num_bytes = -(-storage.nbytes() // self.round_to) * self.round_to
+        allocation = Allocation(num_bytes, event, self._module(), in_backward(), category, shape)
         key = storage._cdata
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), allocation
         self.allocations.append(allocation)
-        moment = ExecutionPoint(allocation.module, allocation.in_backward)
-        if not self.moments or self.moments[-1][1] != moment:
-            self.moments.append((now, moment))
+        point = ExecutionPoint(allocation.module, allocation.in_backward)
+        if not self.points or self.points[-1][1] != point:
+            self.points.append((event, point))
 
     def _free(self, key: int) -> None:
         _, allocation = self._alive.pop(key)
-        allocation.died, allocation.died_in_backward = self.events, in_backward()
+        allocation.died, allocation.died_in_backward = self.num_events, in_backward()
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP gives storage to gathered parameters, and takes it away again, in this way."""
+        """Record FSDP's allocation and release of gathered parameters, which resize their storage."""
         if storage._cdata in self._alive:
             self._free(storage._cdata)
         if storage.nbytes():
-            self._allocate(storage, self.events, "unsharded parameters")
-        self.events += 1
+            self._allocate(storage, self.num_events, "unsharded parameters")
+        self.num_events += 1
 
-    def mark(self, tensor: Tensor, kind: str, host: bool = False) -> None:
-        """Say what a tensor is, whatever was done with it, and where."""
+    def label(self, tensor: Tensor, category: str, host: bool = False) -> None:
+        """Set category and location of a tensor's memory, overriding those derived from its use."""
         found = self._alive.get(to_local(tensor).untyped_storage()._cdata)
         if found is not None:
-            found[1].kind, found[1].host = kind, host
+            found[1].category, found[1].host = category, host
 
     # ------------------------------------------------------------ host memory
 
-    def move(self, size: int) -> None:
-        """Between host memory and the device's."""
-        self.host_moved[self._in_update()] += size * self.weight
+    def transfer(self, num_bytes: int) -> None:
+        """Record a copy between host and device memory."""
+        self.host_transfer_bytes[self._in_update()] += num_bytes * self.weight
 
     def _is_on_host(self, tensor: Tensor) -> bool:
         found = self._alive.get(tensor.untyped_storage()._cdata)
         return found is not None and found[1].host
 
     def _all_on_host(self, tensors: Sequence[Tensor]) -> bool:
-        """But for scalars, which go there without being asked."""
-        large = [tensor for tensor in tensors if tensor.dim()]
-        return bool(large) and all(map(self._is_on_host, large))
+        """Ignore scalars: they are copied implicitly."""
+        tensors = [tensor for tensor in tensors if tensor.dim()]
+        return bool(tensors) and all(map(self._is_on_host, tensors))
 
     def _in_update(self) -> bool:
-        return not (self.stepping or self._place.forward or in_backward())
+        return not (self.in_schedule or self._cursor.forward or in_backward())
 
-    # ------------------------------------------------------------ what is done
+    # ------------------------------------------------------------ costs
 
-    def _note(self, func, args: tuple, kwargs: dict, given: list[Tensor], made: list[Tensor]) -> None:
-        space = func.namespace
-        if space in ("c10d", "_c10d_functional"):
-            self._note_collective(func.overloadpacket.__name__.strip("_"), args, given, made)
+    def _record(self, func, args: tuple, kwargs: dict, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._record_collective(func.overloadpacket.__name__.strip("_"), args, inputs, outputs)
             return
         if func.is_view:
             return
-        flops = _flops(func, args, kwargs, made)
-        written = _written(func, args, kwargs) if func._schema.is_mutable else made
-        size = sum(t.nbytes for t in (*given, *written))
-        on_host = [t for t in (*given, *made) if t.dim() and self._is_on_host(t)]
-        if on_host and self._all_on_host((*given, *made)):
-            self.host_work += size * self.weight
+        flops = _flops(func, args, kwargs, outputs)
+        written = _written(func, args, kwargs) if func._schema.is_mutable else outputs
+        num_bytes = sum(t.nbytes for t in (*inputs, *written))
+        on_host = [t for t in (*inputs, *outputs) if t.dim() and self._is_on_host(t)]
+        if on_host and self._all_on_host((*inputs, *outputs)):
+            self.host_compute_bytes += num_bytes * self.weight
             return
         if on_host:
-            self.move(sum({t.untyped_storage()._cdata: t.nbytes for t in on_host}.values()))
-        precision = "bf16" if made and made[0].dtype == torch.bfloat16 else "fp32"
-        self.work[(precision, flops, size)] += self.weight
+            self.transfer(sum({t.untyped_storage()._cdata: t.nbytes for t in on_host}.values()))
+        precision = "bf16" if outputs and outputs[0].dtype == torch.bfloat16 else "fp32"
+        self.op_costs[(precision, flops, num_bytes)] += self.weight
 
-    def _note_collective(self, name: str, args: tuple, given: list[Tensor], made: list[Tensor]) -> None:
-        for tensor in (*given, *made):
+    def _record_collective(self, name: str, args: tuple, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        for tensor in (*inputs, *outputs):
             if found := self._alive.get(tensor.untyped_storage()._cdata):
                 found[1].sent = True
         if name == "wait_tensor":
@@ -266,26 +274,26 @@ class Recorder(TorchDispatchMode):
             return
         traffic = self.traffic.setdefault((group.group_name, _COLLECTIVES[name]), Traffic())
         traffic.count += self.weight
-        traffic.size += self.weight * max(t.nbytes for t in (*given, *made))
+        traffic.num_bytes += self.weight * max(t.nbytes for t in (*inputs, *outputs))
 
     # ------------------------------------------------------------ modules
 
     @contextmanager
-    def following(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Know which module of the models is at work."""
+    def tracking_modules(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Attribute allocations to the modules of the models."""
         names = {module: name for model in models for name, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
             if module in names:
-                self._place.forward.append(names[module])
+                self._cursor.forward.append(names[module])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module not in names:
                 return
-            name = self._place.forward.pop()
+            name = self._cursor.forward.pop()
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._turn_to(name))
+                    tensor.register_hook(lambda gradient: self._enter_backward(name))
 
         handles = [
             nn.modules.module.register_module_forward_pre_hook(enter),
@@ -297,53 +305,56 @@ class Recorder(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _turn_to(self, name: str) -> None:
-        self._place.backward = name
-        self._place.forward.clear()
+    def _enter_backward(self, name: str) -> None:
+        self._cursor.backward = name
+        self._cursor.forward.clear()
 
     def _module(self) -> str:
-        if self._place.forward:
-            return self._place.forward[-1]
-        return self._place.backward if in_backward() else ""
+        if self._cursor.forward:
+            return self._cursor.forward[-1]
+        return self._cursor.backward if in_backward() else ""
 
-    # ------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------ results
 
-    def course(self, host: bool = False) -> np.ndarray:
-        """Bytes that are allocated after each event, from the state before the first on: (kinds, events), int64."""
-        changes = np.zeros((len(KINDS), self.events + 2), dtype=np.int64)
-        for allocation in self.allocations:
-            if allocation.host == host:
-                kind = KINDS.index(allocation.final_kind())
-                changes[kind, allocation.born + 1] += allocation.size
-                if allocation.died is not None:
-                    changes[kind, allocation.died + 1] -= allocation.size
+    def timeline(self, include: Callable[[Allocation], bool]) -> np.ndarray:
+        """Return the allocated bytes before and after each event: (categories, events + 2), int64."""
+        changes = np.zeros((len(MEMORY_CATEGORIES), self.num_events + 2), dtype=np.int64)
+        for allocation in filter(include, self.allocations):
+            row = MEMORY_CATEGORIES.index(allocation.final_category())
+            changes[row, allocation.born + 1] += allocation.num_bytes
+            if allocation.died is not None:
+                changes[row, allocation.died + 1] -= allocation.num_bytes
         return changes.cumsum(axis=1)
 
     def alive(self, event: int) -> list[Allocation]:
-        """What has memory of the device after that event."""
+        """Return the allocations in device memory after the event."""
         return [a for a in self.allocations if not a.host and a.born <= event and (a.died is None or a.died > event)]
 
-    def moment(self, event: int) -> ExecutionPoint:
-        return self.moments[bisect.bisect_right(self.moments, event, key=lambda entry: entry[0]) - 1][1]
+    def live_bytes(self) -> int:
+        """Return the bytes of device memory that were allocated since the recording began and are still in use."""
+        return sum(a.num_bytes for a in self.alive(self.num_events) if a.born >= 0)
+
+    def point(self, event: int) -> ExecutionPoint:
+        return self.points[bisect.bisect_right(self.points, event, key=lambda entry: entry[0]) - 1][1]
 
 
-def _workspace(func, given: list[Tensor], made: list[Tensor]) -> int:
-    """Bytes that an operator needs while it works on a CPU, where it first brings all that it is given to one precision."""
+def _workspace_bytes(func, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Return the bytes of temporary copies inside a CPU operator, which first converts its inputs to one precision."""
     if func is aten.embedding_dense_backward.default:  # sums in fp32
-        return made[0].numel() * 4 if made[0].element_size() < 4 else 0
+        return outputs[0].numel() * 4 if outputs[0].element_size() < 4 else 0
     if torch.Tag.pointwise not in func.tags:
         return 0
-    tensors = [t for t in given if t.dim() and t.is_floating_point()]
+    tensors = [t for t in inputs if t.dim() and t.is_floating_point()]
     common = max((t.element_size() for t in tensors), default=0)
     return sum(t.numel() * common for t in tensors if t.element_size() < common)
 
 
 def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
-    """What an operator changes of what it is given."""
+    """Return the arguments that an operator modifies in place."""
     named = [*zip(func._schema.arguments, args, strict=False)]
     named += [(a, kwargs[a.name]) for a in func._schema.arguments[len(args) :] if a.name in kwargs]
-    changed = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    return [t for t in tree_leaves(changed) if isinstance(t, Tensor)]
+    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
+    return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
 
 
 def in_backward() -> bool:
@@ -369,10 +380,10 @@ def _group_of(args: tuple) -> dist.ProcessGroup:
             return dist.distributed_c10d._resolve_process_group(argument)
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)
-    raise AssertionError("a collective without a group")
+    raise AssertionError("collective without a process group")
 
 
-def _flops(func, args: tuple, kwargs: dict, made: list[Tensor]) -> int:
+def _flops(func, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
     packet = func.overloadpacket
     if packet in (
         aten._scaled_dot_product_flash_attention_for_cpu,
@@ -380,11 +391,11 @@ def _flops(func, args: tuple, kwargs: dict, made: list[Tensor]) -> int:
     ):
         return _attention_flops(packet, args, kwargs)
     formula = flop_registry.get(packet)
-    return formula(*args, **kwargs, out_val=made[0]) if formula is not None else 0
+    return formula(*args, **kwargs, out_val=outputs[0]) if formula is not None else 0
 
 
 def _attention_flops(packet, args: tuple, kwargs: dict) -> int:
-    """Two products forward, five backward; of a causal mask, the half that is seen."""
+    """Return the FLOPs of two matmuls in forward or five in backward, halved under a causal mask."""
     backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
     q, k = args[1:3] if backward else args[:2]
     causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))

@@ -1,57 +1,234 @@
-"""A picture of a rank's memory over a step, as plan.py --picture draws it."""
+"""Reports of an estimate: text, JSON, a table of candidates, and a plot of memory over a step."""
 
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
-from trainer.planning.recorder import KINDS
+from trainer.planning.estimate import RunEstimate
+from trainer.planning.recorder import MEMORY_CATEGORIES
+from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
+from trainer.planning.search import Candidate
 from trainer.planning.simulate import Simulation
 from trainer.system.units import GIB
 
-FORMATS = (".png", ".svg", ".pdf")
+PLOT_FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
-"""Of KINDS; told apart by those who do not see all colors (Tol, "Colour schemes")."""
+"""Of MEMORY_CATEGORIES; readable by colour-blind readers (Tol, "Colour schemes")."""
+_DAY_S = 86400
+_TIGHT = 0.1
+"""Fraction of device memory that fragmentation may waste."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB" if 0 < num_bytes < GIB / 10 else f"{num_bytes / GIB:,.2f} GiB"
+
+
+def headline(estimate: RunEstimate, device: str) -> str:
+    model, resolved = estimate.config.model, estimate.resolved
+    parameters = f"{model.name}/{model.size}, {resolved.num_parameters:,} parameters"
+    return f"{estimate.config.run.name}: {parameters}, {resolved.dims.world_size} x {device} ({resolved.dims})"
+
+
+def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
+    """device: its name on the command line; tokens: number to train on."""
+    training = estimate.config.training
+    step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
+    lines = [
+        headline(estimate, device),
+        f"{step}, {estimate.resolved.grad_accum} microbatches on each rank",
+        "",
+        *_memory_lines(estimate),
+        "",
+        *_traffic_lines(estimate.largest),
+        "",
+        *_time_lines(estimate, tokens),
+        f"checkpoint: {format_bytes(estimate.checkpoint_bytes)}",
+        *_verdict_lines(estimate),
+    ]
+    return "\n".join(lines)
+
+
+def _memory_lines(estimate: RunEstimate) -> list[str]:
+    def row(name: str, cells: Iterable[str]) -> str:
+        return f"  {name:<24}" + "".join(f"{cell:>14}" for cell in cells)
+
+    simulations, largest = estimate.simulations, estimate.largest
+    lines = ["peak memory of a rank", row("", (f"rank {s.rank}" for s in simulations))]
+    lines += [row(c, (format_bytes(s.by_category[c]) for s in simulations)) for c in MEMORY_CATEGORIES]
+    lines.append(row("total", (format_bytes(s.peak) for s in simulations)))
+    if largest.host:
+        lines.append(row("host memory", (format_bytes(s.host) for s in simulations)))
+    lines += [f"  rank {largest.rank}: in {largest.peak_at}", "", f"memory of rank {largest.rank} by module"]
+    groups: dict[str, Counter[str]] = {}
+    for module, categories in largest.by_module.items():  # one group for all blocks
+        groups.setdefault(module.partition(".")[0] or "(other)", Counter()).update(categories)
+    for group, categories in groups.items():
+        large = [f"{name} {format_bytes(n)}" for name, n in categories.most_common() if n > 0.005 * largest.peak]
+        detail = f"  ({', '.join(large)})" * bool(large)
+        lines.append(f"  {group:<16}{format_bytes(categories.total()):>12}{detail}")
+    return lines
+
+
+def _traffic_lines(simulation: Simulation) -> list[str]:
+    lines = [f"communication of rank {simulation.rank} per step"]
+    for (axis, collective), calls in sorted(simulation.traffic.items()):
+        ranks = len(simulation.group_ranks[axis])
+        sent = format_bytes(wire_bytes(collective, calls.num_bytes, ranks))
+        lines.append(f"  {axis:<14}{ranks:>6} ranks {collective:<16}{calls.count:>9,.0f} calls {sent:>14}")
+    return lines
+
+
+def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
+    time, accelerator, rate = estimate.slowest, estimate.accelerator, estimate.tokens_per_second
+    world_size = estimate.resolved.dims.world_size
+    flops = estimate.simulations[estimate.times.index(time)].flops
+    peak_flops = accelerator.flops[estimate.config.training.compute_dtype]
+    compute, memory, network = (
+        f"{100 * e:.0f} %" for e in (FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY)
+    )
+    lines = [
+        f"step time: {time.total_s:.3g} s, {100 * estimate.mfu:.1f} % MFU, {rate:,.0f} tokens per second, "
+        f"{rate * _DAY_S:,.3g} per day; bound by {time.bound}",
+        f"  matmuls {time.matmuls_s:.3g} s ({flops / 1e12:,.4g} TFLOP), other operators {time.memory_s:.3g} s, exposed "
+        f"collectives {time.exposed_comm_s:.3g} s, overlapped collectives {time.overlapped_comm_s:.3g} s"
+        + f", bubble {100 * time.bubble:.1f} %"
+        * (time.bubble > 0),
+        f"  assumed: {compute} of {peak_flops / 1e12:,g} TFLOP/s, {memory} of {accelerator.memory_bandwidth / 1e9:,.0f} GB/s "
+        f"memory bandwidth, {network} of {accelerator.intra_node_bandwidth / 1e9:,.0f} GB/s in a node of "
+        f"{min(accelerator.gpus_per_node, world_size)} and of {accelerator.inter_node_bandwidth / 1e9:,.0f} GB/s between nodes",
+    ]
+    if estimate.largest.host:
+        lines.append(
+            f"  overlapped copies to and from host memory {time.host_copies_s:.3g} s, update in host memory "
+            f"{time.host_update_s:.3g} s; assumed: {network} of {accelerator.pcie_bandwidth / 1e9:,.0f} GB/s, "
+            f"{memory} of {accelerator.host_memory_bandwidth / 1e9:,.0f} GB/s memory bandwidth"
+        )
+    if tokens:
+        days = tokens / rate / _DAY_S
+        lines.append(f"  {tokens:,.3g} tokens: {days:,.1f} days, {days * world_size * 24:,.0f} device hours")
+    return lines
+
+
+def _verdict_lines(estimate: RunEstimate) -> list[str]:
+    accelerator, free = estimate.accelerator, estimate.free_bytes
+    available = f"{accelerator.memory_gib:.4g} GiB minus {format_bytes(estimate.reserved_bytes)} reserved"
+    if free < 0:
+        lines = [f"does not fit: {format_bytes(-free)} more than {available}"]
+    else:
+        tight = free < _TIGHT * accelerator.memory_gib * GIB
+        warning = "; tight: fragmentation may take a tenth of the memory" * tight
+        lines = [f"fits: {format_bytes(free)} free of {available}{warning}"]
+    if estimate.largest.host:
+        host_free, share = estimate.host_free_bytes, f"{accelerator.host_memory_gib:g} GiB, the share of one device"
+        if host_free < 0:
+            lines.append(f"host memory: does not fit: {format_bytes(-host_free)} more than {share}")
+        else:
+            lines.append(f"host memory: fits: {format_bytes(host_free)} free of {share}")
+    return lines
+
+
+def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) -> str:
+    """num_layouts: legal ones; found: those that were simulated, the best first."""
+    lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
+    lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
+    for candidate, estimate in found:
+        fits = "" if estimate.fits else "no fit"
+        lines.append(
+            f"{estimate.tokens_per_second:>12,.0f} {100 * estimate.mfu:>5.1f}% {format_bytes(estimate.largest.peak):>11} "
+            f"{fits:<6} {estimate.slowest.bound:<28} {candidate}"
+        )
+    best, estimate = found[0]
+    if not estimate.fits:
+        lines += ["", "none of them fits"]
+    elif best.settings:
+        lines += ["", best.toml(), "", "or: " + " ".join(best.flags())]
+    return "\n".join(lines)
+
+
+def as_json(estimate: RunEstimate) -> str:
+    time = estimate.slowest
+    return json.dumps(
+        {
+            "world_size": estimate.resolved.dims.world_size,
+            "parameters": estimate.resolved.num_parameters,
+            "fits": estimate.fits,
+            "free_bytes": int(estimate.free_bytes),
+            "host_free_bytes": int(estimate.host_free_bytes),
+            "ranks": [_rank_as_json(simulation) for simulation in estimate.simulations],
+            "step_time_s": time.total_s,
+            "mfu_percent": 100 * estimate.mfu,
+            "tokens_per_second": estimate.tokens_per_second,
+            "bound": time.bound,
+            "matmuls_s": time.matmuls_s,
+            "memory_s": time.memory_s,
+            "collectives_s": dict(time.collectives_s),
+            "host_copies_s": time.host_copies_s,
+            "host_update_s": time.host_update_s,
+            "bubble": time.bubble,
+            "checkpoint_bytes": estimate.checkpoint_bytes,
+        },
+        indent=1,
+    )
+
+
+def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "rank": simulation.rank,
+        "peak_bytes": simulation.peak,
+        "peak_at": str(simulation.peak_at),
+        "by_category": simulation.by_category,
+        "by_module": simulation.by_module,
+        "host_bytes": simulation.host,
+        "traffic": [
+            {"axis": axis, "collective": collective, "count": calls.count, "bytes": calls.num_bytes}
+            for (axis, collective), calls in simulation.traffic.items()
+        ],
+        "flops": simulation.flops,
+    }
 
 
 def canvas(path: Path) -> Any:
-    """An empty figure. Raises ConfigError where none can be written there."""
-    if path.suffix.lower() not in FORMATS:
-        raise ConfigError("", f"--picture {path}: expected a name that ends in {', '.join(FORMATS)}")
+    """Return an empty figure. Raises ConfigError if it cannot be written to the path."""
+    if path.suffix.lower() not in PLOT_FORMATS:
+        raise ConfigError("", f"--plot {path}: expected a name that ends in {', '.join(PLOT_FORMATS)}")
     if not path.parent.is_dir():
-        raise ConfigError("", f"--picture {path}: there is no folder {path.parent}")
+        raise ConfigError("", f"--plot {path}: folder {path.parent} does not exist")
     try:
         path.touch()
     except OSError as error:
-        raise ConfigError("", f"--picture {path}: cannot be written ({error.strerror})") from None
+        raise ConfigError("", f"--plot {path}: cannot be written ({error.strerror})") from None
     try:
         return require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
     except ConfigError as error:
-        raise ConfigError("", f"--picture {path}: {error.message}") from None
+        raise ConfigError("", f"--plot {path}: {error.message}") from None
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
-    """Memory by kind over the operators of the step. limit_gib: of the device; shown where it is near."""
+    """Draw memory by category over the operators of the step. limit_gib: device memory, drawn if it is near the peak."""
     axes = figure.add_subplot()
-    steps = range(len(simulation.course_in_backward))
-    sizes = [[size / GIB for size in simulation.course[kind]] for kind in KINDS]
-    axes.stackplot(steps, *sizes, labels=KINDS, colors=COLORS, step="post", linewidth=0)
+    points = range(len(simulation.timeline_in_backward))
+    rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]
+    axes.stackplot(points, *rows, labels=MEMORY_CATEGORIES, colors=COLORS, step="post", linewidth=0)
     start = 0
-    for in_backward, run in groupby(simulation.course_in_backward):
-        stop = start + len(list(run))
+    for in_backward, interval in groupby(simulation.timeline_in_backward):
+        stop = start + len(list(interval))
         if in_backward:
             axes.axvspan(start, stop, color="black", alpha=0.06, linewidth=0)
         start = stop
     peak = simulation.peak / GIB
     if limit_gib < 1.5 * peak:
         axes.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
-        axes.annotate("the device's memory", (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
-    axes.set(xlim=(0, len(steps)), ylim=(0, 1.1 * max(peak, limit_gib if limit_gib < 1.5 * peak else 0)), xticks=[])
+        axes.annotate("device memory", (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
+    axes.set(xlim=(0, len(points)), ylim=(0, 1.1 * max(peak, limit_gib if limit_gib < 1.5 * peak else 0)), xticks=[])
     axes.set(
-        xlabel="operators of a step; grey: backward",
+        xlabel="operators of a step (grey: backward)",
         ylabel="GiB",
-        title=f"{title}\npeak {peak:.2f} GiB, {simulation.at}",
+        title=f"{title}\npeak {peak:.2f} GiB in {simulation.peak_at}",
     )
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)

@@ -1,4 +1,4 @@
-"""How long a step should take, from what it computes, moves and sends (Williams et al. 2009, "Roofline")."""
+"""Roofline estimate of a step's time (Williams et al. 2009)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,41 +8,40 @@ from trainer.planning.recorder import Traffic
 from trainer.runtime.accelerators import AcceleratorSpec
 
 FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY = 0.75, 0.85, 0.8
-"""What large operators reach of a board's peaks: matrix products, element-wise operators, collectives."""
+"""Fractions of an accelerator's peak rates that large matmuls, element-wise operators and collectives reach."""
 
-_BESIDE = ("fsdp", "dp_replicate", "pp")
-"""Axes whose collectives run beside the computation."""
+_OVERLAPPED_AXES = ("fsdp", "dp_replicate", "pp")
+"""Axes whose collectives overlap with computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on one rank."""
+    """Time of a step on one rank, in seconds."""
 
     matmuls_s: float
-    """Operators that their FLOPs bound."""
+    """Operators bound by FLOPs."""
     memory_s: float
-    """Operators that the board's memory bounds."""
+    """Operators bound by memory bandwidth."""
     collectives_s: Mapping[str, float]
     """By axis."""
     host_copies_s: float
-    """To and from host memory, beside the computation."""
+    """Copies to and from host memory that overlap with computation."""
     host_update_s: float
-    """After backward: copies and what is computed in host memory, whichever takes longer."""
+    """Update in host memory after backward: the longer of its copies and its computation."""
     bubble: float
-    """Share of the step in which a pipeline waits for its first and last microbatches."""
+    """Fraction of the step in which a pipeline rank is idle."""
 
     @property
     def exposed_comm_s(self) -> float:
-        """Of collectives that nothing runs beside."""
-        return sum(seconds for axis, seconds in self.collectives_s.items() if axis not in _BESIDE)
+        """Collectives that do not overlap with computation."""
+        return sum(seconds for axis, seconds in self.collectives_s.items() if axis not in _OVERLAPPED_AXES)
 
     @property
     def overlapped_comm_s(self) -> float:
-        return sum(seconds for axis, seconds in self.collectives_s.items() if axis in _BESIDE)
+        return sum(seconds for axis, seconds in self.collectives_s.items() if axis in _OVERLAPPED_AXES)
 
     @property
     def critical_path_s(self) -> float:
-        """What runs beside the computation shows where it takes longer than that."""
         return max(self.matmuls_s + self.memory_s + self.exposed_comm_s, self.overlapped_comm_s, self.host_copies_s)
 
     @property
@@ -51,78 +50,77 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """Name of the largest component."""
         if self.host_update_s > self.total_s / 2:
-            return "the update in host memory"
+            return "update in host memory"
         if self.critical_path_s == self.host_copies_s:
             return "copies to and from host memory"
         if self.critical_path_s == self.overlapped_comm_s:
-            axis = max((a for a in self.collectives_s if a in _BESIDE), key=lambda a: self.collectives_s[a])
+            axis = max((a for a in self.collectives_s if a in _OVERLAPPED_AXES), key=lambda a: self.collectives_s[a])
             return f"collectives over {axis}"
         shares = {
-            "matrix products": self.matmuls_s,
+            "matmuls": self.matmuls_s,
             "memory bandwidth": self.memory_s,
-            "the pipeline's bubble": self.critical_path_s / (1 - self.bubble) - self.critical_path_s,
-            "the update in host memory": self.host_update_s,
+            "pipeline bubble": self.critical_path_s / (1 - self.bubble) - self.critical_path_s,
+            "update in host memory": self.host_update_s,
         }
-        shares |= {f"collectives over {a}": s for a, s in self.collectives_s.items() if a not in _BESIDE}
+        shares |= {f"collectives over {a}": s for a, s in self.collectives_s.items() if a not in _OVERLAPPED_AXES}
         return max(shares, key=lambda name: shares[name])
 
 
 def step_time(
-    work: Mapping[tuple[str, int, int], float],
+    op_costs: Mapping[tuple[str, int, int], float],
     traffic: Mapping[tuple[str, str], Traffic],
     group_ranks: Mapping[str, Sequence[int]],
-    host_moved: Mapping[bool, float],
-    host_work: float,
-    board: AcceleratorSpec,
+    host_transfer_bytes: Mapping[bool, float],
+    host_compute_bytes: float,
+    accelerator: AcceleratorSpec,
     bubble: float,
 ) -> StepTime:
-    """work, traffic, group_ranks, host_moved and host_work: as in Simulation. bubble: as in StepTime."""
+    """Combine the fields of a Simulation (which documents them) with an accelerator's rates. bubble: as in StepTime."""
     matmuls_s = memory_s = 0.0
-    for (precision, flops, size), count in work.items():
-        computing_s = flops / (board.flops[precision] * FLOPS_EFFICIENCY)
-        moving_s = size / (board.memory_bandwidth * BANDWIDTH_EFFICIENCY)
-        if computing_s > moving_s:
-            matmuls_s += count * computing_s
+    for (precision, flops, num_bytes), count in op_costs.items():
+        flops_s = flops / (accelerator.flops[precision] * FLOPS_EFFICIENCY)
+        bytes_s = num_bytes / (accelerator.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+        if flops_s > bytes_s:
+            matmuls_s += count * flops_s
         else:
-            memory_s += count * moving_s
+            memory_s += count * bytes_s
     collectives_s: Counter[str] = Counter()
-    for (axis, collective), seen in traffic.items():
-        rate = _rate(group_ranks[axis], board) * NETWORK_EFFICIENCY
-        collectives_s[axis] += wire_bytes(collective, seen.size, len(group_ranks[axis])) / rate
-    link = board.pcie_bandwidth * NETWORK_EFFICIENCY
+    for (axis, collective), calls in traffic.items():
+        bandwidth = _group_bandwidth(group_ranks[axis], accelerator) * NETWORK_EFFICIENCY
+        collectives_s[axis] += wire_bytes(collective, calls.num_bytes, len(group_ranks[axis])) / bandwidth
+    pcie = accelerator.pcie_bandwidth * NETWORK_EFFICIENCY
+    host_memory = accelerator.host_memory_bandwidth * BANDWIDTH_EFFICIENCY
     return StepTime(
         matmuls_s=matmuls_s,
         memory_s=memory_s,
         collectives_s=dict(collectives_s),
-        host_copies_s=host_moved.get(False, 0.0) / link,
-        host_update_s=max(
-            host_moved.get(True, 0.0) / link, host_work / (board.host_memory_bandwidth * BANDWIDTH_EFFICIENCY)
-        ),
+        host_copies_s=host_transfer_bytes.get(False, 0.0) / pcie,
+        host_update_s=max(host_transfer_bytes.get(True, 0.0) / pcie, host_compute_bytes / host_memory),
         bubble=bubble,
     )
 
 
-def wire_bytes(collective: str, size: float, ranks: int) -> float:
-    """Bytes that each rank sends, by the best known algorithms. size: of the whole tensors."""
+def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
+    """Return the bytes that each rank sends, by bandwidth-optimal algorithms. num_bytes: of the full tensors."""
     if collective in ("send", "receive"):
-        return size
-    once = size * (ranks - 1) / ranks
+        return num_bytes
+    once = num_bytes * (ranks - 1) / ranks
     return 2 * once if collective == "all-reduce" else once
 
 
-def _rate(ranks: Sequence[int], board: AcceleratorSpec) -> float:
-    """Bytes per second that each rank of a group has. Those of one machine share its network among fewer, larger streams:
-    what leaves the machine leaves it once."""
-    machines = Counter(rank // board.gpus_per_node for rank in ranks)
-    if len(machines) == 1:
-        return board.intra_node_bandwidth
-    return min(board.intra_node_bandwidth, board.inter_node_bandwidth * min(machines.values()))
+def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> float:
+    """Return the bytes per second of each rank of a group. Ranks of one node share its network, but a hierarchical collective
+    sends each byte out of the node once."""
+    ranks_per_node = Counter(rank // accelerator.gpus_per_node for rank in ranks)
+    if len(ranks_per_node) == 1:
+        return accelerator.intra_node_bandwidth
+    return min(accelerator.intra_node_bandwidth, accelerator.inter_node_bandwidth * min(ranks_per_node.values()))
 
 
 def bubble(pp: int, stages_per_rank: int, microbatches: int, zero_bubble: bool) -> float:
-    """Share of a step that a pipeline's rank has nothing to do (Narayanan et al. 2021, arXiv:2104.04473)."""
+    """Return the fraction of a step in which a pipeline rank is idle (Narayanan et al. 2021, arXiv:2104.04473)."""
     if pp == 1 or zero_bubble:
         return 0.0
     idle = (pp - 1) / (stages_per_rank * microbatches)

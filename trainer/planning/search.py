@@ -1,54 +1,48 @@
-"""Which layouts a run could have, the likely good ones first."""
+"""Search for the fastest parallel layouts that fit."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from trainer.config import Config, ConfigError
 from trainer.config.load import check_combinations
 from trainer.config.schema import toml_value
+from trainer.parallel.pipeline import stages_per_rank
 from trainer.planning.estimate import RunEstimate, combine, pipeline_bubble, representative_ranks, strip_file_settings
-from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY
-from trainer.planning.simulate import simulate
+from trainer.planning.simulate import Simulation, simulate
 from trainer.run.preflight import minimum_memory
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.accelerators import AcceleratorSpec
+from trainer.runtime.device import DTYPES
 from trainer.system.process import cores
 from trainer.system.units import GIB
 
-_MOST_PP = 16
-_DERIVED = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_after_forward": "default"}
-"""What fits one layout alone, and is left to the trainer."""
-_SURE = 0.9
-"""What even this share of its estimate says does not fit is not simulated."""
-
-_KEPT = {"none": 31.0, "selective": 26.0, "full": 2.0}
-"""Bytes that a block keeps for each token and each of its dim, by mode. For the sieve alone."""
-_AGAIN = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
-"""Share of the computation that is done again. For the sieve alone."""
+_MAX_PP = 16
+_MODES = ("none", "selective", "full")
+_RESET = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_after_forward": "default"}
+"""Settings of [parallel] that suit one layout only; the candidates have the defaults."""
+_HOPELESS = 0.95
+"""Candidates whose likely speed is below this fraction of the best simulated speed are not simulated."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class Candidate:
     settings: dict[str, dict[str, Any]]
-    """Section -> name -> value: what it changes in the configuration; none for what is configured."""
+    """Section -> name -> value: its changes to the configuration; empty for the configured layout."""
     config: Config
     resolved: ResolvedRun
 
     def toml(self) -> str:
-        lines = []
-        for section, values in self.settings.items():
-            if not values:
-                continue
-            lines.append(f"[{section}]")
-            lines += [f"{name} = {toml_value(value)}" for name, value in values.items()]
-        return "\n".join(lines)
+        sections = {f"[{section}]": values for section, values in self.settings.items() if values}
+        lines = ([head, *(f"{k} = {toml_value(v)}" for k, v in values.items())] for head, values in sections.items())
+        return "\n".join(line for section in lines for line in section)
 
     def flags(self) -> list[str]:
-        """The same, as on a command line."""
-        named = {f"--{s}.{name}": value for s, values in self.settings.items() for name, value in values.items()}
-        return [word for flag, value in named.items() for word in (flag, toml_value(value).strip('"'))]
+        flags = {f"--{s}.{name}": value for s, values in self.settings.items() for name, value in values.items()}
+        return [word for flag, value in flags.items() for word in (flag, toml_value(value).strip('"'))]
 
     def __str__(self) -> str:
         config = self.config
@@ -60,37 +54,32 @@ class Layout:
         return ", ".join(words) + " (as configured)" * (not self.settings)
 
 
-def _powers(most: int) -> Iterator[int]:
-    n = 1
-    while n <= most:
-        yield n
-        n *= 2
+def _powers_of_two(limit: int) -> list[int]:
+    return [2**i for i in range(limit.bit_length())]
 
 
-def layouts(config: Config, world_size: int, board: AcceleratorSpec) -> Iterator[Layout]:
-    """All that are legal: tensor parallelism within a machine, cp as it is configured, every mode of checkpointing."""
+def candidates(config: Config, world_size: int, accelerator: AcceleratorSpec) -> list[Candidate]:
+    """Return every legal layout with tensor parallelism inside a node and `cp` as configured, in every checkpointing mode."""
     config = strip_file_settings(config)
-    for tp in _powers(min(board.gpus_per_node, world_size)):
-        for pp in _powers(min(_MOST_PP, world_size // tp)):
-            schedules = ["1F1B", "Interleaved1F1B"] if pp > 1 else [""]
-            for schedule in schedules:
-                for mode in _KEPT:
-                    for reduce_every in (False, True):
-                        yield from _legal(config, world_size, tp, pp, schedule, mode, reduce_every)
+    degrees = product(_powers_of_two(min(accelerator.gpus_per_node, world_size)), _powers_of_two(_MAX_PP))
+    layouts = [
+        (tp, pp, *choice)
+        for tp, pp in degrees
+        for choice in product(
+            ("1F1B", "Interleaved1F1B") if pp > 1 else ("",), _MODES, (False,) if pp > 1 else (False, True)
+        )
+    ]
+    return [candidate for layout in layouts for candidate in _legal(config, world_size, *layout)]
 
 
 def _legal(
     config: Config, world_size: int, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
-) -> Iterator[Layout]:
-    """The layout, if it can run and is not the same as another."""
+) -> Iterator[Candidate]:
+    """Yield the layout if it can run and differs from the others."""
     parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
     if schedule:
         parallel["pipeline_schedule"] = schedule
-    if reduce_every and pp > 1:
-        return
-    for name, value in _DERIVED.items():
-        if getattr(config.parallel, name) != value:
-            parallel[name] = value
+    parallel |= {name: value for name, value in _RESET.items() if getattr(config.parallel, name) != value}
     settings = {
         "parallel": parallel,
         "activation_checkpoint": {"mode": mode},
@@ -102,107 +91,131 @@ def _legal(
         activation_checkpoint=replace(config.activation_checkpoint, mode=mode),
         training=replace(config.training, reduce_every_microbatch=reduce_every),
     )  # fmt: skip
-    try:
+    with suppress(ConfigError):
         check_combinations(changed)
         resolved = resolve(changed, world_size)
-    except ConfigError:
-        return
-    if not (reduce_every and resolved.grad_accum == 1):
-        yield Layout(settings, changed, resolved)
+        if not (reduce_every and resolved.grad_accum == 1):
+            yield Candidate(settings, changed, resolved)
 
 
-# ---------------------------------------------------------------- the sieve
+# ---------------------------------------------------------------- ranking
 
 
-def estimate_memory(layout: Layout) -> float:
-    """Bytes of a rank, roughly."""
-    resolved, config = layout.resolved, layout.config
-    dims = resolved.dims
-    held = resolved.num_parameters / (dims.tp * dims.pp)
-    gathered_gradients = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
-    of_shards = minimum_memory(int(held / dims.fsdp), config.training, config.optimizer, config.parallel).device
-    state = of_shards + held * 4 * gathered_gradients
-    batch, seq, dim = resolved.hidden_shape
-    tokens = batch * seq * (dims.tp if config.parallel.sequence_parallel else 1)
-    blocks = sum(len(stage.blocks) for stage in resolved.stages) / dims.pp
-    in_flight = min(dims.pp, resolved.grad_accum)
-    kept = _KEPT[config.activation_checkpoint.mode] / (dims.tp if config.activation_checkpoint.mode != "full" else 1)
-    return state + tokens * dim * kept * blocks * in_flight
+@dataclass(frozen=True)
+class _BlockCost:
+    """Cost of one transformer block and one microbatch on a rank."""
+
+    activation_bytes: float
+    seconds: float
 
 
-def estimate_time(layout: Layout, board: AcceleratorSpec) -> float:
-    """Seconds of a step, roughly."""
-    resolved, config = layout.resolved, layout.config
-    dims = resolved.dims
-    tokens = config.training.global_batch_size * config.training.seq_len
-    flops = resolved.flops_per_token * tokens / dims.world_size * (1 + _AGAIN[config.activation_checkpoint.mode])
-    computing_s = flops / (board.flops[config.training.compute_dtype] * FLOPS_EFFICIENCY)
-    mine = tokens / dims.batch / dims.cp
-    blocks = sum(len(stage.blocks) for stage in resolved.stages) / dims.pp
-    dim = resolved.hidden_shape[2]
-    moving_s = mine / dims.tp * blocks * dim * 2 * 100 / (board.memory_bandwidth * BANDWIDTH_EFFICIENCY)
-    exposed_comm_s = (
-        (dims.tp > 1)
-        * mine
-        * blocks
-        * dim
-        * 2
-        * 10
-        * (1 - 1 / dims.tp)
-        / (board.intra_node_bandwidth * NETWORK_EFFICIENCY)
+def _family(candidate: Candidate) -> tuple[int, str]:
+    """Candidates of one family have the same _BlockCost."""
+    return candidate.resolved.dims.tp, candidate.config.activation_checkpoint.mode
+
+
+def _block_costs(
+    found: Sequence[Candidate], world_size: int, accelerator: AcceleratorSpec, on_gpu: bool
+) -> dict[tuple[int, str], _BlockCost]:
+    """Simulate two shallow models for each family; the cost of a block is their difference."""
+    families = {_family(candidate): candidate.config for candidate in reversed(found)}
+    depth = found[0].config.activation_checkpoint.every_n_blocks
+    shallow = [_shallow(config, n, world_size) for config in families.values() for n in (depth, 2 * depth)]
+    simulations = simulate([(config, 0) for config in shallow], world_size, on_gpu)
+    costs = {}
+    for i, family in enumerate(families):
+        once, twice = (_cost(shallow[j], simulations[j], world_size, accelerator) for j in (2 * i, 2 * i + 1))
+        costs[family] = _BlockCost(
+            (twice.activation_bytes - once.activation_bytes) / depth, (twice.seconds - once.seconds) / depth
+        )
+    return costs
+
+
+def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
+    """Return the configuration with a model of so few blocks, without a pipeline, with one microbatch."""
+    overrides = config.model.overrides | {"n_layers": n_layers}
+    ranks = world_size // (config.parallel.cp * config.parallel.tp)
+    batch = ranks * config.training.local_batch_size
+    return replace(
+        config,
+        model=replace(config.model, overrides=overrides),
+        parallel=replace(config.parallel, pp=1),
+        training=replace(config.training, global_batch_size=batch, reduce_every_microbatch=False),
     )
-    gathers = resolved.grad_accum if dims.pp == 1 else 1
-    reductions = gathers if config.training.reduce_every_microbatch else 1
-    sent = resolved.num_parameters / (dims.tp * dims.pp) * (4 * gathers + 4 * reductions)
-    spread = dims.fsdp * dims.tp > board.gpus_per_node
-    rate = board.inter_node_bandwidth * max(1, board.gpus_per_node // dims.tp) if spread else board.intra_node_bandwidth
-    overlapped_comm_s = (dims.fsdp > 1) * sent / (min(rate, board.intra_node_bandwidth) * NETWORK_EFFICIENCY)
-    return max(computing_s + moving_s + exposed_comm_s, overlapped_comm_s) / (
-        1 - pipeline_bubble(config.parallel, resolved.grad_accum)
-    )
+
+
+def _cost(config: Config, simulation: Simulation, world_size: int, accelerator: AcceleratorSpec) -> _BlockCost:
+    time = combine(config, resolve(config, world_size), [simulation], accelerator, 0.0).slowest
+    seconds = time.matmuls_s + time.memory_s + time.exposed_comm_s
+    return _BlockCost(max(simulation.timeline["activations"]), seconds)
+
+
+def _likely_memory(candidate: Candidate, cost: _BlockCost) -> float:
+    """Return the bytes of parameters, gradients, optimizer, activations and receive buffers on the first rank."""
+    resolved, config = candidate.resolved, candidate.config
+    dims, stages = resolved.dims, stages_per_rank(config.parallel)
+    parameters = resolved.num_parameters / (dims.tp * dims.pp)
+    state = minimum_memory(int(parameters / dims.fsdp), config.training, config.optimizer, config.parallel).device
+    accumulates = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
+    # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
+    in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
+    activations = cost.activation_bytes * _blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
+    hidden = math.prod(resolved.hidden_shape) * DTYPES[config.training.compute_dtype].itemsize
+    received = hidden * resolved.grad_accum * (2 * stages - 1) * (dims.pp > 1)
+    return state + 4 * parameters * accumulates + activations + received  # gradients are accumulated in fp32
+
+
+def _likely_speed(candidate: Candidate, cost: _BlockCost) -> float:
+    """Return tokens per second."""
+    resolved, training = candidate.resolved, candidate.config.training
+    computing = cost.seconds * _blocks_per_rank(resolved) * resolved.grad_accum
+    idle = pipeline_bubble(candidate.config.parallel, resolved.grad_accum)
+    return training.global_batch_size * training.seq_len / computing * (1 - idle)
+
+
+def _blocks_per_rank(resolved: ResolvedRun) -> float:
+    return sum(len(stage.blocks) for stage in resolved.stages) / resolved.dims.pp
+
+
+def ranked(
+    found: Sequence[Candidate], world_size: int, accelerator: AcceleratorSpec, reserved_bytes: float, on_gpu: bool
+) -> list[tuple[float, Candidate]]:
+    """Return (likely tokens per second, candidate) of those that probably fit, the fastest first."""
+    costs = _block_costs(found, world_size, accelerator, on_gpu)
+    limit = accelerator.memory_gib * GIB - reserved_bytes
+    pairs = [(candidate, costs[_family(candidate)]) for candidate in found]
+    fitting = [(_likely_speed(*pair), pair[0]) for pair in pairs if _likely_memory(*pair) < limit]
+    return sorted(fitting, key=lambda pair: -pair[0])
 
 
 def search(
-    config: Config, world_size: int, board: AcceleratorSpec, reserve: float, on_gpu: bool, rows: int
-) -> tuple[int, list[tuple[Layout, RunEstimate]]]:
-    """How many layouts there are; and of those that may fit the likely fastest, simulated, beside the one that is configured.
-    Best first: those that fit by their tokens per second, then the others."""
-    there = list(layouts(config, world_size, board))
-    if not there:
-        resolve(strip_file_settings(config), world_size)  # says why
+    config: Config,
+    world_size: int,
+    accelerator: AcceleratorSpec,
+    reserved_bytes: float,
+    on_gpu: bool,
+    max_candidates: int,
+) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
+    """Return the number of legal layouts, and estimates of the configured one and of those that are probably the fastest. Layouts
+    that fit come first, the fastest first."""
+    found = candidates(config, world_size, accelerator)
+    config = strip_file_settings(config)
+    if not found:
+        resolve(config, world_size)  # raises the reason
         raise ConfigError("", f"no layout of {world_size} ranks can run")
-    left = sorted(there, key=lambda layout: estimate_time(layout, board))
-    room = board.memory_gib * GIB - reserve
-    likely = []
+    likely = ranked(found, world_size, accelerator, reserved_bytes, on_gpu)
     with suppress(ConfigError):
-        as_it_is = strip_file_settings(config)
-        likely.append(Layout({}, as_it_is, resolve(as_it_is, world_size)))
-    plans: list[tuple[Layout, RunEstimate]] = []
-    of_estimate: dict[tuple[str, str], float] = {}
-    while True:
-        # What was simulated shows how far the estimate is off for its like.
-        left = [one for one in left if of_estimate.get(_like(one), _SURE) * estimate_memory(one) < room]
-        likely += left[: min(cores(), rows - len(plans))]
-        if not likely:
-            return len(there), sorted(plans, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))
-        left = [one for one in left if one not in likely]
-        for layout, plan in _simulated(likely, world_size, board, reserve, on_gpu):
-            plans.append((layout, plan))
-            share = plan.largest.peak / estimate_memory(layout)
-            of_estimate[_like(layout)] = min(share, of_estimate.get(_like(layout), share))
-        likely = []
-
-
-def _like(layout: Layout) -> tuple[str, str]:
-    parallel = layout.config.parallel
-    return layout.config.activation_checkpoint.mode, parallel.pipeline_schedule if parallel.pp > 1 else ""
-
-
-def _simulated(
-    some: Sequence[Layout], world_size: int, board: AcceleratorSpec, reserve: float, on_gpu: bool
-) -> Iterator[tuple[Layout, RunEstimate]]:
-    jobs = [(layout.config, rank) for layout in some for rank in representative_ranks(layout.resolved)]
-    simulations = iter(simulate(jobs, world_size, on_gpu))
-    for layout in some:
-        of_layout = [next(simulations) for _ in representative_ranks(layout.resolved)]
-        yield layout, combine(layout.config, layout.resolved, of_layout, board, reserve)
+        likely.insert(0, (math.inf, Candidate({}, config, resolve(config, world_size))))
+    results: list[tuple[Candidate, RunEstimate]] = []
+    while likely and len(results) < max_candidates:
+        count = min(cores(), max_candidates - len(results))
+        batch, likely = [candidate for _, candidate in likely[:count]], likely[count:]
+        jobs = [(candidate.config, rank) for candidate in batch for rank in representative_ranks(candidate.resolved)]
+        simulations = iter(simulate(jobs, world_size, on_gpu))
+        for candidate in batch:
+            of_ranks = [next(simulations) for _ in representative_ranks(candidate.resolved)]
+            estimate = combine(candidate.config, candidate.resolved, of_ranks, accelerator, reserved_bytes)
+            results.append((candidate, estimate))
+        best = max((estimate.tokens_per_second for _, estimate in results if estimate.fits), default=0.0)
+        likely = [(speed, candidate) for speed, candidate in likely if speed > _HOPELESS * best]
+    return len(found), sorted(results, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))

@@ -1,19 +1,18 @@
-"""What a rank really allocates in a step, by the allocator's own events in torch's profiler."""
+"""Measurement of a rank's memory over a step, from the allocator's events in torch's profiler."""
 
 import bisect
 import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import sleep
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,77 +23,50 @@ from trainer.config.load import load_config
 from trainer.engine import Engine, build_model_parts
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
+from trainer.planning.patches import annotate_fsdp
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local
 
-STEP, BACKWARD = "the step that is measured", "a backward"
+STEP, BACKWARD = "measured step", "backward"
 
 
 @dataclass(slots=True)
-class Block:
-    """Memory, from its allocation to its release."""
+class Buffer:
+    """Memory from its allocation to its release."""
 
     address: int
-    size: int
+    num_bytes: int
     born: int
     """Nanoseconds."""
     died: float = float("inf")
-    kind: str = ""
+    category: str = ""
 
 
 @dataclass(frozen=True)
 class Measured:
     peak: int
     """Bytes."""
-    by_kind: dict[str, int]
-    """At the peak."""
+    by_category: dict[str, int]
+    """Bytes at the peak, of MEMORY_CATEGORIES."""
 
 
-class _Watch:
-    """Tells the profiler, by events whose names say it, what tensors are for, and when backward runs."""
-
-    def note(self, tensor: Tensor | None, kind: str) -> None:
-        if tensor is not None:
-            address = to_local(tensor).untyped_storage().data_ptr()
-            with record_function(f"{kind}@{address}"):
-                pass
-
-    @contextmanager
-    def over_step(self) -> Iterator[None]:
-        reduce, wait = FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard
-
-        def watched_reduce(group: FSDPParamGroup, *args: Any) -> Any:
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    self.note(parameter._unsharded_param.grad, "gradients")
-                self.note(parameter.unsharded_accumulated_grad, "gradients")
-            result = reduce(group, *args)
-            for parameter in group.fsdp_params:
-                self.note(parameter.unsharded_accumulated_grad, "gradients")
-            return result
-
-        def watched_wait(group: FSDPParamGroup) -> None:
-            wait(group)
-            for parameter in group.fsdp_params:
-                self.note(parameter._unsharded_param.detach(), "unsharded parameters")
-
-        def watched_backward(*args: Any, **kwargs: Any) -> Any:
-            with record_function(BACKWARD):
-                return backward(*args, **kwargs)
-
-        backward = torch.autograd._engine_run_backward
-        FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard = watched_reduce, watched_wait
-        torch.autograd._engine_run_backward = watched_backward
-        try:
-            yield
-        finally:
-            FSDPParamGroup.post_backward, FSDPParamGroup.wait_for_unshard = reduce, wait
-            torch.autograd._engine_run_backward = backward
+def _label(tensor: Tensor, category: str) -> None:
+    """Record an event whose name contains the tensor's category and address."""
+    with record_function(f"{category}@{to_local(tensor.detach()).untyped_storage().data_ptr()}"):
+        pass
 
 
-class _Patient(TorchDispatchMode):
-    """After a collective, gives the thread that communicates the time to let go of its buffers: on a busy machine it would come
-    to it later, and they would be counted."""
+def _recorded_backward(*args: Any, **kwargs: Any) -> Any:
+    with record_function(BACKWARD):
+        return _run_backward(*args, **kwargs)
+
+
+_run_backward = torch.autograd._engine_run_backward
+
+
+class _WaitForRelease(TorchDispatchMode):
+    """Sleeps after each collective until the communication thread has released its buffers. On a busy machine the thread would
+    do so later, and the buffers would be counted."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -105,14 +77,13 @@ class _Patient(TorchDispatchMode):
         return result
 
 
-def a_step(config: Config) -> tuple[Engine, Callable[[], None]]:
-    """On each rank of a CPU: the engine, and one update of it, on random tokens."""
+def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
+    """Return an engine on this rank's CPU, and a function that runs one step of it on random tokens."""
     cpu, training = torch.device("cpu"), config.training
     resolved = resolve(config, dist.get_world_size())
     meshes = Meshes(resolved.dims, cpu)
-    engine = Engine(
-        config, resolved, cpu, meshes, build_model_parts(config, resolved, meshes, CPU_BACKEND), loaded=set()
-    )
+    parts = build_model_parts(config, resolved, meshes, CPU_BACKEND)
+    engine = Engine(config, resolved, cpu, meshes, parts, loaded=set())
 
     def step() -> None:
         batches = [_batch(resolved.sizes.vocab_size, training) for _ in range(resolved.grad_accum)]
@@ -121,46 +92,47 @@ def a_step(config: Config) -> tuple[Engine, Callable[[], None]]:
     return engine, step
 
 
-def quiet() -> None:
-    """Ranks that are started after this do not tell that the profiler starts and ends, nor what it did not see begin."""
+def silence_profiler() -> None:
+    """Suppress the profiler's log lines on ranks that start later."""
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def measure(argv: Sequence[str], repeats: int) -> Measured:
-    """On each rank: the memory of a step that is not the first; of several, the smallest."""
-    watch = _Watch()
-    engine, step = a_step(load_config(argv))
+    """Run on each rank: measure the memory of `repeats` steps, without the first, and return the one with the smallest peak."""
+    engine, step = build_step(load_config(argv))
 
     def measured() -> Measured:
         engine.optimizer.start_step(1e-4)
-        before = _there_already()
+        before = _allocated_buffers()
         with (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
             record_function(STEP),
-            watch.over_step(),
-            _Patient(),
+            annotate_fsdp(_label),
+            patch.object(torch.autograd, "_engine_run_backward", _recorded_backward),
+            _WaitForRelease(),
         ):
             step()
             for parameter in engine.parameters.values():
-                watch.note(parameter.detach(), "parameters")
-                watch.note(parameter.grad, "gradients")
+                _label(parameter, "parameters")
+                if parameter.grad is not None:
+                    _label(parameter.grad, "gradients")
             for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors()):
-                watch.note(tensor, "optimizer")
+                _label(tensor, "optimizer")
         return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
 
     step()
-    return min((measured() for _ in range(repeats)), key=lambda one: one.peak)
+    return min((measured() for _ in range(repeats)), key=lambda measured: measured.peak)
 
 
-def _there_already() -> list[Block]:
-    """The profiler tells of what is allocated while it looks on."""
+def _allocated_buffers() -> list[Buffer]:
+    """Return what is allocated now: the profiler only has events of later allocations."""
     gc.collect()
-    sizes: dict[int, int] = {}
+    num_bytes: dict[int, int] = {}
     for tensor in gc.get_objects():
         if issubclass(type(tensor), Tensor) and tensor.device.type == "cpu":
             storage = to_local(tensor.detach()).untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return [Block(address, size, born=0) for address, size in sizes.items() if size]
+            num_bytes[storage.data_ptr()] = storage.nbytes()
+    return [Buffer(address, n, born=0) for address, n in num_bytes.items() if n]
 
 
 def _batch(vocab_size: int, training: TrainingConfig) -> Batch:
@@ -170,7 +142,7 @@ def _batch(vocab_size: int, training: TrainingConfig) -> Batch:
     return Batch(tokens=tokens, labels=tokens.clone(), positions=positions, documents=torch.zeros_like(tokens))
 
 
-# ---------------------------------------------------------------- the profiler's events
+# ---------------------------------------------------------------- profiler events
 
 
 def _flat(events: Iterable) -> Iterator:
@@ -179,76 +151,74 @@ def _flat(events: Iterable) -> Iterator:
         yield from _flat(event.children)
 
 
-def _read(tree: Sequence, before: list[Block]) -> Measured:
+def _read(tree: Sequence, before: list[Buffer]) -> Measured:
     events = sorted(_flat(tree), key=lambda event: event.start_time_ns)
     (step,) = [event for event in events if event.name == STEP]
-    blocks = _blocks(events, before)
-    at: dict[int, list[Block]] = {}
-    for block in blocks:
-        at.setdefault(block.address, []).append(block)
+    buffers = _buffers(events, before)
+    by_address: dict[int, list[Buffer]] = {}
+    for buffer in buffers:
+        by_address.setdefault(buffer.address, []).append(buffer)
 
-    def find(address: int, time: int) -> Block | None:
-        return next((b for b in at.get(address, ()) if b.born <= time <= b.died), None)
+    def find(address: int, time: int) -> Buffer | None:
+        return next((b for b in by_address.get(address, ()) if b.born <= time <= b.died), None)
 
     sent: set[int] = set()
     for event in events:
-        kind, _, address = event.name.partition("@")
-        if address.isdigit() and (block := find(int(address), event.start_time_ns)):
-            block.kind = kind
+        category, _, address = event.name.partition("@")
+        if address.isdigit() and (buffer := find(int(address), event.start_time_ns)):
+            buffer.category = category
         elif event.name.startswith(("c10d::", "_c10d_functional::")):
-            for tensor in _tensors(event):
-                if block := find(tensor, event.start_time_ns):
-                    sent.add(id(block))
-    backward = _backward_windows(events)
-    window = [b for b in blocks if b.born <= step.end_time_ns and b.died >= step.start_time_ns]
-    times = sorted({b.born for b in window if b.born >= step.start_time_ns} | {step.start_time_ns})
-    changes = sorted([(b.born, b.size) for b in window] + [(b.died, -b.size) for b in window])
-    peak, when, total, position = 0, 0, 0, 0
+            sent |= {id(buffer) for address in _inputs(event) if (buffer := find(address, event.start_time_ns))}
+    in_backward = _backward_intervals(events)
+    alive = [b for b in buffers if b.born <= step.end_time_ns and b.died >= step.start_time_ns]
+    times = sorted({b.born for b in alive if b.born >= step.start_time_ns} | {step.start_time_ns})
+    changes = sorted([(b.born, b.num_bytes) for b in alive] + [(b.died, -b.num_bytes) for b in alive])
+    peak, peak_time, total, i = 0, 0, 0, 0
     for time in times:
-        while position < len(changes) and changes[position][0] <= time:
-            total += changes[position][1]
-            position += 1
+        while i < len(changes) and changes[i][0] <= time:
+            total += changes[i][1]
+            i += 1
         if total > peak:
-            peak, when = total, time
-    by_kind: Counter[str] = Counter()
-    for block in window:
-        if block.born <= when < block.died:
-            kept = not backward(block.born) and backward(block.died)
-            by_kind[
-                block.kind or ("activations" if kept else "communication" if id(block) in sent else "temporaries")
-            ] += block.size
-    return Measured(peak, dict(by_kind))
+            peak, peak_time = total, time
+    by_category: Counter[str] = Counter()
+    for buffer in alive:
+        if buffer.born <= peak_time < buffer.died:
+            saved = not in_backward(buffer.born) and in_backward(buffer.died)
+            derived = "activations" if saved else "communication" if id(buffer) in sent else "temporaries"
+            by_category[buffer.category or derived] += buffer.num_bytes
+    return Measured(peak, dict(by_category))
 
 
-def _blocks(events: Iterable, before: list[Block]) -> list[Block]:
-    blocks = list(before)
-    alive = {block.address: block for block in before}
+def _buffers(events: Iterable, before: list[Buffer]) -> list[Buffer]:
+    buffers = list(before)
+    alive = {buffer.address: buffer for buffer in before}
     for event in events:
         if event.name != "[memory]":
             continue
         fields = event.extra_fields
         if fields.alloc_size > 0:
-            alive[fields.ptr] = Block(fields.ptr, fields.alloc_size, event.start_time_ns)
-            blocks.append(alive[fields.ptr])
+            alive[fields.ptr] = Buffer(fields.ptr, fields.alloc_size, event.start_time_ns)
+            buffers.append(alive[fields.ptr])
         elif fields.ptr in alive:
             alive.pop(fields.ptr).died = event.start_time_ns
-    return blocks
+    return buffers
 
 
-def _tensors(event) -> Iterator[int]:
-    """Addresses of the storages that an operator was given."""
-    for given in getattr(event.extra_fields, "inputs", ()):
-        for one in given if isinstance(given, list) else [given]:
-            if getattr(one, "storage_data_ptr", None):
-                yield one.storage_data_ptr
+def _inputs(event) -> Iterator[int]:
+    """Yield the storage addresses of an operator's inputs."""
+    for argument in getattr(event.extra_fields, "inputs", ()):
+        for tensor in argument if isinstance(argument, list) else [argument]:
+            if getattr(tensor, "storage_data_ptr", None):
+                yield tensor.storage_data_ptr
 
 
-def _backward_windows(events: Iterable):
-    spans = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == BACKWARD]
-    starts = [start for start, _ in spans]
+def _backward_intervals(events: Iterable) -> Callable[[float], bool]:
+    """Return a function: whether a time is in backward."""
+    intervals = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == BACKWARD]
+    starts = [start for start, _ in intervals]
 
     def inside(time: float) -> bool:
-        place = bisect.bisect_right(starts, time) - 1
-        return place >= 0 and time <= spans[place][1]
+        i = bisect.bisect_right(starts, time) - 1
+        return i >= 0 and time <= intervals[i][1]
 
     return inside

@@ -1,4 +1,4 @@
-"""Ranks of a gloo group on this machine, that run one function together."""
+"""Local gloo ranks that run a function together."""
 
 import multiprocessing
 import os
@@ -18,8 +18,8 @@ TIMEOUT_S = 120
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started the ranks
-    torch.set_num_threads(1)  # more ranks than cores share them
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
+    torch.set_num_threads(1)  # there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
@@ -29,40 +29,40 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     try:
-        pipe.recv()  # the others may still need this one; whoever started them ends them all
+        pipe.recv()  # other ranks may still need this one; the parent process ends all of them
     except EOFError:
         os._exit(1)
 
 
 class RankError(Exception):
-    """A function raised on a rank; the text is its traceback."""
+    """The function raised on a rank. The message is the traceback."""
 
 
 class LocalRanks:
-    """New ones for each function: they start in a twentieth of a second, and every process group that a function leaves behind
-    has a thread that wakes a hundred times a second."""
+    """Starts new processes for each function. They start in 0.05 s, and in a reused process the thread of each old process group
+    would wake up 100 times a second."""
 
     def __init__(self, size: int):
         self.size = size
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(*args) on every rank, together; the results in the order of the ranks. The function must be one that
-        can be imported. Raises RankError as soon as one rank fails, since the others may wait for it."""
-        # The compiler's own worker processes would outlive ranks that end without clean-up. Read when torch is loaded.
+        """Run an importable function on every rank and return the results by rank. Raises RankError as soon as one rank fails,
+        because the others may wait for it."""
+        # torch reads this when it is imported. The compiler's worker processes would outlive ranks that are killed.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        # Forked from a server that has loaded torch and started no thread of it.
+        # The fork server has imported torch, but started none of its threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "trainer.trainer"])
         pipes, processes = [], []
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for rank in range(self.size):
-                    here, there = context.Pipe()
-                    place = (rank, self.size, str(Path(folder) / "store"), there)
-                    processes.append(context.Process(target=_serve, args=(*place, function, args)))
+                    parent_end, rank_end = context.Pipe()
+                    rank_args = (rank, self.size, str(Path(folder) / "store"), rank_end, function, args)
+                    processes.append(context.Process(target=_serve, args=rank_args))
                     processes[-1].start()
-                    there.close()
-                    pipes.append(here)
+                    rank_end.close()
+                    pipes.append(parent_end)
                 return _results(pipes)
             finally:
                 for process in processes:
@@ -73,10 +73,10 @@ class LocalRanks:
 def _results(pipes: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        # Of whoever has an answer, so that the first error is the one that is told.
+        # Read the first available result, so that the first error is the one that is raised.
         ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], 2 * TIMEOUT_S)
         if not ready:
-            raise RankError(f"{len(pipes)} ranks: no answer")
+            raise RankError(f"{len(pipes)} ranks: no result within {2 * TIMEOUT_S} s")
         rank = pipes.index(ready[0])
         try:
             results[rank], error = pipes[rank].recv()

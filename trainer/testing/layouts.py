@@ -1,0 +1,143 @@
+"""Layouts as text, settings of small runs, and tables: shared by scripts/parity.py, the maintainers' scripts and the tests."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from trainer.config import Config, ConfigError, ParallelConfig
+from trainer.config.fields import did_you_mean
+from trainer.config.load import parse_argv
+from trainer.parallel.pipeline import SCHEDULES, min_microbatches
+
+PARITY_MATRIX = [
+    *(f"dp_shard={n}" for n in (2, 4, 8)),
+    "dp_replicate=2",
+    "dp_replicate=2 dp_shard=2",
+    "dp_replicate=2 dp_shard=4",
+    *(f"tp={n}" for n in (2, 4)),
+    "tp=2 sequence_parallel=false",
+    "dp_shard=2 tp=2",
+    "dp_replicate=2 dp_shard=2 tp=2",
+    *(f"cp={n}" for n in (2, 4)),
+    "dp_shard=2 cp=2",
+    "cp=2 tp=2",
+    "dp_shard=2 cp=2 tp=2",
+    *(f"pp={n} pipeline_schedule={schedule}" for n in (2, 4) for schedule in SCHEDULES),
+    "dp_shard=2 pp=2",
+    "tp=2 pp=2",
+    "cp=2 pp=2",
+    "dp_shard=2 tp=2 pp=2",
+    "dp_shard=2 pp=2 pipeline_schedule=ZBVZeroBubble",
+    "dp_shard=2 pp=2 reshard_after_forward=always",
+    "dp_shard=2 pp=2 pipeline_schedule=Interleaved1F1B reshard_after_forward=always",
+    *(f"dp_shard=2 reshard_after_forward={policy}" for policy in ("always", "never")),
+    "dp_shard=4 reshard_after_forward=2",
+    "dp_shard=2 fsdp_prefetch=2",
+    "dp_shard=2 cpu_offload=true",
+    "dp_shard=2 training.reduce_every_microbatch=true",
+    *(
+        f"{layout} activation_checkpoint.{setting}"
+        for layout in ("dp_shard=2", "tp=2", "cp=2", "tp=2 pp=2")
+        for setting in ("mode=full", "mode=selective", "recompute_all_gather=false")
+        if not (layout == "dp_shard=2" and setting == "recompute_all_gather=false")
+    ),
+    "dp_shard=2 tp=2 activation_checkpoint.mode=full activation_checkpoint.every_n_blocks=2",
+    "tp=2 activation_checkpoint.mode=selective activation_checkpoint.save_every_nth_matmul=2",
+    "pp=2 pipeline_schedule=ZBVZeroBubble activation_checkpoint.mode=full",
+    *(f"{layout} model.overrides.tied_embeddings=true" for layout in ("dp_shard=2", "tp=2", "dp_shard=2 cp=2 tp=2")),
+    *(f"{layout} model.overrides.n_kv_heads=2" for layout in ("tp=2", "cp=2")),
+    *(f"{layout} training.compute_dtype=bf16" for layout in ("dp_shard=2", "tp=2", "cp=2", "pp=2", "dp_shard=2 tp=2 pp=2")),
+    "pp=2 pipeline_schedule=ZBVZeroBubble training.compute_dtype=bf16",
+    *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "dp_shard=2", "tp=2", "cp=2", "pp=2")),
+    "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=selective",
+    "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=full",
+    "tp=2 compile.enabled=true activation_checkpoint.mode=budget",
+]  # fmt: skip
+
+LAYOUT_SECTIONS = ("parallel", "activation_checkpoint", "compile")
+"""Sections whose settings do not change the result."""
+
+LLAMA_100M = {
+    **{"model.overrides.dim": "768", "model.overrides.n_layers": "12", "model.overrides.n_heads": "12"},
+    **{"model.overrides.n_kv_heads": "4", "model.overrides.hidden_dim": "2048", "model.overrides.vocab_size": "16384"},
+    **{"training.seq_len": "512", "training.local_batch_size": "1", "training.global_batch_size": "4"},
+}
+"""A model of 100M parameters and its batches, for measurements on a CPU."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    text: str
+    settings: dict[str, str]
+    """ "section.key" -> value, as on a command line."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Parse "tp=2 activation_checkpoint.mode=full". Settings of [parallel] need no section; dp_shard defaults to 1. Raises
+        ConfigError."""
+        parallel = {field.name for field in fields(ParallelConfig)}
+        settings: dict[str, str] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            key = f"parallel.{name}" if name in parallel else name
+            if not equals or not name:
+                message = f"{word}: expected name=value"
+            elif "." not in key:
+                message = f"{name}: not a setting of [parallel]{did_you_mean(name, parallel)}"
+            elif name == "dp_shard" and value == "-1":
+                message = "dp_shard must be a number of ranks here (default: 1)"
+            elif key in settings:
+                message = f"{word}: given twice"
+            else:
+                settings[key] = value
+                continue
+            raise ConfigError("", f"--layout {text!r}: {message}")
+        return cls(text, {"parallel.dp_shard": "1"} | settings)
+
+    @property
+    def single_rank_settings(self) -> dict[str, str]:
+        """The settings that change the result, which a run on one rank must share."""
+        return {k: v for k, v in self.settings.items() if k.split(".")[0] not in LAYOUT_SECTIONS}
+
+
+def flags(settings: dict[str, str]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+def settings_of(argv: Sequence[str]) -> dict[str, str]:
+    """Return "section.key" -> value of a command line."""
+    return {flag.removeprefix("--"): value for flag, value in parse_argv(argv)}
+
+
+def with_default_model(settings: dict[str, str]) -> dict[str, str]:
+    """Add LLAMA_100M unless the settings name a configuration file or a model size."""
+    return settings if {"config", "model.size"} & set(settings) else LLAMA_100M | settings
+
+
+def num_ranks(parallel: ParallelConfig) -> int:
+    return math.prod(getattr(parallel, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
+
+
+def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
+    """Return the local batch size that makes `factor` times the smallest possible number of microbatches, as a setting, and this
+    number. Raises ConfigError if the global batch size is not divisible."""
+    parallel, batch = config.parallel, config.training.global_batch_size
+    microbatches = factor * min_microbatches(parallel)
+    together = parallel.dp_replicate * parallel.dp_shard * microbatches
+    if batch % together:
+        raise ConfigError("training.global_batch_size", f"{batch} is not divisible into {together} microbatches")
+    return {"training.local_batch_size": str(batch // together)}, microbatches
+
+
+class Table:
+    """A table that is printed row by row."""
+
+    def __init__(self, **columns: str):
+        """columns: heading -> format specification, such as ">8" ("_" in a heading is a space)."""
+        self.specs = list(columns.values())
+        self.row(*(heading.replace("_", " ") for heading in columns))
+
+    def row(self, *cells: object) -> None:
+        """Print a row. Cells may be fewer than columns; cells after the last column are unformatted."""
+        specs = [*self.specs, *[""] * len(cells)]
+        print(*(f"{cell!s:{spec}}" for cell, spec in zip(cells, specs, strict=False)), flush=True)
