@@ -142,6 +142,8 @@ def test_8bit_moments_take_a_quarter_of_the_memory():
         "--model.overrides.hidden_dim",
         "1024",
     ]
-    fp32, eight_bits = (simulate([(load_config([*args, *m]), 0)], 2, on_gpu=True)[0].by_kind for m in ((), EIGHT_BITS))
+    fp32, eight_bits = (
+        simulate([(load_config([*args, *m]), 0)], 2, on_gpu=True)[0].by_category for m in ((), EIGHT_BITS)
+    )
     assert eight_bits["optimizer"] == pytest.approx(fp32["optimizer"] * (1 + 4 / BLOCK_SIZE) / 4, rel=0.02)
     assert eight_bits["parameters"] == fp32["parameters"]

@@ -9,7 +9,7 @@ from tests.optim.test_offload import IN_BACKWARD
 from tests.training_runs import Result, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
-from trainer.planning.estimate import plan
+from trainer.planning.estimate import estimate
 from trainer.run.preflight import MemoryNeed, check_memory, minimum_memory, remaining_checkpoints, state_bytes
 from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
@@ -107,8 +107,8 @@ def test_too_little_device_memory_is_an_error(ranks, tiny):
 
 @pytest.mark.parametrize("more", [[], ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"]])
 def test_the_size_of_a_checkpoint_equals_the_plan(tiny, more):
-    made = plan(load_config([*tiny, *more]), 1, ACCELERATORS[SHORT_NAMES["h100"]], 0.0, on_gpu=True)
-    assert made.checkpoint == pytest.approx(size_of([*tiny, *more]), rel=1e-3)
+    result = estimate(load_config([*tiny, *more]), 1, ACCELERATORS[SHORT_NAMES["h100"]], 0.0, on_gpu=True)
+    assert result.checkpoint_bytes == pytest.approx(size_of([*tiny, *more]), rel=1e-3)
 
 
 def test_checkpoints_are_written_at_every_interval_and_at_the_end():
