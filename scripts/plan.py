@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
     parser.add_argument(
         "--reserve-gib", type=non_negative_float, default=2.0, metavar="X",
-        help="device memory that the allocator cannot use: CUDA context, NCCL buffers",
+        help="device memory that the allocator cannot use: driver context, NCCL buffers",
     )  # fmt: skip
     parser.add_argument(
         "--search", action="store_true", help="rank parallel layouts instead, and print the best one's settings"

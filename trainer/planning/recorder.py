@@ -34,7 +34,7 @@ MEMORY_CATEGORIES = (
 communication: buffers of collectives; temporaries: everything else, including recomputed activations."""
 
 _GPU_ALLOCATION_BYTES = 512
-"""torch's CUDA allocator rounds allocations up to a multiple of this."""
+"""torch's GPU allocator rounds allocations up to a multiple of this."""
 
 
 @dataclass(slots=True)
