@@ -89,6 +89,19 @@ def test_one_and_two_processes_train_to_the_same_losses(complete_runs):
     assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], rel=5e-6)
 
 
+def test_an_error_that_only_the_ranks_can_find_is_printed_once(complete_runs, tiny):
+    cwd, first = complete_runs[2]
+    assert first.returncode == 0
+    files = sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock")
+    done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=cwd, NGPU="2")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
+        "another --run.name starts a new run\n"
+    )
+    assert sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock") == files
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
@@ -212,19 +225,6 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
     message = f"--parallel.dp_shard 3: this run has {world}; -1 uses all remaining ranks"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or message}\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_that_only_the_ranks_can_find_is_printed_once(complete_runs, tiny):
-    cwd, first = complete_runs[2]
-    assert first.returncode == 0
-    files = sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock")
-    done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=cwd, NGPU="2")
-    assert done.returncode == 2
-    assert done.stderr == (
-        "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
-        "another --run.name starts a new run\n"
-    )
-    assert sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock") == files
 
 
 def test_a_run_with_invalid_data_leaves_no_folder(tiny, tmp_path):
