@@ -49,7 +49,7 @@ def main() -> None:
     load = commands.add_parser("from-hf", help="write a checkpoint of the model alone, for --checkpoint.init_from")
     export.add_argument("source", type=Path, help="checkpoint, or run folder for its newest checkpoint")
     load.add_argument(
-        "source", type=Path, help="folder in the Hugging Face format, which --checkpoint.init_from also reads"
+        "source", type=Path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
     )
     for command in (export, load):
         command.add_argument("out", type=Path, help="folder to write")

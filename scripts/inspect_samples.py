@@ -38,9 +38,8 @@ def samples_of_step(run: Path, step: int, seq_len: int) -> range:
                 raise ConfigError("", f"the batch size changed between the logged steps {first} and {last}")
             start = before + (step - 1 - first) * batch_size
             return range(start, start + batch_size)
-    raise ConfigError(
-        "", f"{run}: metrics.jsonl has no record of step {step}; the last record is of step {consumed[-1][0]}"
-    )
+    last_step = consumed[-1][0]
+    raise ConfigError("", f"{run}: metrics.jsonl has no record of step {step}; the last record is of step {last_step}")
 
 
 def skipped_samples(run: Path) -> tuple[tuple[int, int], ...]:
