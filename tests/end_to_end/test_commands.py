@@ -213,7 +213,8 @@ WRONG = {
     "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
     "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?",
     "--parallel.dp_shard 3": None,
-    "--data.dataset text --data.path /no/such": "--data.path /no/such: no such file or folder, and no file matches it as a pattern",
+    "--data.dataset text --data.path /no/such": "--data.path /no/such: "
+    "no such file or folder, and no file matches it as a pattern",
 }
 
 
@@ -301,7 +302,7 @@ def have_ended(pids) -> bool:
     return False
 
 
-STOPPED = r"stopped as asked at step (\d+), which is saved; the same command goes on from there"
+STOPPED = r"stopped at step (\d+) \(checkpoint saved\); rerun the same command to resume"
 
 
 def assert_saved_and_stopped(process, folder):

@@ -180,7 +180,7 @@ def test_an_index_that_names_a_path_outside_its_folder_is_refused(ranks, tmp_pat
 )
 def test_an_invalid_index_is_refused(ranks, tmp_path, key, value):
     with_index(ranks, tmp_path / "c", lambda index, path: index["model/w"].update({key: value}))
-    with pytest.raises(RankError, match=r"ConfigError: .*index\.json is not an index of tensors"):
+    with pytest.raises(RankError, match=r"ConfigError: .*index\.json is not a valid index of tensors"):
         ranks(1).run(find_and_load, tmp_path / "c")
 
 

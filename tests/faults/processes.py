@@ -86,7 +86,7 @@ def stopped(bench: FaultHarness, draw: SeededRandom, name: str, victims: Callabl
         os.kill(pid, draw.choice((signal.SIGTERM, signal.SIGINT)))
     ended = run.wait(60)
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
-    said = re.search(r"stopped as asked at step (\d+)", ended.out)
+    said = re.search(r"stopped at step (\d+)", ended.out)
     expect(said or "done: step" in ended.out, f"said neither stopped nor done: {ended.out[-300:]}")
     if said:
         newest = latest_per_step(run.folder / "checkpoints")[0]
