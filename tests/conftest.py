@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.bench import CONFIG, write_corpus
+from tests.faults.harness import CONFIG, write_corpus
 from trainer.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent

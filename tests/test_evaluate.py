@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faults.bench import write_corpus
+from tests.faults.harness import write_corpus
 from tests.training_runs import records, train
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import latest_per_step, step_of

@@ -1,4 +1,4 @@
-"""Whole runs of the Trainer on gloo ranks, and what tests look at afterwards."""
+"""Complete runs of the Trainer on gloo ranks, and readers of their results."""
 
 import hashlib
 import json
@@ -28,19 +28,19 @@ from trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class Result:
-    """What one rank saw."""
+    """Batches and final state of one rank."""
 
-    leaves: list[list[str]]
-    """For each step, a hash of each microbatch this rank was given."""
+    microbatches: list[list[str]]
+    """For each step, a hash of each of this rank's microbatches."""
     weights: str
-    """Hash of all parameters and of the optimizer's state, as full tensors."""
+    """Hash of all parameters, moments and the guard's state, as full tensors."""
     random: str
-    """Hash of the state of this rank's random generators."""
+    """Hash of the states of this rank's random generators."""
 
 
 @contextmanager
 def recorded_batches() -> Iterator[list[Batch]]:
-    """Record every microbatch that a Trainer of this process gets."""
+    """Record every microbatch that a Trainer of this process receives."""
     recorded: list[Batch] = []
     original = TrainingData.batches
 
@@ -71,14 +71,14 @@ def hash_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def trainer_from(argv: Sequence[str]) -> Trainer:
-    """Build the Trainer of these arguments, on a rank, resumed from the latest checkpoint of its run."""
+    """Build the Trainer of a command line on this rank, resumed from the latest checkpoint of its run."""
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
     return build_trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
 
 
 def train(argv: Sequence[str]) -> Result:
-    """Train to the end, on a rank."""
+    """Train up to the last step on this rank."""
     trainer = trainer_from(argv)
     with recorded_batches() as batches:
         trainer.train()
@@ -86,10 +86,10 @@ def train(argv: Sequence[str]) -> Result:
     return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu"))))
 
 
-def leaves_of_step(results: list[Result], step: int) -> list[str]:
-    """The microbatches of a step in the global order: accumulation by accumulation, rank by rank."""
-    by_accumulation = zip(*(result.leaves[step] for result in results), strict=True)
-    return [leaf for leaves in by_accumulation for leaf in leaves]
+def microbatches_of_step(results: list[Result], step: int) -> list[str]:
+    """Return the microbatches of a step in global order: by accumulation index, then by rank."""
+    by_accumulation = zip(*(result.microbatches[step] for result in results), strict=True)
+    return [microbatch for microbatches in by_accumulation for microbatch in microbatches]
 
 
 def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
@@ -97,10 +97,10 @@ def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def largest_deviation(one: list[dict], other: list[dict], key: str) -> float:
-    """Relative, over all steps; both must have the same steps."""
-    assert [r["step"] for r in one] == [r["step"] for r in other]
-    return max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(one, other, strict=True))
+def largest_deviation(reference: list[dict], other: list[dict], key: str) -> float:
+    """Return the largest relative deviation over all steps, which must be the same in both."""
+    assert [r["step"] for r in reference] == [r["step"] for r in other]
+    return max(abs(a[key] - b[key]) / abs(a[key]) for a, b in zip(reference, other, strict=True))
 
 
 def read_tensor(checkpoint: Path, name: str, stored: TensorMetadata) -> torch.Tensor:

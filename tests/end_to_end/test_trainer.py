@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from scripts.parity import LIMITS, Deviation
-from tests.training_runs import hash_of, largest_deviation, leaves_of_step, read_tensor, records, train, trainer_from
+from tests.training_runs import (
+    hash_of,
+    largest_deviation,
+    microbatches_of_step,
+    read_tensor,
+    records,
+    train,
+    trainer_from,
+)
 from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
@@ -130,7 +138,7 @@ def test_a_stopped_and_resumed_run_ends_bit_identical(ranks, tiny, tmp_path, mod
     before = records(tmp_path / "run")
     stop_after(tmp_path / "run", 3)
     resumed = run(ranks, 2, tiny, tmp_path / "run", *more)
-    assert [len(r.leaves) for r in resumed] == [3, 3]
+    assert [len(r.microbatches) for r in resumed] == [3, 3]
     assert resumed[0].weights == whole[0].weights
     assert [r.random for r in resumed] == [r.random for r in whole]
     assert resumed[0].random != resumed[1].random
@@ -145,7 +153,7 @@ def test_resume_on_another_world_size_sees_the_same_batches(ranks, tiny, tmp_pat
     stop_after(tmp_path / "run", 3)
     resumed = run(ranks, size, tiny, tmp_path / "run", *more)
     for step in range(3):
-        assert leaves_of_step(resumed, step) == leaves_of_step(whole, 3 + step)
+        assert microbatches_of_step(resumed, step) == microbatches_of_step(whole, 3 + step)
     assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
 
 
@@ -235,9 +243,9 @@ def test_what_has_changed_since_the_checkpoint_is_told(ranks, tiny, tmp_path):
             "2e-3",
         ],
     )
-    assert [line for line in told[0] if line.startswith("changed since: ")] == [
-        "changed since: training.steps 4 -> 6",
-        "changed since: optimizer.lr 0.0003 -> 0.002",
+    assert [line for line in told[0] if line.startswith("setting changed since the checkpoint: ")] == [
+        "setting changed since the checkpoint: training.steps 4 -> 6",
+        "setting changed since the checkpoint: optimizer.lr 0.0003 -> 0.002",
     ]
 
 

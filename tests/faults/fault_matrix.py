@@ -21,27 +21,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.faults.bench import Failed, FaultHarness, SeededRandom
-from tests.faults.rows import ROWS
+from tests.faults.cases import CASES
+from tests.faults.harness import Failed, FaultHarness, SeededRandom
 from trainer.config.command_line import Arguments, non_negative_int, positive_int
 
 # ---------------------------------------------------------------- the matrix
 
 
-def trial(bench: FaultHarness, row: int, number: int, seed: int) -> tuple[str, str]:
+def trial(harness: FaultHarness, row: int, number: int, seed: int) -> tuple[str, str]:
     """What went wrong, or "", and what was seen."""
     try:
-        return "", ROWS[row][1](bench, SeededRandom(seed, row, number)) or ""
+        return "", CASES[row][1](harness, SeededRandom(seed, row, number)) or ""
     except Failed as failure:
         return str(failure), ""
     finally:
-        bench.end()  # else a run that went wrong would disturb the next
+        harness.end()  # else a run that went wrong would disturb the next
 
 
 def show(results: Path) -> bool:
     """Print the table; returns whether nothing failed."""
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    for row, (text, _) in ROWS.items():
+    for row, (text, _) in CASES.items():
         mine = [line for line in lines if line["row"] == row]
         good = sum(not line["problem"] for line in mine)
         print(f"{row:>3}  {f'{good} of {len(mine)}' if mine else 'not run':>12}  {text}")
@@ -53,7 +53,7 @@ def show(results: Path) -> bool:
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("--rows", type=positive_int, nargs="+", default=[row for row in ROWS if row != 48])
+    parser.add_argument("--rows", type=positive_int, nargs="+", default=[row for row in CASES if row != 48])
     parser.add_argument("--trials", type=positive_int, default=1)
     parser.add_argument("--results", type=Path, default=Path("outputs/fault_matrix.jsonl"))
     parser.add_argument("--folder", type=Path)
@@ -61,24 +61,24 @@ def main() -> None:
     parser.add_argument("--soak_minutes", type=positive_int, default=60)
     parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args()
-    unknown = [row for row in chosen.rows if row not in ROWS]
+    unknown = [row for row in chosen.rows if row not in CASES]
     if unknown:
-        parser.error(f"--rows {unknown[0]}: expected some of {', '.join(map(str, ROWS))}")
+        parser.error(f"--rows {unknown[0]}: expected some of {', '.join(map(str, CASES))}")
     if not chosen.table:
         chosen.results.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=chosen.folder, ignore_cleanup_errors=True) as folder:
-            bench = FaultHarness(Path(folder), chosen.soak_minutes)
+            harness = FaultHarness(Path(folder), chosen.soak_minutes)
             for row in chosen.rows:
-                run_row(bench, row, chosen.trials, chosen.seed, chosen.results)
+                run_case(harness, row, chosen.trials, chosen.seed, chosen.results)
     sys.exit(0 if show(chosen.results) else 1)
 
 
-def run_row(bench: FaultHarness, row: int, trials: int, seed: int, results: Path) -> None:
+def run_case(harness: FaultHarness, row: int, trials: int, seed: int, results: Path) -> None:
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     first = 1 + max((line["trial"] for line in lines if (line["row"], line["seed"]) == (row, seed)), default=-1)
     for number in range(first, first + trials):
         start = time.monotonic()
-        problem, seen = trial(bench, row, number, seed)
+        problem, seen = trial(harness, row, number, seed)
         seconds = time.monotonic() - start
         print(f"row {row}, trial {number}: {problem or seen or 'as it should be'} ({seconds:.0f} s)", flush=True)
         with results.open("a") as file:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.faults.bench import STEPS, FaultHarness, ProcessResult, SeededRandom, TrialRun, expect, few_lines, gone
+from tests.faults.harness import STEPS, FaultHarness, ProcessResult, SeededRandom, TrialRun, expect, few_lines, gone
 from trainer.checkpoint.commit import latest_per_step, step_of
 
 MODES = ("off", "thread", "process")
@@ -18,14 +18,14 @@ def mode_flags(mode: str) -> list[str]:
 
 
 def killed_at_random(
-    bench: FaultHarness, draw: SeededRandom, victims: Callable[[TrialRun], list[int]], name: str
+    harness: FaultHarness, rng: SeededRandom, victims: Callable[[TrialRun], list[int]], name: str
 ) -> tuple[list[str], ProcessResult]:
     """A run on two ranks, hurt after a random time of training; the flags of its mode, and how it ended."""
-    more = mode_flags(draw.choice(MODES))
-    bench.reference(2, more)
-    run = bench.run(bench.fresh(name), 2, more)
+    more = mode_flags(rng.choice(MODES))
+    harness.reference(2, more)
+    run = harness.run(harness.fresh(name), 2, more)
     run.await_step(1)
-    time.sleep(draw.uniform(0, 2.5))
+    time.sleep(rng.uniform(0, 2.5))
     before = time.monotonic()
     for pid in victims(run):
         try:
@@ -37,169 +37,171 @@ def killed_at_random(
     return more, ended
 
 
-def row_1(bench: FaultHarness, draw: SeededRandom) -> None:
-    more, _ = killed_at_random(bench, draw, lambda run: [pid for pid, _ in run.below()], "row-1")
-    bench.finish("row-1", 2, more)
+def case_1(harness: FaultHarness, rng: SeededRandom) -> None:
+    more, _ = killed_at_random(harness, rng, lambda run: [pid for pid, _ in run.below()], "case-1")
+    harness.finish("case-1", 2, more)
 
 
-def row_2(bench: FaultHarness, draw: SeededRandom) -> None:
-    more, ended = killed_at_random(bench, draw, lambda run: [draw.choice(run.ranks() or [run.process.pid])], "row-2")
+def case_2(harness: FaultHarness, rng: SeededRandom) -> None:
+    more, ended = killed_at_random(harness, rng, lambda run: [rng.choice(run.ranks() or [run.process.pid])], "case-2")
     if ended.code != 0:  # else it was at its end
         expect(ended.seconds <= 5, f"the others ended after {ended.seconds:.1f} s")
         few_lines(ended)
-        expect("ended by SIGKILL" in ended.err or "lost the connection" in ended.err, f"does not say so: {ended.err}")
-    bench.finish("row-2", 2, more)
+        expect("was killed by SIGKILL" in ended.err or "lost the connection" in ended.err, f"does not say so: {ended.err}")
+    harness.finish("case-2", 2, more)
 
 
-def row_3(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_3(harness: FaultHarness, rng: SeededRandom) -> None:
     family: list[int] = []
 
     def launcher(run: TrialRun) -> list[int]:
         family.extend(pid for pid, _ in run.below())
         return [run.process.pid]
 
-    more, _ = killed_at_random(bench, draw, launcher, "row-3")
+    more, _ = killed_at_random(harness, rng, launcher, "case-3")
     expect(gone(family, 10), "ranks still run 10 s after their launcher was killed")
-    bench.finish("row-3", 2, more)
+    harness.finish("case-3", 2, more)
 
 
-def row_4(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_4(harness: FaultHarness, rng: SeededRandom) -> None:
     more = mode_flags("process")
-    run = bench.run(bench.fresh("row-4"), 2, more, {"kind": "slow", "rank": "all", "seconds": 0.05})
-    run.await_step(draw.randrange(2, 60))
+    run = harness.run(harness.fresh("case-4"), 2, more, {"kind": "slow", "rank": "all", "seconds": 0.05})
+    run.await_step(rng.randrange(2, 60))
     writers = run.writers()
     expect(len(writers) == 2, f"{len(writers)} writers")
-    os.kill(draw.choice(writers), signal.SIGKILL)
+    os.kill(rng.choice(writers), signal.SIGKILL)
     ended = run.wait()
     expect(ended.code == 1, f"ended with {ended.code}")
     # By the rank whose writer it was, or by one that was in the middle of a save with it.
     expect("the checkpoint writer process" in ended.err, f"does not say so: {ended.err}")
     few_lines(ended)
-    bench.finish("row-4", 2, more)
+    harness.finish("case-4", 2, more)
 
 
-def stopped(bench: FaultHarness, draw: SeededRandom, name: str, victims: Callable[[TrialRun], list[int]]) -> None:
-    more = mode_flags(draw.choice(MODES))
-    run = bench.run(bench.fresh(name), 2, more)
-    run.await_step(draw.randrange(1, 100))
+def stopped(harness: FaultHarness, rng: SeededRandom, name: str, victims: Callable[[TrialRun], list[int]]) -> None:
+    more = mode_flags(rng.choice(MODES))
+    run = harness.run(harness.fresh(name), 2, more)
+    run.await_step(rng.randrange(1, 100))
     for pid in victims(run):
-        os.kill(pid, draw.choice((signal.SIGTERM, signal.SIGINT)))
+        os.kill(pid, rng.choice((signal.SIGTERM, signal.SIGINT)))
     ended = run.wait(60)
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
-    said = re.search(r"stopped at step (\d+)", ended.out)
+    said = re.search(r"stopped at step (\d+) \(checkpoint saved\)", ended.out)
     expect(said or "done: step" in ended.out, f"said neither stopped nor done: {ended.out[-300:]}")
     if said:
         newest = latest_per_step(run.folder / "checkpoints")[0]
         expect(step_of(newest) == int(said[1]) == run.step(), f"{newest} is not the last step, {run.step()}")
-    bench.finish(name, 2, more)
+    harness.finish(name, 2, more)
 
 
-def row_5(bench: FaultHarness, draw: SeededRandom) -> None:
-    stopped(bench, draw, "row-5", lambda run: [run.process.pid])
+def case_5(harness: FaultHarness, rng: SeededRandom) -> None:
+    stopped(harness, rng, "case-5", lambda run: [run.process.pid])
 
 
-def row_6(bench: FaultHarness, draw: SeededRandom) -> None:
-    stopped(bench, draw, "row-6", lambda run: [draw.choice(run.ranks())])
+def case_6(harness: FaultHarness, rng: SeededRandom) -> None:
+    stopped(harness, rng, "case-6", lambda run: [rng.choice(run.ranks())])
 
 
-def row_7(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_7(harness: FaultHarness, rng: SeededRandom) -> None:
     """The second signal comes while the save that the first one asked for goes on (it is made slow)."""
-    more = mode_flags(draw.choice(MODES))
-    run = bench.run(bench.fresh("row-7"), 2, more, {"kind": "slow_save", "seconds": 1.5})
-    run.await_step(draw.randrange(1, 9))  # before the first save
+    more = mode_flags(rng.choice(MODES))
+    run = harness.run(harness.fresh("case-7"), 2, more, {"kind": "slow_save", "seconds": 1.5})
+    run.await_step(rng.randrange(1, 9))  # before the first save
     run.process.send_signal(signal.SIGTERM)
-    time.sleep(draw.choice((0.0, 1.1)))
+    time.sleep(rng.choice((0.0, 1.1)))
     run.process.send_signal(signal.SIGINT)
     ended = run.wait(60)
     expect(ended.code in (0, 130), f"ended with {ended.code}")
-    bench.finish("row-7", 2, more)
+    harness.finish("case-7", 2, more)
 
 
-def row_8(bench: FaultHarness, draw: SeededRandom) -> None:
-    rank = draw.randrange(2)
-    run = bench.run(bench.fresh("row-8"), 2, fault={"kind": "raise", "rank": rank, "step": draw.randrange(1, STEPS)})
+def case_8(harness: FaultHarness, rng: SeededRandom) -> None:
+    rank = rng.randrange(2)
+    run = harness.run(
+        harness.fresh("case-8"), 2, fault={"kind": "raise", "rank": rank, "step": rng.randrange(1, STEPS)}
+    )
     ended = run.wait()
     expect(ended.code == 1, f"ended with {ended.code}")
     expect(ended.err.count("Traceback") == 1 and f"[rank {rank}] Traceback" in ended.err, f"tracebacks: {ended.err}")
-    bench.finish("row-8", 2)
+    harness.finish("case-8", 2)
 
 
-def row_9(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_9(harness: FaultHarness, rng: SeededRandom) -> None:
     """In a step, or at every third time when the ranks wait for each other to leave."""
-    rank, at_end = draw.randrange(2), draw.trial % 3 == 2
-    fault = {"kind": "stop_at_end" if at_end else "stop", "rank": rank, "step": draw.randrange(5, 60)}
-    ended = bench.run(
-        bench.fresh("row-9"), 2, ["--resilience.hang_timeout_s", "4"], fault
+    rank, at_end = rng.randrange(2), rng.trial % 3 == 2
+    fault = {"kind": "stop_at_end" if at_end else "stop", "rank": rank, "step": rng.randrange(5, 60)}
+    ended = harness.run(
+        harness.fresh("case-9"), 2, ["--resilience.hang_timeout_s", "4"], fault
     ).wait()  # torchrun gives it 30 s
     expect(ended.code == 1, f"ended with {ended.code}")
     if at_end:
         expect(f"no heartbeat from rank {rank} for" in ended.err, f"not named: {ended.err}")
-        bench.finish("row-9", 2)
+        harness.finish("case-9", 2)
         return
     expect(f"rank {rank} sends no heartbeat" in ended.err, f"not named: {ended.err}")
     expect(re.search(r"waiting in gloo:\w+, collective \d+ of process group", ended.err), f"no collective: {ended.err}")
     expect("train_step" in ended.err, "no stack")
-    bench.finish("row-9", 2)
+    harness.finish("case-9", 2)
 
 
-def row_10(bench: FaultHarness, draw: SeededRandom) -> None:
-    fault = {"kind": "desync", "rank": draw.randrange(2), "step": draw.randrange(5, 60)}
-    run = bench.run(bench.fresh("row-10"), 2, ["--resilience.hang_timeout_s", "4"], fault)
+def case_10(harness: FaultHarness, rng: SeededRandom) -> None:
+    fault = {"kind": "desync", "rank": rng.randrange(2), "step": rng.randrange(5, 60)}
+    run = harness.run(harness.fresh("case-10"), 2, ["--resilience.hang_timeout_s", "4"], fault)
     ended = run.wait()
     expect(ended.code == 1, f"ended with {ended.code}: {ended.out[-200:]}")
     expect(ended.err.strip(), "nothing was said")
-    bench.finish("row-10", 2)
+    harness.finish("case-10", 2)
 
 
-def row_11(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_11(harness: FaultHarness, rng: SeededRandom) -> None:
     """Once its blocks take twice as long, once its data."""
-    name = bench.fresh("row-11")
-    rank, where = draw.randrange(3), draw.choice(("blocks", "data"))
+    name = harness.fresh("case-11")
+    rank, where = rng.randrange(3), rng.choice(("blocks", "data"))
     fault = {"kind": "straggler", "rank": rank, "where": where}
     more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.interval_steps", "10"]
-    ended = bench.run(name, 3, more, fault).wait()
+    ended = harness.run(name, 3, more, fault).wait()
     expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
     expect(f"warning: rank {rank} is a straggler" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
-    records = map(json.loads, (bench.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    records = map(json.loads, (harness.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
     told = [(record["step"], record["rank"]) for record in records if record["kind"] == "straggler"]
     expect(told and told[0][0] <= 20, f"{where}: told {told[:3]}, not within 20 steps")
     expect({r for _, r in told} == {rank}, f"{where}: another rank than {rank} was named: {told}")
 
 
-def row_12(bench: FaultHarness, draw: SeededRandom) -> None:
-    run = bench.run(bench.fresh("row-12"), 2, fault={"kind": "memory", "rank": 1, "step": draw.randrange(1, STEPS)})
+def case_12(harness: FaultHarness, rng: SeededRandom) -> None:
+    run = harness.run(harness.fresh("case-12"), 2, fault={"kind": "memory", "rank": 1, "step": rng.randrange(1, STEPS)})
     ended = run.wait()
     expect(ended.code == 1 and ended.err.count("Traceback") == 1, f"ended with {ended.code}: {ended.err[-300:]}")
     expect("[rank 1]" in ended.err and "memory" in ended.err, f"does not say so: {ended.err[-300:]}")
-    bench.finish("row-12", 2)
+    harness.finish("case-12", 2)
 
 
-def row_13(bench: FaultHarness, draw: SeededRandom) -> None:
-    more = ["--training.steps", "5", *mode_flags(draw.choice(MODES))]
-    ended = bench.run(bench.fresh("row-13"), draw.choice((1, 2)), more).wait()
+def case_13(harness: FaultHarness, rng: SeededRandom) -> None:
+    more = ["--training.steps", "5", *mode_flags(rng.choice(MODES))]
+    ended = harness.run(harness.fresh("case-13"), rng.choice((1, 2)), more).wait()
     expect((ended.code, ended.err) == (0, ""), f"ended with {ended.code}: {ended.err[-300:]}")
 
 
-def row_14(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_14(harness: FaultHarness, rng: SeededRandom) -> None:
     more = ["--distributed.init_timeout_s", "6"]
     place = {
         "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(draw.randrange(20000, 30000)),
+        "MASTER_PORT": str(rng.randrange(20000, 30000)),
         "WORLD_SIZE": "2",
         "RANK": "0",
     }
-    ended = bench.run(bench.fresh("row-14"), 1, more, **place, LOCAL_RANK="0").wait(60)
+    ended = harness.run(harness.fresh("case-14"), 1, more, **place, LOCAL_RANK="0").wait(60)
     expect(ended.code == 1, f"ended with {ended.code}")
     expect("of 2 ranks, 1 did not join within 6 s" in ended.err, f"not named: {ended.err}")
     few_lines(ended)
 
 
-def row_38(bench: FaultHarness, draw: SeededRandom) -> None:
+def case_38(harness: FaultHarness, rng: SeededRandom) -> None:
     """Killed it is told at once, standing still by the watchdog."""
-    number = draw.choice((signal.SIGKILL, signal.SIGSTOP))
+    number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
     more = ["--data.num_workers", "1"]
-    run = bench.run(bench.fresh("row-38"), 1, [*more, "--resilience.hang_timeout_s", "4"])
-    run.await_step(draw.randrange(2, 60))
+    run = harness.run(harness.fresh("case-38"), 1, [*more, "--resilience.hang_timeout_s", "4"])
+    run.await_step(rng.randrange(2, 60))
     workers = [pid for pid, _ in run.below() if pid != run.process.pid]
     expect(len(workers) == 1, f"{len(workers)} workers")
     os.kill(workers[0], number)
@@ -210,12 +212,14 @@ def row_38(bench: FaultHarness, draw: SeededRandom) -> None:
     told = "DataLoader worker" if number == signal.SIGKILL else "no step has completed for"
     expect(told in ended.err, f"does not say so: {ended.err[-500:]}")
     expect(gone(workers, within_s=5), "the worker is left behind")
-    bench.finish("row-38", 1, more)
+    harness.finish("case-38", 1, more)
 
 
-def row_39(bench: FaultHarness, draw: SeededRandom) -> None:
-    run = bench.run(bench.fresh("row-39"), 1, ["--data.num_workers", "2", "--data.prefetch", str(draw.randrange(1, 5))])
-    run.await_step(draw.randrange(1, 100))
+def case_39(harness: FaultHarness, rng: SeededRandom) -> None:
+    run = harness.run(
+        harness.fresh("case-39"), 1, ["--data.num_workers", "2", "--data.prefetch", str(rng.randrange(1, 5))]
+    )
+    run.await_step(rng.randrange(1, 100))
     run.process.send_signal(signal.SIGTERM)
     expect(run.wait(60).code == 0, "it did not stop")
-    bench.finish("row-39", 1, [])
+    harness.finish("case-39", 1, [])

@@ -169,7 +169,7 @@ def corrupt(trainer, scale) -> None:
 
 
 def ordered(order) -> bool:
-    """Whether the bench has asked this rank for a fault, since the last call."""
+    """Whether the harness has asked this rank for a fault, since the last call."""
     try:
         (Path(FAULT["folder"]) / f"{order} {os.environ.get('RANK', '0')}").unlink()
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def ordered(order) -> bool:
 
 
 def kind_on_order(module) -> None:
-    """Faults when the bench asks for them; and now and then gradients that are no numbers, always at the same steps. Steps are
+    """Faults when the harness asks for them; and now and then gradients that are no numbers, always at the same steps. Steps are
     made longer, as if another device calculated: a tiny model's alone would be nothing beside a start of processes."""
     if module.__name__ == "trainer.checkpoint.storage":
         write = module.write_safetensors

@@ -8,7 +8,7 @@ import statistics
 import time
 from pathlib import Path
 
-from tests.faults.bench import Failed, FaultHarness, SeededRandom, TrialRun, digests, expect
+from tests.faults.harness import Failed, FaultHarness, SeededRandom, TrialRun, digests, expect
 
 MEAN_S = 60.0
 """Between faults."""
@@ -29,11 +29,11 @@ NAN_EVERY = 997
 class Supervisor:
     """A run whose command is given again whenever it has ended before its last step, as a cluster's scheduler does."""
 
-    def __init__(self, bench: FaultHarness, name: str, steps: int):
-        self.bench = bench
-        self.name = bench.fresh(name)
+    def __init__(self, harness: FaultHarness, name: str, steps: int):
+        self.harness = harness
+        self.name = harness.fresh(name)
         self.flags = [*FLAGS, "--training.steps", str(steps)]
-        self.orders = bench.folder / f"{name}-orders"
+        self.orders = harness.folder / f"{name}-orders"
         self.orders.mkdir(exist_ok=True)
         self.ended: list[TrialRun] = []
         self.resumed_before = 0
@@ -47,7 +47,7 @@ class Supervisor:
             "nan_every": NAN_EVERY,
             "seconds": STEP_S,
         }
-        return self.bench.run(self.name, 2, self.flags, fault, MAX_RESTARTS="1000")
+        return self.harness.run(self.name, 2, self.flags, fault, MAX_RESTARTS="1000")
 
     def done(self) -> bool:
         """Whether it has come to its last step; if it has only ended, it is started again."""
@@ -68,23 +68,23 @@ class Supervisor:
         """How often it has gone on from a checkpoint."""
         return self.resumed_before + self.run.logs[0].read_text().count("resuming from")
 
-    def hurt(self, kind: str, draw: SeededRandom) -> bool:
+    def hurt(self, kind: str, rng: SeededRandom) -> bool:
         """Returns whether the run has to start again for it."""
         ranks = self.run.ranks()
         if len(ranks) < 2 or len(writers := self.run.writers()) < 2:
             return False  # it is starting
         signals = {
             "kill all": ([pid for pid, _ in self.run.below()], [signal.SIGKILL]),
-            "kill a rank": ([draw.choice(ranks)], [signal.SIGKILL]),
+            "kill a rank": ([rng.choice(ranks)], [signal.SIGKILL]),
             "kill the launcher": ([self.run.process.pid], [signal.SIGKILL]),
-            "kill a writer": ([draw.choice(writers)], [signal.SIGKILL]),
+            "kill a writer": ([rng.choice(writers)], [signal.SIGKILL]),
             "stop": ([self.run.process.pid], [signal.SIGTERM]),
-            "stop a rank": ([draw.choice(ranks)], [signal.SIGTERM]),
+            "stop a rank": ([rng.choice(ranks)], [signal.SIGTERM]),
             "stop twice": ([self.run.process.pid], [signal.SIGTERM, signal.SIGINT]),
-            "stand still": ([draw.choice(ranks)], [signal.SIGSTOP]),
+            "stand still": ([rng.choice(ranks)], [signal.SIGSTOP]),
         }
         if kind in ("raise", "disk full"):
-            (self.orders / f"{kind} {draw.randrange(2)}").touch()
+            (self.orders / f"{kind} {rng.randrange(2)}").touch()
             return kind == "raise"
         pids, numbers = signals[kind]
         for number in numbers:
@@ -113,15 +113,15 @@ def blocked_s(folder: Path) -> float:
     return statistics.mean(record["blocked_s"] for record in records if record["kind"] == "checkpoint")
 
 
-def row_48(bench: FaultHarness, draw: SeededRandom) -> str:
+def case_48(harness: FaultHarness, rng: SeededRandom) -> str:
     """What was seen. Raises Failed unless the run ends like the undisturbed one beside it, and with at most 5 % less of its time
     useful than the best interval between checkpoints would allow for what saving and starting again cost in it."""
-    longest_s = 6 * 60 * bench.soak_minutes
-    steps = max(300, round(0.6 * 60 * bench.soak_minutes / STEP_S))
-    reference, hurt = Supervisor(bench, "soak-undisturbed", steps), Supervisor(bench, "soak-hurt", steps)
+    longest_s = 6 * 60 * harness.soak_minutes
+    steps = max(300, round(0.6 * 60 * harness.soak_minutes / STEP_S))
+    reference, hurt = Supervisor(harness, "soak-undisturbed", steps), Supervisor(harness, "soak-hurt", steps)
     start, undisturbed_s = time.monotonic(), math.inf
     told, down_since, resumed, restarts_s = 0, 0.0, 0, []
-    next_fault = start + draw.expovariate(1 / MEAN_S)
+    next_fault = start + rng.expovariate(1 / MEAN_S)
     while not hurt.done():
         time.sleep(0.05)
         now = time.monotonic()
@@ -134,9 +134,9 @@ def row_48(bench: FaultHarness, draw: SeededRandom) -> str:
         if now > next_fault:
             told += 1
             before = hurt.resumed()
-            if hurt.hurt(draw.choice(KINDS), draw) and not down_since:
+            if hurt.hurt(rng.choice(KINDS), rng) and not down_since:
                 down_since, resumed = now, before
-            next_fault = time.monotonic() + draw.expovariate(1 / MEAN_S)
+            next_fault = time.monotonic() + rng.expovariate(1 / MEAN_S)
     hurt_s = time.monotonic() - start
     expect(reference.run.wait(longest_s).code == 0, "the undisturbed run failed")
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training_runs import hash_of, leaves_of_step, microbatch_hashes, recorded_batches, records, trainer_from
+from tests.training_runs import (
+    hash_of,
+    microbatch_hashes,
+    microbatches_of_step,
+    recorded_batches,
+    records,
+    trainer_from,
+)
 from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import ResilienceConfig
 from trainer.resilience.guard import (
@@ -167,8 +174,8 @@ def test_a_rollback_skips_the_samples_of_the_failed_steps(ranks, tiny, tmp_path,
     plain = run(ranks, size, tiny, tmp_path / "plain", "--training.steps", "8")
 
     def steps(results_of_ranks, indices):
-        results = [SimpleNamespace(leaves=leaves) for _, leaves, _ in results_of_ranks]
-        return [leaves_of_step(results, i) for i in indices]
+        results = [SimpleNamespace(microbatches=microbatches) for _, microbatches, _ in results_of_ranks]
+        return [microbatches_of_step(results, i) for i in indices]
 
     # Steps 1 to 5 run, and 4 and 5 fail. The run rolls back to step 2 and continues with the samples of steps 3, 6, 7, 8.
     assert steps(results, range(9)) == steps(plain, [0, 1, 2, 3, 4, 2, 5, 6, 7])

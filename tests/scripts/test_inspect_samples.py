@@ -3,7 +3,7 @@ import sys
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.faults.bench import write_corpus
+from tests.faults.harness import write_corpus
 from tests.training_runs import recorded_batches, train, trainer_from
 from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.bench import write_corpus
+from tests.faults.harness import write_corpus
 from trainer.config import TokenizerConfig
 from trainer.data.store.store import open_store
 from trainer.data.tokenizer.backends import load_tokenizer

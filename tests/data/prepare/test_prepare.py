@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.faults.bench import write_corpus
+from tests.faults.harness import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare import prepare as prepare_module

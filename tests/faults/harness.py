@@ -53,9 +53,9 @@ WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "
 def write_corpus(folder: Path, documents: int, seed: int = 0) -> Path:
     """Text files of random words."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     for number in range(documents):
-        text = " ".join(draw.choice(WORDS) for _ in range(draw.randrange(20, 200)))
+        text = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(20, 200)))
         (folder / f"{number:04d}.txt").write_text(text + ".\n")
     return folder
 
@@ -92,17 +92,17 @@ class TrialRun:
     """A started run."""
 
     def __init__(
-        self, bench: "FaultHarness", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
+        self, harness: "FaultHarness", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
     ):
-        self.folder = bench.folder / "runs" / name
-        bench.runs.append(self)
-        self.logs = tuple(bench.folder / f"{name}-{len(bench.runs)}.{kind}" for kind in ("out", "err"))
+        self.folder = harness.folder / "runs" / name
+        harness.runs.append(self)
+        self.logs = tuple(harness.folder / f"{name}-{len(harness.runs)}.{kind}" for kind in ("out", "err"))
         environment = {k: v for k, v in os.environ.items() if k not in ("NGPU", "NNODES", "MASTER_PORT", "FAULT")}
         environment |= {"PYTHON": sys.executable, "NGPU": str(ranks), **variables}
         if fault is not None:
-            environment |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(ROOT / "scripts" / "faults")}
-        command = [str(ROOT / "run_llama_train.sh"), "--config", str(bench.config), "--run.name", name]
-        command += ["--run.output_folder", str(bench.folder / "runs"), *more]
+            environment |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(Path(__file__).parent)}
+        command = [str(ROOT / "run_llama_train.sh"), "--config", str(harness.config), "--run.name", name]
+        command += ["--run.output_folder", str(harness.folder / "runs"), *more]
         self.start = time.monotonic()
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
