@@ -160,9 +160,9 @@ def test_a_full_disk_costs_records_not_the_run(tmp_path, capsys):
         metrics.log_event({"kind": "eval", "step": step, "loss": 1.0})
         metrics.flush()
     metrics.close()
-    told = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
+    warnings = [line.partition("warning: ")[2] for line in capsys.readouterr().err.splitlines()]
     full = "cannot be written (No space left on device); the run continues"
-    assert told == [f"metrics.jsonl {full}", f"TensorBoard's files {full}"]
+    assert warnings == [f"metrics.jsonl {full}", f"TensorBoard's files {full}"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")

@@ -1,4 +1,4 @@
-"""What a run needs for certain, against what there is."""
+"""Preflight checks: minimum requirements of a run, compared with available memory and disk space."""
 
 from collections import namedtuple
 

@@ -285,7 +285,7 @@ class ActivationCheckpointConfig:
     offload_inputs: bool = False
     """Keep the inputs of blocks, which mode = full saves, in host memory between forward and backward."""
     recompute_all_gather: bool = True
-    """Gather again in backward the tensors that tp and cp gather in forward (inputs of column-wise matmuls; keys and values),
+    """Re-gather in backward the tensors that tp and cp gather in forward (inputs of column-wise matmuls; keys and values),
     without recomputing anything else; false: save the gathered tensors."""
     memory_budget: Annotated[Fraction, Constraint(used_with="[activation_checkpoint] mode = budget")] = 0.5
     """Share of the activation memory of mode = none."""

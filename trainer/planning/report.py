@@ -18,7 +18,7 @@ from trainer.system.units import GIB
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
-"""Of MEMORY_CATEGORIES; readable by colour-blind readers (Tol, "Colour schemes")."""
+"""Colors of MEMORY_CATEGORIES, distinguishable by color-blind readers (Tol, "Colour schemes")."""
 _DAY_S = 86400
 _TIGHT = 0.1
 """Fraction of device memory that fragmentation may waste."""
