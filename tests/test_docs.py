@@ -1,0 +1,124 @@
+"""README, CONTRIBUTING and docs/: every link, path, setting, flag and test name that they cite exists."""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.config.fields import settings
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = "trainer|models|scripts|tests|docs|train_configs"
+FILE_SUFFIXES = {"py", "toml", "json", "jsonl", "md", "model"}
+PLACEHOLDERS = {("section", "key"), ("section", "name")}
+TRAINER_FLAGS = {"--config", "--help", "--print-config"}
+AFTERNOON_FILES, AFTERNOON_LINES = 15, 3500
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+def headings(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub forms them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@each_page
+def test_relative_links_lead_to_files_and_headings(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert not anchor or anchor in headings(path.read_text()), target
+
+
+@each_page
+def test_cited_paths_exist(page):
+    text = re.sub(r"https?://\S+", "", page.read_text())
+    for cited in re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*", text):
+        path = cited.rstrip("./")
+        assert any(True for _ in ROOT.glob(path)), cited
+
+
+@each_page
+def test_cited_settings_exist(page):
+    text = page.read_text()
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
+    cited = re.findall(r"--([a-z_]+)\.([a-z_0-9]+)", text)
+    cited += [pair for pair in re.findall(r"\[([a-z_]+)\] (?!only\b)([a-z_0-9]+)", text) if pair[0] in settings()]
+    cited += [
+        pair
+        for pair in re.findall(r"(?<![\w./-])([a-z_]+)\.([a-z_]+)\b(?![(/])", quoted)
+        if pair[0] in settings() and pair[1] not in FILE_SUFFIXES
+    ]
+    for section, name in set(cited) - PLACEHOLDERS:
+        assert name in settings().get(section, {}), f"{section}.{name}"
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (script, arguments) of each command of a page."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    scripts = r"((?:scripts|tests|trainer)/[\w/]+\.py|run_llama_train\.sh|train\.py)"
+    yield from re.findall(rf"(?<![\w/]){scripts} +([^\n`#|]+)", text.replace("./run", "run"))
+
+
+@functools.cache
+def strings(script: str) -> tuple[set[str], list[str]]:
+    """Return the string constants of a script, and its f-strings as patterns."""
+    nodes = list(ast.walk(ast.parse((ROOT / script).read_text())))
+    constants = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    patterns = [
+        "".join(re.escape(v.value) if isinstance(v, ast.Constant) else r"[\w-]+" for v in node.values)
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+    ]
+    return constants, patterns
+
+
+@each_page
+def test_cited_commands_have_their_flags_and_subcommands(page):
+    for script, arguments in commands(page.read_text()):
+        flags = set(re.findall(r"(?<!\S)(--[a-z][a-z_-]*)(?![\w.-])", arguments)) - TRAINER_FLAGS
+        if not script.endswith(".py") or script == "train.py":
+            assert not flags, f"{script} {arguments}"
+            continue
+        constants, patterns = strings(script)
+        for flag in flags:
+            assert flag in constants or any(re.fullmatch(p, flag) for p in patterns), f"{script} {flag}"
+        subcommand = re.match(r"[a-z][a-z-]+(?=\s|$)", arguments)
+        if subcommand and "add_parser" in (ROOT / script).read_text():
+            assert subcommand[0] in constants, f"{script} {subcommand[0]}"
+
+
+@functools.cache
+def functions_of_tests() -> dict[str, set[str]]:
+    """File name -> names of its test functions."""
+    functions: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+        functions.setdefault(path.name, set()).update(names)
+    return functions
+
+
+@each_page
+def test_cited_tests_exist(page):
+    for file, name in re.findall(r"\b(?:(test_\w+\.py)(?:::)?)?(test_\w+)?\b(?!:\s)", page.read_text()):
+        assert not file or file in functions_of_tests(), file
+        files = [file] if file else list(functions_of_tests())
+        known = name in {n for f in files for n in functions_of_tests()[f]} or f"{name}.py" in functions_of_tests()
+        assert not name or known, f"{file}::{name}"
+
+
+def test_the_line_counts_of_the_afternoon_are_true():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| *\d+ *\| \[`([\w/.]+)`\]\([^)]+\) \| *(\d+) *\|", text, re.MULTILINE)
+    counts = {file: int(count) for file, count in rows}
+    assert 0 < len(counts) <= AFTERNOON_FILES and sum(counts.values()) <= AFTERNOON_LINES
+    actual = {file: len((ROOT / file).read_text().splitlines()) for file in counts}
+    assert counts == actual
+    assert f"{sum(actual.values()):,} lines" in text
