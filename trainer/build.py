@@ -70,7 +70,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
         fingerprint=resolved.fingerprint | {"data": data.datasets.name},
     )
     if point is not None:
-        data.require_same_past(point.state)
+        data.require_unchanged_mixture(point.state)
 
     names = resolved.parameter_names
     loaded = names_loaded(config.checkpoint, names) if point is None else set(names)

@@ -37,7 +37,7 @@ class StepResult:
 
 
 def build_model_parts(
-    config: Config, resolved: ResolvedRun, meshes: Meshes, kernels: AttentionBackend
+    config: Config, resolved: ResolvedRun, meshes: Meshes, attention_backend: AttentionBackend
 ) -> dict[Stage, nn.Module]:
     """Build this rank's pipeline stages, parallelized, on the meta device. Raise ConfigError if the optimizer does not support
     the layout."""
@@ -51,7 +51,7 @@ def build_model_parts(
         config.compile,
         config.training.compute_dtype,
         config.data.document_mask,
-        kernels,
+        attention_backend,
     )
     for part in model_parts.values():
         require_shard_independent_blocks(dict(part.named_parameters()), config.optimizer)

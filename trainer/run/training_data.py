@@ -69,7 +69,7 @@ class TrainingData:
         first, last = self.order(state).global_index(np.array([start, stop - 1])).tolist()
         return first, last + 1
 
-    def require_same_past(self, saved: TrainState) -> None:
+    def require_unchanged_mixture(self, saved: TrainState) -> None:
         """Raise ConfigError if a phase of the mixture that had started when the checkpoint was saved has changed."""
         started = int(self.order(saved).global_index(np.array([saved.cursor]))[0])
         require_unchanged_phases(saved.mixture, self.datasets.phases, started)
