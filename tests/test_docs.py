@@ -114,6 +114,14 @@ def test_cited_tests_exist(page):
         assert not name or known, f"{file}::{name}"
 
 
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_cited_names_occur_in_the_code(name):
+    code = "\n".join(p.read_text() for f in ("trainer", "models", "tests") for p in (ROOT / f).rglob("*.py"))
+    words = set(re.findall(r"\w+", code))
+    for cited in re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", (ROOT / name).read_text()):
+        assert set(cited.removesuffix(".py").split(".")) - {"toml", "json"} <= words, cited
+
+
 def test_the_line_counts_of_the_afternoon_are_true():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| *\d+ *\| \[`([\w/.]+)`\]\([^)]+\) \| *(\d+) *\|", text, re.MULTILINE)
