@@ -29,7 +29,7 @@ def save_with_crash(folder, point):
         commit.save(request, storage.local_save_plan(tensors, True), tensors, None)
 
 
-@pytest.mark.parametrize("point", [*POINTS, "old moved aside"])
+@pytest.mark.parametrize("point", [*POINTS, "old renamed"])
 def test_every_crash_point_of_a_save_kills_the_process(tmp_path, point):
     folder = tmp_path / "checkpoints"
     process = multiprocessing.get_context("fork").Process(target=save_with_crash, args=(folder, point))

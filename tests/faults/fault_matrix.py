@@ -1,16 +1,10 @@
-"""Put faults into real runs and look whether anything is lost: python tests/faults/fault_matrix.py [--rows 1 5 15] [...]
+"""Inject faults into runs of a tiny model and check that nothing is lost: python tests/faults/fault_matrix.py [--cases 1 5 15]
 
-Every row is one kind of fault; a trial of it starts runs of a tiny model with ./run_llama_train.sh, hurts them, starts them
-again, and compares what comes out with an undisturbed run. Results are added to a file, so that counts grow over several
-calls; the table shows all of them. Exit code 1 if any trial in the file failed.
+Each case is one kind of fault. A trial of it starts runs with ./run_llama_train.sh, injects the fault, resumes the runs, and
+compares their checkpoints with those of a reference run without faults. Results are appended to a file, so that counts
+accumulate over several calls; the report covers all of them.
 
---rows N ...       rows (default: all but 48)
---trials N         trials of each row (default: 1)
---results FILE     where results are kept (default: outputs/fault_matrix.jsonl)
---folder PATH      where the runs are made (default: a temporary folder)
---seed N           of the moments and places of the faults; trial t of a row draws from (seed, row, t) (default: 0)
---soak_minutes N   of row 48, about (default: 60)
---table            run nothing, show the results
+exit code: 1 if any trial in the file failed
 """
 
 import json
@@ -18,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -25,65 +20,84 @@ from tests.faults.cases import CASES
 from tests.faults.harness import Failed, FaultHarness, SeededRandom
 from trainer.config.command_line import Arguments, non_negative_int, positive_int
 
-# ---------------------------------------------------------------- the matrix
+SOAK = 48
+"""The case that takes an hour."""
 
 
-def trial(harness: FaultHarness, row: int, number: int, seed: int) -> tuple[str, str]:
-    """What went wrong, or "", and what was seen."""
+def run_trial(harness: FaultHarness, case: int, trial: int, seed: int) -> tuple[str, str]:
+    """Return the problem, "" if the trial passed, and the summary of the case."""
     try:
-        return "", CASES[row][1](harness, SeededRandom(seed, row, number)) or ""
+        return "", CASES[case][1](harness, SeededRandom(seed, case, trial)) or ""
     except Failed as failure:
         return str(failure), ""
     finally:
-        harness.end()  # else a run that went wrong would disturb the next
+        harness.close()  # otherwise the processes of a failed trial would disturb the next one
 
 
-def show(results: Path) -> bool:
-    """Print the table; returns whether nothing failed."""
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    for row, (text, _) in CASES.items():
-        mine = [line for line in lines if line["row"] == row]
-        good = sum(not line["problem"] for line in mine)
-        print(f"{row:>3}  {f'{good} of {len(mine)}' if mine else 'not run':>12}  {text}")
-        for line in mine:
-            if said := line["problem"] or line["seen"]:
-                print(f"       trial {line['trial']}, seed {line['seed']}: {said[:300]}")
-    return all(not line["problem"] for line in lines)
+def run_case(harness: FaultHarness, case: int, trials: int, seed: int, path: Path) -> None:
+    """Run trials of a case after those in the file, and append their results to it."""
+    previous = [r["trial"] for r in read_results(path) if (r["case"], r["seed"]) == (case, seed)]
+    first = 1 + max(previous, default=-1)
+    for trial in range(first, first + trials):
+        start = time.monotonic()
+        problem, summary = run_trial(harness, case, trial, seed)
+        seconds = time.monotonic() - start
+        print(f"case {case}, trial {trial}: {problem or summary or 'passed'} ({seconds:.0f} s)", flush=True)
+        result = {"case": case, "trial": trial, "seed": seed, "problem": problem, "summary": summary}
+        with path.open("a") as file:
+            file.write(json.dumps(result | {"seconds": round(seconds, 1)}) + "\n")
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def report(path: Path) -> bool:
+    """Print the results of the file. Return whether no trial failed."""
+    results = read_results(path)
+    for case, (description, _) in CASES.items():
+        trials = [r for r in results if r["case"] == case]
+        passed = sum(not r["problem"] for r in trials)
+        print(f"{case:>3}  {f'{passed} of {len(trials)}' if trials else 'not run':>12}  {description}")
+        for r in trials:
+            if message := r["problem"] or r["summary"]:
+                print(f"       trial {r['trial']}, seed {r['seed']}: {message[:300]}")
+    return all(not r["problem"] for r in results)
 
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("--rows", type=positive_int, nargs="+", default=[row for row in CASES if row != 48])
-    parser.add_argument("--trials", type=positive_int, default=1)
-    parser.add_argument("--results", type=Path, default=Path("outputs/fault_matrix.jsonl"))
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--seed", type=non_negative_int, default=0)
-    parser.add_argument("--soak_minutes", type=positive_int, default=60)
-    parser.add_argument("--table", action="store_true")
-    chosen = parser.parse_args()
-    unknown = [row for row in chosen.rows if row not in CASES]
+    parser.add_argument(
+        "--cases", type=positive_int, nargs="+", metavar="N", help=f"cases to run (default: all except {SOAK})"
+    )
+    parser.add_argument("--trials", type=positive_int, default=1, metavar="N", help="trials of each case")
+    parser.add_argument(
+        "--results", type=Path, default=Path("outputs/fault_matrix.jsonl"), metavar="FILE", help="file of all results"
+    )
+    parser.add_argument("--folder", type=Path, metavar="PATH", help="parent of the temporary folder of the runs")
+    parser.add_argument(
+        "--seed",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="seed of the times and locations of faults, which also depend on the case and the trial",
+    )
+    parser.add_argument(
+        "--soak-minutes", type=positive_int, default=60, metavar="N", help=f"approximate duration of case {SOAK}"
+    )
+    parser.add_argument("--report", action="store_true", help="print the accumulated results without running anything")
+    args = parser.parse_args()
+    cases = args.cases or [case for case in CASES if case != SOAK]
+    unknown = [case for case in cases if case not in CASES]
     if unknown:
-        parser.error(f"--rows {unknown[0]}: expected some of {', '.join(map(str, CASES))}")
-    if not chosen.table:
-        chosen.results.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=chosen.folder, ignore_cleanup_errors=True) as folder:
-            harness = FaultHarness(Path(folder), chosen.soak_minutes)
-            for row in chosen.rows:
-                run_case(harness, row, chosen.trials, chosen.seed, chosen.results)
-    sys.exit(0 if show(chosen.results) else 1)
-
-
-def run_case(harness: FaultHarness, row: int, trials: int, seed: int, results: Path) -> None:
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    first = 1 + max((line["trial"] for line in lines if (line["row"], line["seed"]) == (row, seed)), default=-1)
-    for number in range(first, first + trials):
-        start = time.monotonic()
-        problem, seen = trial(harness, row, number, seed)
-        seconds = time.monotonic() - start
-        print(f"row {row}, trial {number}: {problem or seen or 'as it should be'} ({seconds:.0f} s)", flush=True)
-        with results.open("a") as file:
-            line = {"row": row, "trial": number, "seed": seed, "problem": problem, "seen": seen}
-            file.write(json.dumps(line | {"seconds": round(seconds, 1)}) + "\n")
+        parser.error(f"--cases {unknown[0]}: expected some of {', '.join(map(str, CASES))}")
+    if not args.report:
+        args.results.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=args.folder, ignore_cleanup_errors=True) as folder:
+            harness = FaultHarness(Path(folder), args.soak_minutes)
+            for case in cases:
+                run_case(harness, case, args.trials, args.seed, args.results)
+    sys.exit(0 if report(args.results) else 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Runs of a tiny model that are to be hurt, and what undisturbed ones come to."""
+"""Runs of a tiny model to inject faults into, and their comparison with reference runs."""
 
+import contextlib
 import json
 import os
 import random
@@ -45,36 +46,36 @@ interval_steps = {interval_steps}
 interval_steps = 1
 tensorboard = false
 """
-"""Of a run whose model has two layers of dim 32."""
+"""Settings of a run with a model of two layers of dim 32."""
 STEPS, INTERVAL = 120, 10
 WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "with", "his")
 
 
 def write_corpus(folder: Path, documents: int, seed: int = 0) -> Path:
-    """Text files of random words."""
+    """Write text files of random words and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    for number in range(documents):
+    for i in range(documents):
         text = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(20, 200)))
-        (folder / f"{number:04d}.txt").write_text(text + ".\n")
+        (folder / f"{i:04d}.txt").write_text(text + ".\n")
     return folder
 
 
 class SeededRandom(random.Random):
-    """Where and when the fault of a trial comes; the same for the same trial."""
+    """Random time and location of the fault of a trial, which depend on its seed, case and index only."""
 
-    def __init__(self, seed: int, row: int, trial: int):
-        super().__init__(f"{seed}/{row}/{trial}")
+    def __init__(self, seed: int, case: int, trial: int):
+        super().__init__(f"{seed}/{case}/{trial}")
         self.trial = trial
 
 
 class Failed(Exception):
-    """What was expected and did not come."""
+    """One line: the expectation that a trial did not meet."""
 
 
-def expect(condition: object, what: str) -> None:
+def expect(condition: object, message: str) -> None:
     if not condition:
-        raise Failed(what)
+        raise Failed(message)
 
 
 # ---------------------------------------------------------------- runs
@@ -85,28 +86,29 @@ class ProcessResult:
     code: int
     out: str
     err: str
-    seconds: float
+    duration_s: float
 
 
 class TrialRun:
     """A started run."""
 
     def __init__(
-        self, harness: "FaultHarness", name: str, ranks: int, more: Sequence[str], fault: dict | None, **variables: str
+        self, harness: "FaultHarness", name: str, ranks: int, flags: Sequence[str], fault: dict | None, **variables: str
     ):
+        """fault: for sitecustomize.py in every process of the run. variables: of the environment."""
         self.folder = harness.folder / "runs" / name
         harness.runs.append(self)
-        self.logs = tuple(harness.folder / f"{name}-{len(harness.runs)}.{kind}" for kind in ("out", "err"))
+        self.logs = tuple(harness.folder / f"{name}-{len(harness.runs)}.{stream}" for stream in ("out", "err"))
         environment = {k: v for k, v in os.environ.items() if k not in ("NGPU", "NNODES", "MASTER_PORT", "FAULT")}
         environment |= {"PYTHON": sys.executable, "NGPU": str(ranks), **variables}
         if fault is not None:
             environment |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(Path(__file__).parent)}
         command = [str(ROOT / "run_llama_train.sh"), "--config", str(harness.config), "--run.name", name]
-        command += ["--run.output_folder", str(harness.folder / "runs"), *more]
+        command += ["--run.output_folder", str(harness.folder / "runs"), *flags]
         self.start = time.monotonic()
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
-        self.several = ranks > 1
+        self.has_launcher = ranks > 1
 
     def wait(self, timeout_s: float = 240) -> ProcessResult:
         try:
@@ -117,63 +119,70 @@ class TrialRun:
         out, err = (log.read_text(errors="replace") for log in self.logs)
         return ProcessResult(code, out, err, time.monotonic() - self.start)
 
-    def below(self) -> list[tuple[int, str]]:
-        """Every process that the run has started, with its command."""
+    def processes(self) -> list[tuple[int, str]]:
+        """Return the id and the command of every process of the run."""
         listed = subprocess.run(
             ["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
         ).stdout
-        rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+        lines = [line.split(None, 2) for line in listed.splitlines()[1:]]
         family = {self.process.pid}
-        while more := {int(pid) for pid, parent, _ in rows if int(parent) in family} - family:
-            family |= more
-        return [(int(pid), args) for pid, _, args in rows if int(pid) in family]
+        while children := {int(pid) for pid, parent, _ in lines if int(parent) in family} - family:
+            family |= children
+        return [(int(pid), args) for pid, _, args in lines if int(pid) in family]
 
-    def ranks(self) -> list[int]:
-        """Processes of the ranks."""
-        if not self.several:
+    def pids(self) -> list[int]:
+        return [pid for pid, _ in self.processes()]
+
+    def rank_pids(self) -> list[int]:
+        if not self.has_launcher:
             return [self.process.pid]
         return [
-            pid for pid, args in self.below() if "train.py" in args and pid != self.process.pid and "spawn" not in args
+            pid
+            for pid, args in self.processes()
+            if "train.py" in args and pid != self.process.pid and "spawn" not in args
         ]
 
-    def writers(self) -> list[int]:
-        return [pid for pid, args in self.below() if "spawn_main" in args]
+    def writer_pids(self) -> list[int]:
+        """Return the ids of the checkpoint writer processes."""
+        return [pid for pid, args in self.processes() if "spawn_main" in args]
 
     def step(self) -> int:
+        """Return the last recorded step."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text().splitlines()
             return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
         except (FileNotFoundError, ValueError):
             return 0
 
-    def await_step(self, step: int) -> None:
+    def wait_for_step(self, step: int) -> None:
         end = time.monotonic() + 120
         while self.step() < step:
             expect(self.process.poll() is None, f"ended before step {step}")
-            expect(time.monotonic() < end, f"step {step} did not come")
+            expect(time.monotonic() < end, f"step {step} was not reached within 120 s")
             time.sleep(0.02)
 
-    def kill(self) -> list[int]:
-        """SIGKILL to all its processes; their numbers."""
-        pids = [pid for pid, _ in self.below()] or [self.process.pid]
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+    def kill(self) -> None:
+        """SIGKILL every process of the run."""
+        for pid in self.pids() or [self.process.pid]:
+            kill(pid, signal.SIGKILL)
         self.process.wait()
-        return pids
 
 
-def gone(pids: Sequence[int], within_s: float) -> bool:
-    def runs(pid: int) -> bool:
+def kill(pid: int, number: int) -> None:
+    """Send a signal to a process, which may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def have_ended(pids: Sequence[int], within_s: float) -> bool:
+    def is_running(pid: int) -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
         except (FileNotFoundError, ProcessLookupError):
             return False
 
     end = time.monotonic() + within_s
-    while any(map(runs, pids)):
+    while any(map(is_running, pids)):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
@@ -181,82 +190,83 @@ def gone(pids: Sequence[int], within_s: float) -> bool:
 
 
 class FaultHarness:
-    """A corpus, a configuration, and what undisturbed runs of it come to."""
+    """A corpus, a configuration, runs of it, and the checkpoints of reference runs without faults."""
 
     def __init__(self, folder: Path, soak_minutes: float = 60.0):
         self.folder = folder
         self.soak_minutes = soak_minutes
         self.config = folder / "tiny.toml"
         self.runs: list[TrialRun] = []
-        self.known: dict[tuple, dict[int, str]] = {}
+        self.references: dict[tuple, dict[int, str]] = {}
         settings = {"steps": STEPS, "interval_steps": INTERVAL, "global_batch_size": 8, "stores": folder / "stores"}
         self.config.parent.mkdir(parents=True, exist_ok=True)
         self.config.write_text(CONFIG.format(corpus=write_corpus(folder / "corpus", 200), **settings))
 
     def run(
-        self, name: str, ranks: int = 2, more: Sequence[str] = (), fault: dict | None = None, **variables: str
+        self, name: str, ranks: int = 2, flags: Sequence[str] = (), fault: dict | None = None, **variables: str
     ) -> TrialRun:
-        return TrialRun(self, name, ranks, more, fault, **variables)
+        return TrialRun(self, name, ranks, flags, fault, **variables)
 
-    def end(self) -> None:
-        """Of all runs that have not ended."""
+    def close(self) -> None:
+        """Kill all runs that have not ended."""
         for run in self.runs:
             if run.process.poll() is None:
                 run.kill()
 
     def fresh(self, name: str) -> str:
-        """The name, and nothing under it."""
+        """Delete the folder of a run and return its name."""
         shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
         return name
 
-    def reference(self, ranks: int, more: Sequence[str] = ()) -> dict[int, str]:
-        """Step -> digest of the checkpoint, of a run that nothing happened to. How it saves is not to alter what it saves, so
-        one run, with the default, stands for all that differ in that only."""
-        flags = zip(more[::2], more[1::2], strict=True)
-        kept = [word for flag, value in flags if not flag.startswith("--checkpoint.") for word in (flag, value)]
-        key = (ranks, *kept)
-        if key not in self.known:
-            name = self.fresh(f"reference-{len(self.known)}")
-            ended = self.run(name, ranks, kept).wait()
-            expect(ended.code == 0, f"the undisturbed run ended with {ended.code}: {ended.err[-300:]}")
-            self.known[key] = digests(self.folder / "runs" / name)
-        return self.known[key]
+    def reference(self, ranks: int, flags: Sequence[str] = ()) -> dict[int, str]:
+        """Return the digests of the checkpoints of a run without faults, by step. Settings of [checkpoint] must not affect the
+        content of a checkpoint, so one run with their defaults is the reference for all of them."""
+        pairs = zip(flags[::2], flags[1::2], strict=True)
+        flags = [word for flag, value in pairs if not flag.startswith("--checkpoint.") for word in (flag, value)]
+        key = (ranks, *flags)
+        if key not in self.references:
+            name = self.fresh(f"reference-{len(self.references)}")
+            result = self.run(name, ranks, flags).wait()
+            expect(result.code == 0, f"the reference run exited with {result.code}: {result.err[-300:]}")
+            self.references[key] = digests(self.folder / "runs" / name)
+        return self.references[key]
 
-    def assert_same_final_state(self, name: str, ranks: int, more: Sequence[str] = ()) -> None:
-        """Outcome B: what the run has come to is bit by bit what the undisturbed one came to."""
-        mine, reference = digests(self.folder / "runs" / name), self.reference(ranks, more)
-        expect(max(mine, default=0) == max(reference), f"ended at step {max(mine, default=0)}, not {max(reference)}")
-        differing = [step for step in mine if mine[step] != reference.get(step, mine[step])]
-        expect(not differing, f"other content than undisturbed at steps {differing}")
+    def assert_same_final_state(self, name: str, ranks: int, flags: Sequence[str] = ()) -> None:
+        """Raise Failed unless the run has the last step of the reference run, and bitwise identical checkpoints."""
+        actual, reference = digests(self.folder / "runs" / name), self.reference(ranks, flags)
+        expect(
+            max(actual, default=0) == max(reference), f"ended at step {max(actual, default=0)}, not {max(reference)}"
+        )
+        differing = [step for step in actual if actual[step] != reference.get(step, actual[step])]
+        expect(not differing, f"content differs from the reference run at steps {differing}")
 
-    def finish(self, name: str, ranks: int, more: Sequence[str] = ()) -> ProcessResult:
-        """Start it again, to its end, and compare."""
-        ended = self.run(name, ranks, more).wait()
-        expect(ended.code == 0, f"started again it ended with {ended.code}: {ended.err[-300:]}")
-        self.assert_same_final_state(name, ranks, more)
-        return ended
+    def finish(self, name: str, ranks: int, flags: Sequence[str] = ()) -> ProcessResult:
+        """Resume the run until its last step and compare it with the reference run."""
+        result = self.run(name, ranks, flags).wait()
+        expect(result.code == 0, f"the resumed run exited with {result.code}: {result.err[-300:]}")
+        self.assert_same_final_state(name, ranks, flags)
+        return result
 
 
 def digests(folder: Path) -> dict[int, str]:
+    """Return the digest of each checkpoint of a run folder, by step."""
     return {step_of(path): digest(path) for path in latest_per_step(folder / "checkpoints")}
 
 
 def digest(checkpoint: Path) -> str:
-    """Of every tensor, and of where the run stands."""
+    """Return a hash of every tensor and of the run's progress. Raise Failed if the checkpoint is damaged."""
     problem = manifest.find_damage(checkpoint)
     expect(not problem, f"{checkpoint}: {problem}")
-    whole_content = xxhash.xxh3_128()
+    content = xxhash.xxh3_128()
     index = read_index(checkpoint)
     for name in sorted(index):
         tensor = read_tensor(checkpoint, name, index[name])
-        whole_content.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        content.update(name.encode() + tensor.contiguous().numpy().tobytes())
     state = json.loads((checkpoint / "train_state.json").read_text())
-    whole_content.update(
-        json.dumps([state[key] for key in ("step", "cursor", "tokens_seen", "skipped_samples")]).encode()
-    )
-    return whole_content.hexdigest()
+    content.update(json.dumps([state[key] for key in ("step", "cursor", "tokens_seen", "skipped_samples")]).encode())
+    return content.hexdigest()
 
 
-def few_lines(ended: ProcessResult, limit: int = 10) -> None:
-    lines = ended.err.splitlines()
-    expect(len(lines) <= limit, f"{len(lines)} lines of errors: {ended.err[-500:]}")
+def expect_few_lines(result: ProcessResult, limit: int = 10) -> None:
+    lines = result.err.splitlines()
+    expect(len(lines) <= limit, f"{len(lines)} lines on stderr: {result.err[-500:]}")

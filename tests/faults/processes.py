@@ -1,4 +1,4 @@
-"""Faults of processes: killed, stopped, asked to stop, standing still, never there."""
+"""Faults of processes: killed, signalled, hung, failing, slow or missing ones."""
 
 import json
 import os
@@ -7,7 +7,17 @@ import signal
 import time
 from collections.abc import Callable
 
-from tests.faults.harness import STEPS, FaultHarness, ProcessResult, SeededRandom, TrialRun, expect, few_lines, gone
+from tests.faults.harness import (
+    STEPS,
+    FaultHarness,
+    ProcessResult,
+    SeededRandom,
+    TrialRun,
+    expect,
+    expect_few_lines,
+    have_ended,
+    kill,
+)
 from trainer.checkpoint.commit import latest_per_step, step_of
 
 MODES = ("off", "thread", "process")
@@ -17,209 +27,213 @@ def mode_flags(mode: str) -> list[str]:
     return ["--checkpoint.async_mode", mode]
 
 
-def killed_at_random(
+def kill_at_random_time(
     harness: FaultHarness, rng: SeededRandom, victims: Callable[[TrialRun], list[int]], name: str
 ) -> tuple[list[str], ProcessResult]:
-    """A run on two ranks, hurt after a random time of training; the flags of its mode, and how it ended."""
-    more = mode_flags(rng.choice(MODES))
-    harness.reference(2, more)
-    run = harness.run(harness.fresh(name), 2, more)
-    run.await_step(1)
+    """Start a run on two ranks and SIGKILL the victims after a random time of training. Return the flags of its save mode and its
+    result, with the duration since the signal."""
+    flags = mode_flags(rng.choice(MODES))
+    harness.reference(2, flags)
+    run = harness.run(harness.fresh(name), 2, flags)
+    run.wait_for_step(1)
     time.sleep(rng.uniform(0, 2.5))
-    before = time.monotonic()
+    start = time.monotonic()
     for pid in victims(run):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    ended = run.wait(60)
-    ended.seconds = time.monotonic() - before
-    return more, ended
+        kill(pid, signal.SIGKILL)
+    result = run.wait(60)
+    result.duration_s = time.monotonic() - start
+    return flags, result
 
 
 def case_1(harness: FaultHarness, rng: SeededRandom) -> None:
-    more, _ = killed_at_random(harness, rng, lambda run: [pid for pid, _ in run.below()], "case-1")
-    harness.finish("case-1", 2, more)
+    flags, _ = kill_at_random_time(harness, rng, TrialRun.pids, "case-1")
+    harness.finish("case-1", 2, flags)
 
 
 def case_2(harness: FaultHarness, rng: SeededRandom) -> None:
-    more, ended = killed_at_random(harness, rng, lambda run: [rng.choice(run.ranks() or [run.process.pid])], "case-2")
-    if ended.code != 0:  # else it was at its end
-        expect(ended.seconds <= 5, f"the others ended after {ended.seconds:.1f} s")
-        few_lines(ended)
-        expect("was killed by SIGKILL" in ended.err or "lost the connection" in ended.err, f"does not say so: {ended.err}")
-    harness.finish("case-2", 2, more)
+    def random_rank(run: TrialRun) -> list[int]:
+        return [rng.choice(run.rank_pids() or [run.process.pid])]
+
+    flags, result = kill_at_random_time(harness, rng, random_rank, "case-2")
+    if result.code != 0:  # 0: the run was already complete
+        expect(result.duration_s <= 5, f"the other ranks ended after {result.duration_s:.1f} s")
+        expect_few_lines(result)
+        reported = "was killed by SIGKILL" in result.err or "lost the connection" in result.err
+        expect(reported, f"not reported: {result.err}")
+    harness.finish("case-2", 2, flags)
 
 
 def case_3(harness: FaultHarness, rng: SeededRandom) -> None:
-    family: list[int] = []
+    pids: list[int] = []
 
     def launcher(run: TrialRun) -> list[int]:
-        family.extend(pid for pid, _ in run.below())
+        pids.extend(run.pids())
         return [run.process.pid]
 
-    more, _ = killed_at_random(harness, rng, launcher, "case-3")
-    expect(gone(family, 10), "ranks still run 10 s after their launcher was killed")
-    harness.finish("case-3", 2, more)
+    flags, _ = kill_at_random_time(harness, rng, launcher, "case-3")
+    expect(have_ended(pids, 10), "ranks still run 10 s after their launcher was killed")
+    harness.finish("case-3", 2, flags)
 
 
 def case_4(harness: FaultHarness, rng: SeededRandom) -> None:
-    more = mode_flags("process")
-    run = harness.run(harness.fresh("case-4"), 2, more, {"kind": "slow", "rank": "all", "seconds": 0.05})
-    run.await_step(rng.randrange(2, 60))
-    writers = run.writers()
-    expect(len(writers) == 2, f"{len(writers)} writers")
+    flags = mode_flags("process")
+    run = harness.run(harness.fresh("case-4"), 2, flags, {"kind": "slow", "rank": "all", "seconds": 0.05})
+    run.wait_for_step(rng.randrange(2, 60))
+    writers = run.writer_pids()
+    expect(len(writers) == 2, f"{len(writers)} writer processes")
     os.kill(rng.choice(writers), signal.SIGKILL)
-    ended = run.wait()
-    expect(ended.code == 1, f"ended with {ended.code}")
-    # By the rank whose writer it was, or by one that was in the middle of a save with it.
-    expect("the checkpoint writer process" in ended.err, f"does not say so: {ended.err}")
-    few_lines(ended)
-    harness.finish("case-4", 2, more)
+    result = run.wait()
+    expect(result.code == 1, f"exited with {result.code}")
+    # Reported by the rank of the killed writer, or by one that was saving together with it.
+    expect("the checkpoint writer process" in result.err, f"not reported: {result.err}")
+    expect_few_lines(result)
+    harness.finish("case-4", 2, flags)
 
 
-def stopped(harness: FaultHarness, rng: SeededRandom, name: str, victims: Callable[[TrialRun], list[int]]) -> None:
-    more = mode_flags(rng.choice(MODES))
-    run = harness.run(harness.fresh(name), 2, more)
-    run.await_step(rng.randrange(1, 100))
+def stop(harness: FaultHarness, rng: SeededRandom, name: str, victims: Callable[[TrialRun], list[int]]) -> None:
+    """Send SIGTERM or SIGINT at a random step: the run saves its last step and exits 0."""
+    flags = mode_flags(rng.choice(MODES))
+    run = harness.run(harness.fresh(name), 2, flags)
+    run.wait_for_step(rng.randrange(1, 100))
     for pid in victims(run):
         os.kill(pid, rng.choice((signal.SIGTERM, signal.SIGINT)))
-    ended = run.wait(60)
-    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
-    said = re.search(r"stopped at step (\d+) \(checkpoint saved\)", ended.out)
-    expect(said or "done: step" in ended.out, f"said neither stopped nor done: {ended.out[-300:]}")
-    if said:
+    result = run.wait(60)
+    expect(result.code == 0, f"exited with {result.code}: {result.err[-300:]}")
+    stopped = re.search(r"stopped at step (\d+) \(checkpoint saved\)", result.out)
+    expect(stopped or "done: step" in result.out, f"neither stopped nor done: {result.out[-300:]}")
+    if stopped:
         newest = latest_per_step(run.folder / "checkpoints")[0]
-        expect(step_of(newest) == int(said[1]) == run.step(), f"{newest} is not the last step, {run.step()}")
-    harness.finish(name, 2, more)
+        expect(step_of(newest) == int(stopped[1]) == run.step(), f"{newest} is not the last step, {run.step()}")
+    harness.finish(name, 2, flags)
 
 
 def case_5(harness: FaultHarness, rng: SeededRandom) -> None:
-    stopped(harness, rng, "case-5", lambda run: [run.process.pid])
+    stop(harness, rng, "case-5", lambda run: [run.process.pid])
 
 
 def case_6(harness: FaultHarness, rng: SeededRandom) -> None:
-    stopped(harness, rng, "case-6", lambda run: [rng.choice(run.ranks())])
+    stop(harness, rng, "case-6", lambda run: [rng.choice(run.rank_pids())])
 
 
 def case_7(harness: FaultHarness, rng: SeededRandom) -> None:
-    """The second signal comes while the save that the first one asked for goes on (it is made slow)."""
-    more = mode_flags(rng.choice(MODES))
-    run = harness.run(harness.fresh("case-7"), 2, more, {"kind": "slow_save", "seconds": 1.5})
-    run.await_step(rng.randrange(1, 9))  # before the first save
+    """Send the second signal during the save that the first one requested, which is slowed down."""
+    flags = mode_flags(rng.choice(MODES))
+    run = harness.run(harness.fresh("case-7"), 2, flags, {"kind": "slow_save", "seconds": 1.5})
+    run.wait_for_step(rng.randrange(1, 9))  # before the first save
     run.process.send_signal(signal.SIGTERM)
     time.sleep(rng.choice((0.0, 1.1)))
     run.process.send_signal(signal.SIGINT)
-    ended = run.wait(60)
-    expect(ended.code in (0, 130), f"ended with {ended.code}")
-    harness.finish("case-7", 2, more)
+    result = run.wait(60)
+    expect(result.code in (0, 130), f"exited with {result.code}")
+    harness.finish("case-7", 2, flags)
 
 
 def case_8(harness: FaultHarness, rng: SeededRandom) -> None:
     rank = rng.randrange(2)
-    run = harness.run(
-        harness.fresh("case-8"), 2, fault={"kind": "raise", "rank": rank, "step": rng.randrange(1, STEPS)}
-    )
-    ended = run.wait()
-    expect(ended.code == 1, f"ended with {ended.code}")
-    expect(ended.err.count("Traceback") == 1 and f"[rank {rank}] Traceback" in ended.err, f"tracebacks: {ended.err}")
+    fault = {"kind": "raise", "rank": rank, "step": rng.randrange(1, STEPS)}
+    result = harness.run(harness.fresh("case-8"), 2, fault=fault).wait()
+    expect(result.code == 1, f"exited with {result.code}")
+    one_traceback = result.err.count("Traceback") == 1 and f"[rank {rank}] Traceback" in result.err
+    expect(one_traceback, f"tracebacks: {result.err}")
     harness.finish("case-8", 2)
 
 
 def case_9(harness: FaultHarness, rng: SeededRandom) -> None:
-    """In a step, or at every third time when the ranks wait for each other to leave."""
+    """Hang one rank in a step, or in every third trial when the ranks wait for each other at the end of the run."""
     rank, at_end = rng.randrange(2), rng.trial % 3 == 2
-    fault = {"kind": "stop_at_end" if at_end else "stop", "rank": rank, "step": rng.randrange(5, 60)}
-    ended = harness.run(
-        harness.fresh("case-9"), 2, ["--resilience.hang_timeout_s", "4"], fault
-    ).wait()  # torchrun gives it 30 s
-    expect(ended.code == 1, f"ended with {ended.code}")
+    fault = {"kind": "hang_at_end" if at_end else "hang", "rank": rank, "step": rng.randrange(5, 60)}
+    flags = ["--resilience.hang_timeout_s", "4"]
+    result = harness.run(harness.fresh("case-9"), 2, flags, fault).wait()  # torchrun kills the hung rank after 30 s
+    expect(result.code == 1, f"exited with {result.code}")
     if at_end:
-        expect(f"no heartbeat from rank {rank} for" in ended.err, f"not named: {ended.err}")
+        expect(f"no heartbeat from rank {rank} for" in result.err, f"rank not reported: {result.err}")
         harness.finish("case-9", 2)
         return
-    expect(f"rank {rank} sends no heartbeat" in ended.err, f"not named: {ended.err}")
-    expect(re.search(r"waiting in gloo:\w+, collective \d+ of process group", ended.err), f"no collective: {ended.err}")
-    expect("train_step" in ended.err, "no stack")
+    expect(f"rank {rank} sends no heartbeat" in result.err, f"rank not reported: {result.err}")
+    collective = re.search(r"waiting in gloo:\w+, collective \d+ of process group", result.err)
+    expect(collective, f"collective not reported: {result.err}")
+    expect("train_step" in result.err, "stack not reported")
     harness.finish("case-9", 2)
 
 
 def case_10(harness: FaultHarness, rng: SeededRandom) -> None:
     fault = {"kind": "desync", "rank": rng.randrange(2), "step": rng.randrange(5, 60)}
-    run = harness.run(harness.fresh("case-10"), 2, ["--resilience.hang_timeout_s", "4"], fault)
-    ended = run.wait()
-    expect(ended.code == 1, f"ended with {ended.code}: {ended.out[-200:]}")
-    expect(ended.err.strip(), "nothing was said")
+    result = harness.run(harness.fresh("case-10"), 2, ["--resilience.hang_timeout_s", "4"], fault).wait()
+    expect(result.code == 1, f"exited with {result.code}: {result.out[-200:]}")
+    expect(result.err.strip(), "nothing was reported")
     harness.finish("case-10", 2)
 
 
 def case_11(harness: FaultHarness, rng: SeededRandom) -> None:
-    """Once its blocks take twice as long, once its data."""
+    """Make the blocks of one rank take twice as long, or its data."""
     name = harness.fresh("case-11")
-    rank, where = rng.randrange(3), rng.choice(("blocks", "data"))
-    fault = {"kind": "straggler", "rank": rank, "where": where}
-    more = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.interval_steps", "10"]
-    ended = harness.run(name, 3, more, fault).wait()
-    expect(ended.code == 0, f"ended with {ended.code}: {ended.err[-300:]}")
-    expect(f"warning: rank {rank} is a straggler" in ended.err, f"{where}: rank {rank} not named: {ended.err}")
+    rank, location = rng.randrange(3), rng.choice(("blocks", "data"))
+    fault = {"kind": "straggler", "rank": rank, "location": location}
+    flags = ["--training.steps", "40", "--training.global_batch_size", "12", "--metrics.interval_steps", "10"]
+    result = harness.run(name, 3, flags, fault).wait()
+    expect(result.code == 0, f"exited with {result.code}: {result.err[-300:]}")
+    expect(f"warning: rank {rank} is a straggler" in result.err, f"{location}: rank {rank} not reported: {result.err}")
     records = map(json.loads, (harness.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
-    told = [(record["step"], record["rank"]) for record in records if record["kind"] == "straggler"]
-    expect(told and told[0][0] <= 20, f"{where}: told {told[:3]}, not within 20 steps")
-    expect({r for _, r in told} == {rank}, f"{where}: another rank than {rank} was named: {told}")
+    stragglers = [(record["step"], record["rank"]) for record in records if record["kind"] == "straggler"]
+    expect(stragglers and stragglers[0][0] <= 20, f"{location}: not within 20 steps: {stragglers[:3]}")
+    expect({r for _, r in stragglers} == {rank}, f"{location}: another rank than {rank} was reported: {stragglers}")
 
 
 def case_12(harness: FaultHarness, rng: SeededRandom) -> None:
-    run = harness.run(harness.fresh("case-12"), 2, fault={"kind": "memory", "rank": 1, "step": rng.randrange(1, STEPS)})
-    ended = run.wait()
-    expect(ended.code == 1 and ended.err.count("Traceback") == 1, f"ended with {ended.code}: {ended.err[-300:]}")
-    expect("[rank 1]" in ended.err and "memory" in ended.err, f"does not say so: {ended.err[-300:]}")
+    fault = {"kind": "memory", "rank": 1, "step": rng.randrange(1, STEPS)}
+    result = harness.run(harness.fresh("case-12"), 2, fault=fault).wait()
+    one_traceback = result.code == 1 and result.err.count("Traceback") == 1
+    expect(one_traceback, f"exited with {result.code}: {result.err[-300:]}")
+    expect("[rank 1]" in result.err and "memory" in result.err, f"not reported: {result.err[-300:]}")
     harness.finish("case-12", 2)
 
 
 def case_13(harness: FaultHarness, rng: SeededRandom) -> None:
-    more = ["--training.steps", "5", *mode_flags(rng.choice(MODES))]
-    ended = harness.run(harness.fresh("case-13"), rng.choice((1, 2)), more).wait()
-    expect((ended.code, ended.err) == (0, ""), f"ended with {ended.code}: {ended.err[-300:]}")
+    flags = ["--training.steps", "5", *mode_flags(rng.choice(MODES))]
+    result = harness.run(harness.fresh("case-13"), rng.choice((1, 2)), flags).wait()
+    expect((result.code, result.err) == (0, ""), f"exited with {result.code}: {result.err[-300:]}")
 
 
 def case_14(harness: FaultHarness, rng: SeededRandom) -> None:
-    more = ["--distributed.init_timeout_s", "6"]
-    place = {
+    """Start rank 0 of two alone."""
+    variables = {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(rng.randrange(20000, 30000)),
         "WORLD_SIZE": "2",
         "RANK": "0",
+        "LOCAL_RANK": "0",
     }
-    ended = harness.run(harness.fresh("case-14"), 1, more, **place, LOCAL_RANK="0").wait(60)
-    expect(ended.code == 1, f"ended with {ended.code}")
-    expect("of 2 ranks, 1 did not join within 6 s" in ended.err, f"not named: {ended.err}")
-    few_lines(ended)
+    flags = ["--distributed.init_timeout_s", "6"]
+    result = harness.run(harness.fresh("case-14"), 1, flags, **variables).wait(60)
+    expect(result.code == 1, f"exited with {result.code}")
+    expect("of 2 ranks, 1 did not join within 6 s" in result.err, f"rank not reported: {result.err}")
+    expect_few_lines(result)
 
 
 def case_38(harness: FaultHarness, rng: SeededRandom) -> None:
-    """Killed it is told at once, standing still by the watchdog."""
+    """Kill a data worker, which the DataLoader reports immediately, or hang it, which the watchdog reports."""
     number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
-    more = ["--data.num_workers", "1"]
-    run = harness.run(harness.fresh("case-38"), 1, [*more, "--resilience.hang_timeout_s", "4"])
-    run.await_step(rng.randrange(2, 60))
-    workers = [pid for pid, _ in run.below() if pid != run.process.pid]
-    expect(len(workers) == 1, f"{len(workers)} workers")
+    flags = ["--data.num_workers", "1"]
+    run = harness.run(harness.fresh("case-38"), 1, [*flags, "--resilience.hang_timeout_s", "4"])
+    run.wait_for_step(rng.randrange(2, 60))
+    workers = [pid for pid in run.pids() if pid != run.process.pid]
+    expect(len(workers) == 1, f"{len(workers)} data workers")
     os.kill(workers[0], number)
-    before = time.monotonic()
-    ended = run.wait(60)
-    expect(ended.code == 1, f"ended with {ended.code}: {ended.err[-300:]}")
-    expect(time.monotonic() - before < 15, f"ended after {time.monotonic() - before:.0f} s")
-    told = "DataLoader worker" if number == signal.SIGKILL else "no step has completed for"
-    expect(told in ended.err, f"does not say so: {ended.err[-500:]}")
-    expect(gone(workers, within_s=5), "the worker is left behind")
-    harness.finish("case-38", 1, more)
+    start = time.monotonic()
+    result = run.wait(60)
+    expect(result.code == 1, f"exited with {result.code}: {result.err[-300:]}")
+    expect(time.monotonic() - start < 15, f"ended after {time.monotonic() - start:.0f} s")
+    message = "DataLoader worker" if number == signal.SIGKILL else "no step has completed for"
+    expect(message in result.err, f"not reported: {result.err[-500:]}")
+    expect(have_ended(workers, within_s=5), "the data worker still runs")
+    harness.finish("case-38", 1, flags)
 
 
 def case_39(harness: FaultHarness, rng: SeededRandom) -> None:
-    run = harness.run(
-        harness.fresh("case-39"), 1, ["--data.num_workers", "2", "--data.prefetch", str(rng.randrange(1, 5))]
-    )
-    run.await_step(rng.randrange(1, 100))
+    """Stop a run with two data workers and resume it without any."""
+    flags = ["--data.num_workers", "2", "--data.prefetch", str(rng.randrange(1, 5))]
+    run = harness.run(harness.fresh("case-39"), 1, flags)
+    run.wait_for_step(rng.randrange(1, 100))
     run.process.send_signal(signal.SIGTERM)
-    expect(run.wait(60).code == 0, "it did not stop")
+    expect(run.wait(60).code == 0, "the run did not stop")
     harness.finish("case-39", 1, [])

@@ -1,9 +1,9 @@
-"""Faults, inside the processes that they hit.
+"""Fault injection inside the processes of a run.
 
-Python imports a `sitecustomize` that is on the path at the start of every process. The modules of the trainer are changed, as
-FAULT says, when they are imported. The trainer itself knows nothing of it.
+Python imports the `sitecustomize` on its path when a process starts. This one patches modules of the trainer when they are
+imported, as the environment variable FAULT says; the trainer contains no code for it.
 
-FAULT='{"kind": "raise", "rank": 1, "step": 5}'; see the functions below for the kinds.
+FAULT='{"kind": "raise", "rank": 1, "step": 5}'; KINDS lists the kinds, each with a function below.
 """
 
 import errno
@@ -19,7 +19,7 @@ from pathlib import Path
 FAULT = json.loads(os.environ.get("FAULT", "null"))
 
 
-def here() -> bool:
+def is_on_this_rank() -> bool:
     return FAULT.get("rank", 0) in (int(os.environ.get("RANK", "0")), "all")
 
 
@@ -27,185 +27,190 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hang() -> None:
+    """Stop all threads, as on a node that swaps or with a kernel that hangs."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def before(owner, name, action) -> None:
-    """Let action run before a function does."""
+    """Call action with the arguments of a function before each of its calls."""
     original = getattr(owner, name)
 
-    def changed(*args, **kwargs):
+    def patched(*args, **kwargs):
         action(*args, **kwargs)
         return original(*args, **kwargs)
 
-    setattr(owner, name, changed)
+    setattr(owner, name, patched)
 
 
 def after(owner, name, action) -> None:
+    """Call action without arguments after each call of a function."""
     original = getattr(owner, name)
 
-    def changed(*args, **kwargs):
+    def patched(*args, **kwargs):
         result = original(*args, **kwargs)
         action()
         return result
 
-    setattr(owner, name, changed)
+    setattr(owner, name, patched)
 
 
-# ---------------------------------------------------------------- at a step
+# ---------------------------------------------------------------- faults of a step
 
 
 def at_step(trainer, action) -> None:
-    def act(self, *args, **kwargs):
-        if self.state.step + 1 == FAULT["step"] and here() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    """Call action with the Trainer before FAULT["step"], unless torchrun has restarted the ranks."""
+
+    def at_given_step(self, *args, **kwargs):
+        first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if self.state.step + 1 == FAULT["step"] and is_on_this_rank() and first_attempt:
             action(self)
 
-    before(trainer.Trainer, "train_step", act)
+    before(trainer.Trainer, "train_step", at_given_step)
 
 
-def kind_raise(trainer) -> None:
+def inject_exception(trainer) -> None:
     def fail(self):
         raise RuntimeError("injected")
 
     at_step(trainer, fail)
 
 
-def kind_stop(trainer) -> None:
-    """The rank stands still, as a machine does that swaps or a kernel that hangs."""
-    at_step(trainer, lambda self: os.kill(os.getpid(), signal.SIGSTOP))
+def inject_hang(trainer) -> None:
+    at_step(trainer, lambda self: hang())
 
 
-def kind_stop_at_end(distributed) -> None:
-    """The same, when the run is over and the ranks wait for each other to leave."""
-    before(distributed, "shutdown", lambda: os.kill(os.getpid(), signal.SIGSTOP) if here() else None)
+def inject_hang_at_end(distributed) -> None:
+    """Hang when the run is complete and the ranks wait for each other to exit."""
+    before(distributed, "shutdown", lambda: hang() if is_on_this_rank() else None)
 
 
-def kind_memory(trainer) -> None:
-    """More memory is asked for than there is."""
-
-    def fill(self):
+def inject_out_of_memory(trainer) -> None:
+    def allocate(self):
         import torch
 
         torch.empty(2**60, dtype=torch.uint8)
 
-    at_step(trainer, fill)
+    at_step(trainer, allocate)
 
 
-def kind_desync(trainer) -> None:
-    """One rank leaves out one reduction."""
+def inject_desync(trainer) -> None:
+    """Omit one reduction on one rank."""
 
-    def skip(self):
+    def omit_next(self):
         import trainer.optim.optimizer as optimizer
 
         original = optimizer.sum_over
 
-        def once(tensor, group):
+        def omitted(tensor, group):
             optimizer.sum_over = original
             return tensor.clone()
 
-        optimizer.sum_over = once
+        optimizer.sum_over = omitted
 
-    at_step(trainer, skip)
+    at_step(trainer, omit_next)
 
 
-def kind_slow(trainer) -> None:
+def inject_slow_steps(trainer) -> None:
     def wait(self, *args, **kwargs):
-        if here():
+        if is_on_this_rank():
             time.sleep(FAULT["seconds"])
 
     before(trainer.Trainer, "train_step", wait)
 
 
-def kind_straggler(build) -> None:
-    """A rank is slow all the time: every block it computes takes twice as long, or its data longer than the rest of a step."""
-    if not here():
+def inject_straggler(build) -> None:
+    """Make every block of a rank take twice as long, or each of its microbatches 0.1 s longer to load."""
+    if not is_on_this_rank():
         return
-    if FAULT["where"] == "blocks":
-        original = build.build_model_parts
+    if FAULT["location"] == "data":
+        before(build.TrainingData, "to_device", lambda *args: time.sleep(0.1))
+        return
+    original = build.build_model_parts
 
-        def slowed(config, resolved, *args):
-            parts = original(config, resolved, *args)
-            for part in parts.values():
-                for block in part.get_submodule(resolved.spec.plan(resolved.sizes).blocks).children():
-                    block.forward = twice(block.forward)
-            return parts
+    def build_slow_parts(config, resolved, *args):
+        parts = original(config, resolved, *args)
+        for part in parts.values():
+            for block in part.get_submodule(resolved.spec.plan(resolved.sizes).blocks).children():
+                block.forward = twice_as_slow(block.forward)
+        return parts
 
-        build.build_model_parts = slowed
-    else:
-        before(build.TrainingData, "to_device", lambda *given: time.sleep(0.1))
+    build.build_model_parts = build_slow_parts
 
 
-def twice(compute):
+def twice_as_slow(function):
     def slow(*args, **kwargs):
         start = time.perf_counter()
-        result = compute(*args, **kwargs)
+        result = function(*args, **kwargs)
         time.sleep(time.perf_counter() - start)
         return result
 
     return slow
 
 
-def kind_gradient(trainer) -> None:
-    """The gradients of a rank are scaled at some steps of the first attempt (nan: they become no numbers)."""
+def inject_bad_gradients(trainer) -> None:
+    """Scale the gradients of a rank at FAULT["steps"], until a rollback. A scale of nan or inf makes them non-finite."""
 
-    def act(self, *args, **kwargs):
-        if self.state.step + 1 in FAULT["steps"] and here() and self.state.rollbacks == 0:
-            corrupt(self, float(FAULT["scale"]))
+    def at_given_steps(self, *args, **kwargs):
+        if self.state.step + 1 in FAULT["steps"] and is_on_this_rank() and self.state.rollbacks == 0:
+            scale_gradients(self, float(FAULT["scale"]))
 
-    before(trainer.Trainer, "train_step", act)
+    before(trainer.Trainer, "train_step", at_given_steps)
 
 
-def corrupt(trainer, scale) -> None:
-    """Scale this step's gradients on this rank."""
-    clip = trainer.engine.optimizer.clip
+def scale_gradients(trainer, scale) -> None:
+    """Scale this rank's gradients before the next clipping."""
+    optimizer = trainer.engine.optimizer
+    original = optimizer.clip
 
-    def injured(*args, **kwargs):
+    def clip(*args, **kwargs):
         for p in trainer.engine.parameters.values():
             p.grad.mul_(scale)
-        trainer.engine.optimizer.clip = clip
-        return clip(*args, **kwargs)
+        optimizer.clip = original
+        return original(*args, **kwargs)
 
-    trainer.engine.optimizer.clip = injured
-
-
-# ---------------------------------------------------------------- while a long run goes on
+    optimizer.clip = clip
 
 
-def ordered(order) -> bool:
-    """Whether the harness has asked this rank for a fault, since the last call."""
+# ---------------------------------------------------------------- faults on request, for long runs
+
+
+def requested(fault) -> bool:
+    """Return whether the harness has requested this fault on this rank since the last call."""
     try:
-        (Path(FAULT["folder"]) / f"{order} {os.environ.get('RANK', '0')}").unlink()
+        (Path(FAULT["folder"]) / f"{fault} {os.environ.get('RANK', '0')}").unlink()
     except FileNotFoundError:
         return False
     return True
 
 
-def kind_on_order(module) -> None:
-    """Faults when the harness asks for them; and now and then gradients that are no numbers, always at the same steps. Steps are
-    made longer, as if another device calculated: a tiny model's alone would be nothing beside a start of processes."""
+def inject_on_request(module) -> None:
+    """Inject faults that the harness requests, and non-finite gradients at every FAULT["nan_every"]-th step. Steps take
+    FAULT["seconds"] longer, because the steps of a tiny model are much shorter than a restart."""
     if module.__name__ == "trainer.checkpoint.storage":
-        write = module.write_safetensors
 
-        def full(path, entries, metadata):
-            if ordered("disk full"):
+        def fail_if_requested(path, *args):
+            if requested("disk full"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return write(path, entries, metadata)
 
-        module.write_safetensors = full
+        before(module, "write_safetensors", fail_if_requested)
         return
 
-    def act(self, *args, **kwargs):
-        if ordered("raise"):
+    def before_step(self, *args, **kwargs):
+        if requested("raise"):
             raise RuntimeError("injected")
         if (self.state.step + 1) % FAULT["nan_every"] == 0:
-            corrupt(self, float("nan"))
+            scale_gradients(self, float("nan"))
         time.sleep(FAULT["seconds"])
 
-    before(module.Trainer, "train_step", act)
+    before(module.Trainer, "train_step", before_step)
 
 
-# ---------------------------------------------------------------- in a save
+# ---------------------------------------------------------------- faults of a save
 
 
-class Count:
-    """Acts on one of the calls, counted from 1; on all from then on, where FAULT says so."""
+class AtSave:
+    """Calls action at one call, counted from 1: the FAULT["save"]-th one on the rank of the fault."""
 
     def __init__(self, action):
         self.action = action
@@ -213,20 +218,20 @@ class Count:
 
     def __call__(self, *args, **kwargs):
         self.calls += 1
-        if self.calls == FAULT.get("save", 1) and here():
+        if self.calls == FAULT.get("save", 1) and is_on_this_rank():
             self.action()
 
 
 def crash_before_or_after(module, points) -> None:
-    """points: name of a point of a save -> when to SIGKILL (before, after), and the function."""
+    """points: point of a save -> `before` or `after`, and the name of the function."""
     if FAULT["point"] in points:
-        when, name = points[FAULT["point"]]
-        when(module, name, Count(die))
+        patch, name = points[FAULT["point"]]
+        patch(module, name, AtSave(die))
 
 
-def crash_in_checkpoint(checkpoint) -> None:
+def inject_crash_in_commit(commit) -> None:
     crash_before_or_after(
-        checkpoint,
+        commit,
         {
             "before the folder": (before, "make_staging_dir"),
             "folder made": (after, "make_staging_dir"),
@@ -235,108 +240,107 @@ def crash_in_checkpoint(checkpoint) -> None:
             "committed": (before, "prune"),
         },
     )
-    count = Count(die)
-    if FAULT["point"] == "old moved aside":
+    crash = AtSave(die)
+    if FAULT["point"] == "old renamed":
         original = Path.rename
 
         def rename(path, target):
             result = original(path, target)
             if str(target).endswith(".old"):
-                count()
+                crash()
             return result
 
         Path.rename = rename
     if FAULT["point"] == "renamed":
-        before(checkpoint, "sync", lambda path: count() if path.name == "checkpoints" else None)
+        before(commit, "sync", lambda path: crash() if path.name == "checkpoints" else None)
 
 
-def crash_in_shards(shards) -> None:
-    crash_before_or_after(shards, {"shard written": (after, "write_safetensors")})
+def inject_crash_in_storage(storage) -> None:
+    crash_before_or_after(storage, {"shard written": (after, "write_safetensors")})
     if FAULT["point"] in ("header written", "half of a shard"):
-        blocks, count = shards._blocks, Count(die)
+        original, crash = storage._blocks, AtSave(die)
 
-        def dying(head, entries):
+        def blocks(header, entries):
             entries = list(entries)
-            for number, block in enumerate(blocks(head, entries)):
+            last = 0 if FAULT["point"] == "header written" else len(entries) // 2
+            for i, block in enumerate(original(header, entries)):
                 yield block
-                if number == (0 if FAULT["point"] == "header written" else len(entries) // 2):
-                    count()
+                if i == last:
+                    crash()
 
-        shards._blocks = dying
+        storage._blocks = blocks
 
 
-def crash_in_manifest(manifest) -> None:
+def inject_crash_in_manifest(manifest) -> None:
     crash_before_or_after(manifest, {"before the manifest": (before, "write"), "manifest written": (after, "write")})
     if FAULT["point"] == "half of the manifest":
-        count = Count(die)
+        crash = AtSave(die)
 
-        def half(path, content):
+        def write_half(path, content):
             if path.name == manifest.NAME:
                 path.write_bytes(content[: len(content) // 2])
-                count()
+                crash()
 
-        before(manifest, "write_file", half)
-
-
-def kind_slow_save(checkpoint) -> None:
-    """The commit takes its time."""
-    before(checkpoint, "_commit", lambda *given: time.sleep(FAULT["seconds"]))
+        before(manifest, "write_file", write_half)
 
 
-def kind_write_error(shards) -> None:
-    """Writing a shard fails `times` times from a save on."""
-    write = shards.write_safetensors
+def inject_slow_commits(commit) -> None:
+    before(commit, "_commit", lambda *args: time.sleep(FAULT["seconds"]))
+
+
+def inject_write_errors(storage) -> None:
+    """Fail FAULT["times"] writes of a shard, from the FAULT["save"]-th one on."""
     calls = [0]
 
-    def failing(path, entries, metadata):
+    def fail(path, *args):
         calls[0] += 1
         first = FAULT.get("save", 1)
-        if here() and first <= calls[0] < first + FAULT["times"]:
+        if is_on_this_rank() and first <= calls[0] < first + FAULT["times"]:
             number = getattr(errno, FAULT["error"])
             raise OSError(number, os.strerror(number), str(path))
-        return write(path, entries, metadata)
 
-    shards.write_safetensors = failing
+    before(storage, "write_safetensors", fail)
 
 
 KINDS = {
-    "raise": {"trainer.trainer": kind_raise},
-    "stop": {"trainer.trainer": kind_stop},
-    "stop_at_end": {"trainer.runtime.distributed": kind_stop_at_end},
-    "memory": {"trainer.trainer": kind_memory},
-    "desync": {"trainer.trainer": kind_desync},
-    "slow": {"trainer.trainer": kind_slow},
-    "straggler": {"trainer.build": kind_straggler},
-    "gradient": {"trainer.trainer": kind_gradient},
-    "on_order": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), kind_on_order),
+    "raise": {"trainer.trainer": inject_exception},
+    "hang": {"trainer.trainer": inject_hang},
+    "hang_at_end": {"trainer.runtime.distributed": inject_hang_at_end},
+    "memory": {"trainer.trainer": inject_out_of_memory},
+    "desync": {"trainer.trainer": inject_desync},
+    "slow": {"trainer.trainer": inject_slow_steps},
+    "straggler": {"trainer.build": inject_straggler},
+    "gradient": {"trainer.trainer": inject_bad_gradients},
+    "on_request": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), inject_on_request),
     "crash": {
-        "trainer.checkpoint.commit": crash_in_checkpoint,
-        "trainer.checkpoint.storage": crash_in_shards,
-        "trainer.checkpoint.manifest": crash_in_manifest,
+        "trainer.checkpoint.commit": inject_crash_in_commit,
+        "trainer.checkpoint.storage": inject_crash_in_storage,
+        "trainer.checkpoint.manifest": inject_crash_in_manifest,
     },
-    "slow_save": {"trainer.checkpoint.commit": kind_slow_save},
-    "write_error": {"trainer.checkpoint.storage": kind_write_error},
+    "slow_save": {"trainer.checkpoint.commit": inject_slow_commits},
+    "write_error": {"trainer.checkpoint.storage": inject_write_errors},
 }
+"""Kind -> module -> function that patches it."""
 
 
-class Injector(importlib.abc.MetaPathFinder):
-    def __init__(self, changes):
-        self.changes = changes
+class PatchOnImport(importlib.abc.MetaPathFinder):
+    def __init__(self, patches):
+        self.patches = patches
 
     def find_spec(self, name, path, target=None):
-        change = self.changes.pop(name, None)
-        if change is None:
+        patch = self.patches.pop(name, None)
+        if patch is None:
             return None
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
-        def load_and_change(module):
+        def load_and_patch(module):
             load(module)
-            change(module)
+            patch(module)
 
-        spec.loader.exec_module = load_and_change
+        spec.loader.exec_module = load_and_patch
         return spec
 
 
 if FAULT:
-    sys.meta_path.insert(0, Injector(dict(KINDS[FAULT["kind"]])))
+    sys.meta_path.insert(0, PatchOnImport(dict(KINDS[FAULT["kind"]])))

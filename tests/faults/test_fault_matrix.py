@@ -1,4 +1,4 @@
-"""The short form of tests/faults/fault_matrix.py: one trial of the rows that no other test has, on real runs."""
+"""The short version of tests/faults/fault_matrix.py: one trial, on real runs, of the cases that no other test covers."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults import fault_matrix
 from tests.faults.cases import CASES
-from tests.faults.fault_matrix import trial
+from tests.faults.fault_matrix import run_trial
 from tests.faults.harness import Failed, FaultHarness, SeededRandom
 from tests.faults.saves import POINTS, crash
 
@@ -16,34 +16,34 @@ def harness(tmp_path_factory):
     return FaultHarness(tmp_path_factory.mktemp("harness"))
 
 
-@pytest.mark.parametrize(("row", "number"), [(1, 0), (4, 0), (9, 0), (9, 2), (19, 0), (25, 0)])
-def test_one_trial(harness, row, number):
-    assert trial(harness, row, number=999 + number, seed=0) == ("", "")
+@pytest.mark.parametrize(("case", "trial"), [(1, 0), (4, 0), (9, 0), (9, 2), (19, 0), (25, 0)])
+def test_one_trial_passes(harness, case, trial):
+    assert run_trial(harness, case, trial=999 + trial, seed=0) == ("", "")
 
 
 @pytest.mark.parametrize(("point", "mode"), [(POINTS[4], "off"), (POINTS[8], "thread"), (POINTS[10], "process")])
-def test_killed_in_a_save(harness, point, mode):
+def test_a_run_killed_during_a_save_is_resumed_without_a_difference(harness, point, mode):
     crash(harness, point, mode, 2, SeededRandom(0, 15, 0))
 
 
-def test_a_difference_of_one_bit_is_noticed(harness):
+def test_runs_that_differ_are_reported(harness):
     """The comparison itself: a run with another seed is not the same."""
-    more = ["--training.steps", "10"]
-    assert harness.run(harness.fresh("other"), 1, [*more, "--run.seed", "1"]).wait().code == 0
-    with pytest.raises(Failed, match="other content than undisturbed"):
-        harness.assert_same_final_state("other", 1, more)
+    flags = ["--training.steps", "10"]
+    assert harness.run(harness.fresh("other"), 1, [*flags, "--run.seed", "1"]).wait().code == 0
+    with pytest.raises(Failed, match="content differs from the reference run"):
+        harness.assert_same_final_state("other", 1, flags)
 
 
-def test_results_add_up_and_failures_show(tmp_path, capsys, monkeypatch):
-    results = tmp_path / "r.jsonl"
-    problems = iter([("", ""), ("lost", ""), ("", "as told")])
-    monkeypatch.setattr(fault_matrix, "trial", lambda *given: next(problems))
-    fault_matrix.run_case(None, 5, 2, 0, results)
-    fault_matrix.run_case(None, 5, 1, 0, results)
-    assert [json.loads(line)["trial"] for line in results.read_text().splitlines()] == [0, 1, 2]
+def test_results_accumulate_and_failures_are_reported(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "results.jsonl"
+    outcomes = iter([("", ""), ("lost", ""), ("", "3 faults")])
+    monkeypatch.setattr(fault_matrix, "run_trial", lambda *args: next(outcomes))
+    fault_matrix.run_case(None, 5, 2, 0, path)
+    fault_matrix.run_case(None, 5, 1, 0, path)
+    assert [json.loads(line)["trial"] for line in path.read_text().splitlines()] == [0, 1, 2]
     capsys.readouterr()
-    assert not fault_matrix.show(results)
+    assert not fault_matrix.report(path)
     out = capsys.readouterr().out
     assert f"  5        2 of 3  {CASES[5][0]}" in out
     assert "trial 1, seed 0: lost" in out
-    assert "trial 2, seed 0: as told" in out
+    assert "trial 2, seed 0: 3 faults" in out
