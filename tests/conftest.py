@@ -12,19 +12,19 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[[int], LocalRanks]:
-    """ranks(n).run(function, ...): on n gloo ranks."""
+    """ranks(n).run(function, ...) calls a function on n gloo ranks and returns their results."""
     return LocalRanks
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder of small texts."""
+    """A folder of 200 short text files."""
     return write_corpus(tmp_path_factory.mktemp("corpus"), 200)
 
 
 @pytest.fixture(scope="session")
 def tiny(corpus, tmp_path_factory) -> list[str]:
-    """Arguments of a run that takes a second: two layers, 32 tokens, a global batch of 16."""
+    """Command-line arguments of a run that takes a second: two layers, sequences of 32 tokens, a global batch of 16."""
     folder = tmp_path_factory.mktemp("tiny")
     settings = {"steps": 4, "interval_steps": 0, "global_batch_size": 16, "stores": folder / "stores"}
     (folder / "tiny.toml").write_text(CONFIG.format(corpus=corpus, **settings))
@@ -33,7 +33,7 @@ def tiny(corpus, tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def hf_model(tmp_path_factory) -> Path:
-    """A model that transformers made and wrote."""
+    """A folder with a small Llama model, saved by transformers in several files."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,

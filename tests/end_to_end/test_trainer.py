@@ -1,4 +1,4 @@
-"""Whole runs: the same on any number of ranks, after any stop."""
+"""Complete runs: identical on any number of ranks and after any interruption."""
 
 import base64
 import shutil
@@ -25,68 +25,68 @@ from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags
 from trainer.testing.ranks import RankError
 
 
-def run(ranks, size, argv, folder, *more):
-    return ranks(size).run(train, [*argv, "--run.output_folder", str(folder.parent), "--run.name", folder.name, *more])
+def run(ranks, size, argv, folder, *extra):
+    return ranks(size).run(train, [*argv, "--run.output_folder", str(folder.parent), "--run.name", folder.name, *extra])
 
 
-def assert_same_run(one, other):
-    """The same losses and gradient norms, but for rounding in fp32."""
+def assert_same_run(reference, other):
+    """Losses and gradient norms are equal up to rounding in fp32."""
     for key, limit in (("loss", 5e-6), ("grad_norm", 1e-4)):
-        assert largest_deviation(records(one), records(other), key) < limit
+        assert largest_deviation(records(reference), records(other), key) < limit
 
 
 DEEP = ["--model.overrides.n_layers", "8"]
-"""For four ranks with two stages each."""
+"""Blocks for four ranks with two pipeline stages each."""
 
 
-def shape_of(text):
-    """Flags, and the number of ranks, of a layout as scripts/parity.py writes it; with the model that it needs, and as few
-    microbatches as make it accumulate."""
+def ranks_and_flags(text):
+    """Return the number of ranks and the flags of a layout as scripts/parity.py writes it, with the model that it needs and the
+    smallest number of microbatches that accumulates gradients."""
     layout = Layout.parse(text)
     config = load_config([*DEEP, *flags(layout.settings), "--training.global_batch_size", "16"])
     batch, _ = batch_settings(config, factor=1 if "pp=" in text else 2)
     return num_ranks(config.parallel), [*(DEEP if "pp=" in text else []), *flags(layout.settings | batch)]
 
 
-def run_as(ranks, argv, folder, text, more):
-    """A run of the deep model in that layout."""
-    size, of_layout = shape_of(text)
-    run(ranks, size, argv, folder, *more, *(of_layout if "pp=" in text else [*DEEP, *of_layout]))
+def run_in_layout(ranks, argv, folder, text, extra):
+    """Run the deep model in a layout."""
+    size, layout_flags = ranks_and_flags(text)
+    run(ranks, size, argv, folder, *extra, *(layout_flags if "pp=" in text else [*DEEP, *layout_flags]))
 
 
 @pytest.fixture(scope="module")
 def on_one_rank(ranks, tiny, tmp_path_factory):
-    """The records of one rank without any parallelism, for settings that change what is computed."""
-    folder, known = tmp_path_factory.mktemp("one"), {}
+    """Return the folder of a run on one rank without parallelism, for settings that affect the results."""
+    folder, folders = tmp_path_factory.mktemp("one"), {}
 
-    def run_once(*more):
-        if more not in known:
-            run(ranks, 1, tiny, folder / str(len(known)), "--training.local_batch_size", "16", *more)
-            known[more] = folder / str(len(known))
-        return known[more]
+    def run_once(*extra):
+        if extra not in folders:
+            run(ranks, 1, tiny, folder / str(len(folders)), "--training.local_batch_size", "16", *extra)
+            folders[extra] = folder / str(len(folders))
+        return folders[extra]
 
     return run_once
 
 
-def runs_here(text):
-    """Schedules that take the backward apart need a new torch."""
+def layout_param(text):
+    """Return the parameter of a test; schedules that split the backward pass need torch 2.13."""
     old = torch.__version__ < (2, 13) and any(name in text for name in ("ZeroBubble", "DualPipeV"))
     return pytest.param(text, marks=pytest.mark.skip("needs torch 2.13")) if old else text
 
 
-@pytest.mark.parametrize("text", [runs_here(text) for text in PARITY_MATRIX if "compile" not in text])
-def test_every_layout_gives_the_run_of_one_rank(ranks, tiny, tmp_path, on_one_rank, text):
+@pytest.mark.parametrize("text", [layout_param(text) for text in PARITY_MATRIX if "compile" not in text])
+def test_every_layout_has_the_losses_of_one_rank(ranks, tiny, tmp_path, on_one_rank, text):
     assert_like_one_rank(ranks, tiny, tmp_path / "run", on_one_rank, text)
 
 
-def test_compiled_too(ranks, tiny, tmp_path, on_one_rank):
+def test_a_compiled_layout_has_the_losses_of_one_rank(ranks, tiny, tmp_path, on_one_rank):
     text = "tp=2 compile.enabled=true activation_checkpoint.mode=selective"
     assert_like_one_rank(ranks, tiny, tmp_path / "run", on_one_rank, text)
 
 
 def assert_like_one_rank(ranks, tiny, folder, on_one_rank, text):
-    size, more = shape_of(text)
-    run(ranks, size, tiny, folder, *more)
+    size, extra = ranks_and_flags(text)
+    run(ranks, size, tiny, folder, *extra)
     deep = DEEP if "pp=" in text else []
     reference = records(on_one_rank(*deep, *flags(Layout.parse(text).single_rank_settings)))
     deviation = Deviation.between(reference, records(folder))
@@ -108,7 +108,7 @@ def test_a_different_seed_gives_different_losses(ranks, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_two_runs_are_bit_identical(ranks, tiny, tmp_path, size):
+def test_two_runs_are_bitwise_identical(ranks, tiny, tmp_path, size):
     first = run(ranks, size, tiny, tmp_path / "a")
     second = run(ranks, size, tiny, tmp_path / "b")
     assert first[0].weights == second[0].weights
@@ -123,37 +123,37 @@ def test_bf16_computes_in_bf16_on_one_rank_and_stays_near_fp32(ranks, tiny, tmp_
     assert largest_deviation(records(tmp_path / "bf16"), records(tmp_path / "bf16_2"), "loss") < 1e-2
 
 
-def stop_after(folder, step):
-    """What a run that was killed after this checkpoint leaves behind."""
+def kill_after(folder, step):
+    """Delete newer checkpoints than that of a step, as if the run had been killed after it."""
     for checkpoint in (folder / "checkpoints").iterdir():
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
 
 
 @pytest.mark.parametrize("mode", ["off", "thread", "process"])
-def test_a_stopped_and_resumed_run_ends_bit_identical(ranks, tiny, tmp_path, mode):
-    """Parameters, moments, and what is known of the steps before; random state; losses."""
-    more = ["--training.steps", "6", "--checkpoint.interval_steps", "3", "--checkpoint.async_mode", mode]
-    whole = run(ranks, 2, tiny, tmp_path / "run", *more)
+def test_a_stopped_and_resumed_run_ends_bitwise_identical(ranks, tiny, tmp_path, mode):
+    """Parameters, moments, the guard's state, random states and losses are equal."""
+    extra = ["--training.steps", "6", "--checkpoint.interval_steps", "3", "--checkpoint.async_mode", mode]
+    uninterrupted = run(ranks, 2, tiny, tmp_path / "run", *extra)
     before = records(tmp_path / "run")
-    stop_after(tmp_path / "run", 3)
-    resumed = run(ranks, 2, tiny, tmp_path / "run", *more)
+    kill_after(tmp_path / "run", 3)
+    resumed = run(ranks, 2, tiny, tmp_path / "run", *extra)
     assert [len(r.microbatches) for r in resumed] == [3, 3]
-    assert resumed[0].weights == whole[0].weights
-    assert [r.random for r in resumed] == [r.random for r in whole]
+    assert resumed[0].weights == uninterrupted[0].weights
+    assert [r.random for r in resumed] == [r.random for r in uninterrupted]
     assert resumed[0].random != resumed[1].random
     assert [r["loss"] for r in records(tmp_path / "run")] == [r["loss"] for r in before]
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_resume_on_another_world_size_sees_the_same_batches(ranks, tiny, tmp_path, size):
-    more = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
-    whole = run(ranks, 2, tiny, tmp_path / "run", *more)
+    extra = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
+    uninterrupted = run(ranks, 2, tiny, tmp_path / "run", *extra)
     before = records(tmp_path / "run")
-    stop_after(tmp_path / "run", 3)
-    resumed = run(ranks, size, tiny, tmp_path / "run", *more)
+    kill_after(tmp_path / "run", 3)
+    resumed = run(ranks, size, tiny, tmp_path / "run", *extra)
     for step in range(3):
-        assert microbatches_of_step(resumed, step) == microbatches_of_step(whole, 3 + step)
+        assert microbatches_of_step(resumed, step) == microbatches_of_step(uninterrupted, 3 + step)
     assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
 
 
@@ -166,11 +166,11 @@ def test_resume_on_another_world_size_sees_the_same_batches(ranks, tiny, tmp_pat
     ],
 )
 def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path, saved_by, loaded_by):
-    more = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
-    run_as(ranks, tiny, tmp_path / "run", saved_by, more)
+    extra = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
+    run_in_layout(ranks, tiny, tmp_path / "run", saved_by, extra)
     before = records(tmp_path / "run")
-    stop_after(tmp_path / "run", 3)
-    run_as(ranks, tiny, tmp_path / "run", loaded_by, more)
+    kill_after(tmp_path / "run", 3)
+    run_in_layout(ranks, tiny, tmp_path / "run", loaded_by, extra)
     assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
 
 
@@ -178,78 +178,67 @@ def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path
     "text", ["tp=2", "cp=2", "pp=2", "pp=2 pipeline_schedule=ZBVZeroBubble", "dp_shard=2 tp=2 pp=2"]
 )
 def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_rank, text):
-    more = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
-    run_as(ranks, tiny, tmp_path / "run", text, more)
-    one, other = records(on_one_rank(*DEEP, *more), "eval"), records(tmp_path / "run", "eval")
+    extra = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
+    run_in_layout(ranks, tiny, tmp_path / "run", text, extra)
+    one, other = records(on_one_rank(*DEEP, *extra), "eval"), records(tmp_path / "run", "eval")
     assert [(r["step"], r["num_targets"]) for r in other] == [(2, 11 * 32), (4, 11 * 32)]
     assert largest_deviation(one, other, "loss") < 5e-6
 
 
-ANY = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_replicate=2 dp_shard=2", "cp=2"]
+LAYOUTS = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_replicate=2 dp_shard=2", "cp=2"]
 
 
-def content(argv):
-    """On a rank: hash of every tensor that it has after resuming, as a whole tensor."""
+def resumed_hashes(argv):
+    """Return the hash of each full tensor of this rank after resuming, by name."""
     return {name: hash_of({name: tensor}) for name, tensor in trainer_from(argv).engine.tensors().items()}
 
 
 @pytest.fixture(scope="module")
-def saved_by_any(ranks, tiny, tmp_path_factory):
-    """For each layout, a run's folder, stopped after two of four steps."""
-    folder = tmp_path_factory.mktemp("any")
-    for number, text in enumerate(ANY):
-        run_as(ranks, tiny, folder / str(number), text, ["--training.steps", "2"])
+def saved_in_every_layout(ranks, tiny, tmp_path_factory):
+    """A folder with one run per layout, saved after two steps."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for i, text in enumerate(LAYOUTS):
+        run_in_layout(ranks, tiny, folder / str(i), text, ["--training.steps", "2"])
     return folder
 
 
-@pytest.mark.parametrize("loaded_by", ANY)
-def test_any_layout_loads_exactly_what_any_other_saved(ranks, tiny, saved_by_any, loaded_by):
-    for number in range(len(ANY)):
-        size, of_layout = shape_of(loaded_by)
-        argv = [*tiny, *(of_layout if "pp=" in loaded_by else [*DEEP, *of_layout]), "--training.steps", "4"]
-        argv += ["--run.output_folder", str(saved_by_any), "--run.name", str(number)]
+@pytest.mark.parametrize("loaded_by", LAYOUTS)
+def test_any_layout_loads_exactly_what_any_other_saved(ranks, tiny, saved_in_every_layout, loaded_by):
+    for i in range(len(LAYOUTS)):
+        size, layout_flags = ranks_and_flags(loaded_by)
+        argv = [*tiny, *(layout_flags if "pp=" in loaded_by else [*DEEP, *layout_flags]), "--training.steps", "4"]
+        argv += ["--run.output_folder", str(saved_in_every_layout), "--run.name", str(i)]
         found = {}
-        for of_rank in ranks(size).run(content, argv):
-            found |= of_rank
-        path = saved_by_any / str(number) / "checkpoints" / "step-00000002"
+        for hashes in ranks(size).run(resumed_hashes, argv):
+            found |= hashes
+        path = saved_in_every_layout / str(i) / "checkpoints" / "step-00000002"
         index = read_index(path)
         expected = {
             name: hash_of({name: read_tensor(path, name, index[name])}) for name in index if not name.startswith("rng/")
         }
         assert len(expected) > 200
-        assert found == expected, ANY[number]
+        assert found == expected, LAYOUTS[i]
 
 
 def test_a_run_can_be_extended(ranks, tiny, tmp_path):
-    more = ["--lr_schedule.name", "warmup_stable_decay", "--lr_schedule.decay_steps", "1"]
-    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "3", *more)
-    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "5", *more)
+    extra = ["--lr_schedule.name", "warmup_stable_decay", "--lr_schedule.decay_steps", "1"]
+    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "3", *extra)
+    run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "5", *extra)
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-def test_what_has_changed_since_the_checkpoint_is_told(ranks, tiny, tmp_path):
+def test_settings_changed_since_the_checkpoint_are_logged(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run")
-    told = ranks(1).run(
-        told_by_train,
-        [
-            *tiny,
-            "--run.output_folder",
-            str(tmp_path),
-            "--run.name",
-            "run",
-            "--training.steps",
-            "6",
-            "--optimizer.lr",
-            "2e-3",
-        ],
-    )
-    assert [line for line in told[0] if line.startswith("setting changed since the checkpoint: ")] == [
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]
+    argv += ["--training.steps", "6", "--optimizer.lr", "2e-3"]
+    (lines,) = ranks(1).run(lines_logged_by_train, argv)
+    assert [line for line in lines if line.startswith("setting changed since the checkpoint: ")] == [
         "setting changed since the checkpoint: training.steps 4 -> 6",
         "setting changed since the checkpoint: optimizer.lr 0.0003 -> 0.002",
     ]
 
 
-def told_by_train(argv):
+def lines_logged_by_train(argv):
     lines = []
     original, logging.info = logging.info, lines.append
     try:
@@ -259,7 +248,7 @@ def told_by_train(argv):
     return lines
 
 
-def test_resuming_with_another_meaning_is_refused_with_every_difference(ranks, tiny, tmp_path):
+def test_resume_with_settings_that_are_fixed_is_refused_with_every_difference(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000004"
     with pytest.raises(RankError) as error:
@@ -270,26 +259,26 @@ def test_resuming_with_another_meaning_is_refused_with_every_difference(ranks, t
     )
 
 
-def test_resuming_with_another_tokenizer_or_other_data_is_refused(ranks, tiny, corpus, tmp_path):
-    own, ranks_file = tmp_path / "corpus", tmp_path / "own.tiktoken"
-    shutil.copytree(corpus, own)
+def test_resume_with_another_tokenizer_or_other_data_is_refused(ranks, tiny, corpus, tmp_path):
+    copy, ranks_file = tmp_path / "corpus", tmp_path / "copy.tiktoken"
+    shutil.copytree(corpus, copy)
     ranks_file.write_bytes(DEFAULT_FILE.read_bytes())
-    (tmp_path / "own.toml").write_text(Path(tiny[1]).read_text().replace(str(corpus), str(own)))
-    more = ["--tokenizer.backend", "tiktoken", "--tokenizer.path", str(ranks_file), "--training.steps"]
-    argv = ["--config", str(tmp_path / "own.toml")]
-    run(ranks, 1, argv, tmp_path / "run", *more, "2")
-    (own / "new.txt").write_text("one more document\n")
+    (tmp_path / "copy.toml").write_text(Path(tiny[1]).read_text().replace(str(corpus), str(copy)))
+    extra = ["--tokenizer.backend", "tiktoken", "--tokenizer.path", str(ranks_file), "--training.steps"]
+    argv = ["--config", str(tmp_path / "copy.toml")]
+    run(ranks, 1, argv, tmp_path / "run", *extra, "2")
+    (copy / "new.txt").write_text("one extra document\n")
     with pytest.raises(RankError, match=r"cannot resume from .*: data was \S+, is \S+; another --run\.name"):
-        run(ranks, 1, argv, tmp_path / "run", *more, "4")
-    (own / "new.txt").unlink()
+        run(ranks, 1, argv, tmp_path / "run", *extra, "4")
+    (copy / "new.txt").unlink()
     *lines, last = ranks_file.read_bytes().splitlines()
     changed = base64.b64encode(b"@@@@@") + b" " + last.split()[1]
     ranks_file.write_bytes(b"\n".join([*lines, changed]) + b"\n")
     with pytest.raises(RankError, match=r"cannot resume from .*: tokenizer was \S+, is \S+; another --run\.name"):
-        run(ranks, 1, argv, tmp_path / "run", *more, "4")
+        run(ranks, 1, argv, tmp_path / "run", *extra, "4")
 
 
-def test_a_refused_resume_leaves_the_record_of_the_run_as_it_was(ranks, tiny, tmp_path):
+def test_a_refused_resume_does_not_change_the_files_of_the_run(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run")
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()}
     with pytest.raises(RankError, match="data was"):
@@ -297,12 +286,12 @@ def test_a_refused_resume_leaves_the_record_of_the_run_as_it_was(ranks, tiny, tm
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir() if p.is_file()} == before
 
 
-def test_evaluation_is_the_same_on_any_number_of_ranks_and_leaves_training_as_it_was(ranks, tiny, tmp_path):
-    # 11 held-out samples do not come out even on four ranks with microbatches of two.
-    more = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
+def test_evaluation_is_equal_on_any_number_of_ranks_and_does_not_affect_training(ranks, tiny, tmp_path):
+    # 11 held-out samples are not a multiple of four ranks with microbatches of two.
+    extra = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
     run(ranks, 1, tiny, tmp_path / "without")
     for size in (1, 4):
-        run(ranks, size, tiny, tmp_path / str(size), *more)
+        run(ranks, size, tiny, tmp_path / str(size), *extra)
     one, four = records(tmp_path / "1", "eval"), records(tmp_path / "4", "eval")
     assert [(r["step"], r["num_targets"]) for r in one] == [(2, 11 * 32), (4, 11 * 32)]
     assert [r["num_targets"] for r in four] == [11 * 32, 11 * 32]
@@ -310,7 +299,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks_and_leaves_training_as_it
     assert largest_deviation(records(tmp_path / "without"), records(tmp_path / "1"), "loss") == 0
 
 
-def test_the_first_recorded_rate_is_not_zero_and_the_last_is_the_lowest(ranks, tiny, tmp_path):
+def test_the_first_recorded_lr_is_not_zero_and_the_last_is_the_minimum(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run", "--optimizer.lr", "1e-3")
-    rates = [r["learning_rate"] for r in records(tmp_path / "run")]
-    assert rates == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
+    lrs = [r["learning_rate"] for r in records(tmp_path / "run")]
+    assert lrs == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])

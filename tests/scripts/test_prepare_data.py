@@ -15,8 +15,8 @@ from trainer.data.store.store import open_store
 from trainer.data.tokenizer.backends import load_tokenizer
 
 
-def call(script, *words) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, words)]
+def call(script, *args) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -53,19 +53,19 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
 def test_an_error_of_a_dataset_names_the_setting_that_selects_it(settings, tmp_path):
     (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
     evaluation = ["--evaluation.datasets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
-    ended = call("prepare_data.py", *settings, *evaluation)
-    assert ended.returncode == 2
-    line = ended.stderr.splitlines()[-1]
+    result = call("prepare_data.py", *settings, *evaluation)
+    assert result.returncode == 2
+    line = result.stderr.splitlines()[-1]
     assert line.startswith(f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: contains no readable document; ")
     (tmp_path / "nothing.txt").touch()
-    ended = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
-    assert (ended.returncode, ended.stderr.partition(": contains no readable document")[0]) == (
+    result = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
+    assert (result.returncode, result.stderr.partition(": contains no readable document")[0]) == (
         2,
         f"--data.path {tmp_path}/nothing.txt",
     )
     dataset = ["--data.datasets.mine", f"text:{tmp_path}/nothing.txt"]
-    ended = call("train_tokenizer.py", tmp_path / "x", *dataset)
-    assert (ended.returncode, ended.stderr.partition(": contains no readable document")[0]) == (2, " ".join(dataset))
+    result = call("train_tokenizer.py", tmp_path / "x", *dataset)
+    assert (result.returncode, result.stderr.partition(": contains no readable document")[0]) == (2, " ".join(dataset))
     assert not (tmp_path / "x").exists()
 
 
@@ -96,8 +96,8 @@ def test_shards_prepared_on_several_nodes_are_read_together(settings, tmp_path):
 
 @pytest.mark.parametrize("shard", ["0/4", "5/4", "4", "a/b"])
 def test_an_invalid_shard_is_one_line(shard):
-    ended = call("prepare_data.py", "--shard", shard)
-    assert (ended.returncode, ended.stderr) == (2, f"argument --shard: {shard}: expected I/N, from 1/N to N/N\n")
+    result = call("prepare_data.py", "--shard", shard)
+    assert (result.returncode, result.stderr) == (2, f"argument --shard: {shard}: expected I/N, from 1/N to N/N\n")
 
 
 def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
@@ -124,10 +124,10 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
 def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\1\0\2\0")
     for dataset in ("tokens", "prepared"):
-        ended = call(
+        result = call(
             "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )
-        assert (ended.returncode, ended.stderr) == (2, f"--data.path {tmp_path}/x.bin: contains no text to train on\n")
+        assert (result.returncode, result.stderr) == (2, f"--data.path {tmp_path}/x.bin: contains no text to train on\n")
 
 
 def test_worker_processes_do_not_import_torch():
