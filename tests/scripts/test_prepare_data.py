@@ -127,7 +127,10 @@ def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
         result = call(
             "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )
-        assert (result.returncode, result.stderr) == (2, f"--data.path {tmp_path}/x.bin: contains no text to train on\n")
+        assert (result.returncode, result.stderr) == (
+            2,
+            f"--data.path {tmp_path}/x.bin: contains no text to train on\n",
+        )
 
 
 def test_worker_processes_do_not_import_torch():

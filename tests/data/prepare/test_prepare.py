@@ -289,7 +289,7 @@ def test_the_file_shards_of_all_nodes_make_up_the_corpus(data, tmp_path):
 
 
 def test_a_store_of_another_tokenizer_is_not_reused(data, tmp_path):
-    """Row 35 of the fault matrix: the content of the tokenizer counts, not its path."""
+    """Case 35 of the fault matrix: the content of the tokenizer counts, not its path."""
     path = tmp_path / "t.tiktoken"
     path.write_bytes(DEFAULT_FILE.read_bytes())
     config = TokenizerConfig(backend="tiktoken", path=str(path))
