@@ -151,7 +151,8 @@ COMBINATIONS = {
         "--parallel.pipeline_stages_per_rank 1: LoopedBFS takes 2 or more"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true": (
-        "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights separately, which torch.compile cannot"
+        "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights separately, which "
+        "torch.compile cannot"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule DualPipeV --parallel.reshard_after_forward always": (
         "--parallel.reshard_after_forward always: must be default or never with DualPipeV"

@@ -18,7 +18,16 @@ from trainer.testing.ranks import RankError
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)
 WARM = Sampling(temperature=1.0)
-CHAT_DATA = "--data.dataset chat --data.packing best-fit --data.document_mask true --training.seq_len 128".split()
+CHAT_DATA = [
+    "--data.dataset",
+    "chat",
+    "--data.packing",
+    "best-fit",
+    "--data.document_mask",
+    "true",
+    "--training.seq_len",
+    "128",
+]
 
 
 @pytest.fixture(scope="module")

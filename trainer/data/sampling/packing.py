@@ -36,8 +36,8 @@ class PackedIndex:
 
 
 def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the starts and lengths of the spans of all documents, and the number of incomplete documents. A document of more than
-    seq_len positions gives several spans ("split"), only the first one ("truncate") or none ("drop")."""
+    """Return the starts and lengths of the spans of all documents, and the number of incomplete documents. A document of more
+    than seq_len positions gives several spans ("split"), only the first one ("truncate") or none ("drop")."""
     positions = np.diff(store.documents) - 1  # the last token is a label only
     if long_documents == "split":
         counts = -(-positions // seq_len)

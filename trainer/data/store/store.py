@@ -94,7 +94,7 @@ def store_digest(folder: Path) -> str:
 
 
 def open_store(folder: Path, split: str) -> TokenStore:
-    """Open one split. Raises ConfigError if the sizes of the files do not match store.json; `check_content` checks digests too."""
+    """Open one split. Raises ConfigError if file sizes do not match store.json; `check_content` checks digests too."""
     description = read_description(folder)
     try:
         members = [(Path(member["folder"]), member["digest"]) for member in description["members"]]

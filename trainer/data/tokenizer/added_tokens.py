@@ -33,7 +33,8 @@ class WithAddedTokens:
         first = self._base.vocab_size
         pieces = []
         for is_added, group in itertools.groupby(tokens, lambda token: token >= first):
-            pieces += [self._names[t - first] for t in group] if is_added else [self._base.decode(list(group))]
+            run = list(group)
+            pieces += [self._names[token - first] for token in run] if is_added else [self._base.decode(run)]
         return "".join(pieces)
 
     def text_bytes(self) -> np.ndarray:
