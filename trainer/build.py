@@ -1,4 +1,4 @@
-"""Construction of a run: every component of the Trainer, top to bottom."""
+"""Construction of a run: all components of the Trainer."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -33,8 +33,8 @@ from trainer.trainer import Trainer
 
 
 def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, point: ResumePoint | None) -> Trainer:
-    """Build the Trainer of a run in a started process group. point: checkpoint to resume from. Raise ConfigError for whatever
-    cannot be trained on or written to."""
+    """Build the Trainer of a run in a started process group. point: checkpoint to resume from. Raise ConfigError if the
+    data, the model or the run folder cannot be used."""
     training = config.training
     folder = run_folder(config)
     create_run_folder(folder)
@@ -129,7 +129,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
 def _check_resources(
     config: Config, resolved: ResolvedRun, device: torch.device, model_parts: Iterable[nn.Module], step: int
 ) -> None:
-    """Raise ConfigError if host, device or disk cannot hold what the run needs. model_parts: on the meta device."""
+    """Raise ConfigError if host, device or disk cannot hold what the run needs. model_parts: stages on the meta device."""
     parameters = [parameter for part in model_parts for parameter in part.parameters()]
     check_memory(parameters, config.training, config.optimizer, config.parallel, device)
     num_bytes = resolved.num_parameters * state_bytes(config.training, config.optimizer)

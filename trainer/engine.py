@@ -1,4 +1,4 @@
-"""The model, the step and the optimizer of one rank, and one optimizer step with them."""
+"""The Engine of one rank: its model, its optimizer, and the execution of one optimizer step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ from trainer.runtime.device import DTYPES
 
 @dataclass(frozen=True)
 class StepResult:
-    """Global values, identical on every rank."""
+    """Results of one step over all ranks, identical on every rank."""
 
     loss: Tensor
     grad_norm: Tensor
     num_targets: Tensor
     outcome: Tensor
-    """Decision of StabilityGuard, for StepMonitor."""
+    """Result of StabilityGuard, which StepMonitor reads later."""
 
 
 def build_model_parts(
@@ -59,7 +59,7 @@ def build_model_parts(
 
 
 class Engine:
-    """One rank's training without data, files and logging. The Trainer and the planner run the same Engine."""
+    """Training on one rank, without data, files and logging. The Trainer and the planner run the same Engine."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Engine:
         model_parts: dict[Stage, nn.Module],
         loaded: set[str],
     ):
-        """model_parts: by build_model_parts; allocated and initialized here. loaded: parameters whose values are loaded
-        afterwards, and therefore not drawn."""
+        """model_parts: result of build_model_parts, allocated and initialized here. loaded: names of the parameters whose values
+        are loaded afterwards, so that they need no random initialization."""
         self.config = config
         self.device = device
         self.meshes = meshes
@@ -125,7 +125,7 @@ class Engine:
         return StepResult(loss, grad_norm, num_targets, outcome)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint holds, by their names in it."""
+        """Return the tensors that a checkpoint contains, by their names in the checkpoint. They are not copied."""
         tensors = {f"model/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

@@ -18,18 +18,18 @@ from trainer.state import is_due
 from trainer.system import logging
 
 _CHUNK_SAMPLES = 256
-"""Samples whose targets are counted at once."""
+"""Number of samples whose targets are counted at once."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     loss: float
-    """Mean over all targets, in nats."""
+    """Mean loss over all target tokens, in nats."""
     unigram_entropy: float
-    """Entropy of the targets' frequencies, in nats."""
+    """Entropy of the target tokens' frequencies, in nats."""
     num_targets: int
     bits_per_byte: float | None
-    """Loss per byte of the targets' text, which does not depend on the tokenizer; None if the targets have no text."""
+    """Loss in bits per byte of the targets' text, comparable between tokenizers; None if the targets have no text."""
 
     @property
     def perplexity(self) -> float:
@@ -42,10 +42,10 @@ class Evaluation:
 
 
 class EvalSet:
-    """Evaluation dataset: samples that are not trained on."""
+    """Evaluation dataset, whose samples are not trained on."""
 
     def __init__(self, name: str, samples: Samples, max_samples: int, text_bytes: np.ndarray):
-        """text_bytes: (vocabulary,), length of each token's text. Raise ConfigError if the documents do not fill one sample."""
+        """text_bytes: number of bytes of each token's text, shape (vocab_size,). Raise ConfigError for less than one sample."""
         self.name = name
         self.samples = samples
         self.num_samples = min(len(samples), max_samples or len(samples))
@@ -59,7 +59,7 @@ class EvalSet:
 
     @functools.cached_property
     def target_counts(self) -> np.ndarray:
-        """Count how often each token is a target. (vocabulary,)"""
+        """Return how often each token is a target, shape (vocab_size,)."""
         counts = np.zeros(len(self.text_bytes), np.int64)
         for first in range(0, self.num_samples, _CHUNK_SAMPLES):
             labels = self.samples.batch(np.arange(first, min(first + _CHUNK_SAMPLES, self.num_samples))).labels.numpy()
@@ -87,7 +87,7 @@ class Evaluator:
         *,
         steps: int,
     ):
-        """step: of training, whose `evaluate` is used. steps: of the complete run."""
+        """step: the training Step, whose `evaluate` is used. steps: number of steps of the complete run."""
         self.config = config
         self.datasets = datasets
         self.step = step
@@ -99,7 +99,7 @@ class Evaluator:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
 
     def run(self, dataset: EvalSet) -> Evaluation:
-        """Evaluate on one dataset, on all ranks together; the result is the same on each."""
+        """Evaluate on one dataset, collectively. All ranks return the same result."""
         batches = map(self.to_device, evaluation_batches(dataset.samples, dataset.num_samples, self.partition))
         sums = [self.step.evaluate(group) for group in _groups(batches, self.partition.grad_accum)]
         loss_sum = torch.stack([loss for loss, _ in sums]).double().sum().item()
@@ -121,7 +121,7 @@ class Evaluator:
 def build_eval_sets(
     sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
 ) -> list[EvalSet]:
-    """Return the evaluation datasets of a run, none if it does not evaluate. Raise ConfigError."""
+    """Return the evaluation datasets of a run, or [] if the run does not evaluate. Raise ConfigError."""
     if not config.interval_steps:
         return []
     if config.keep_best_on and config.keep_best_on not in sets:

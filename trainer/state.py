@@ -7,23 +7,23 @@ from typing import Any, get_origin, get_type_hints
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Content of train_state.json: the progress of a run, and what a run that resumes it must have in common."""
+    """Content of train_state.json: the progress of a run, and the values that a resumed run must not change."""
 
     step: int = 0
-    """Completed optimizer steps, including skipped ones."""
+    """Number of completed optimizer steps, including skipped steps."""
     cursor: int = 0
-    """Samples consumed: position in the sample order without `skipped_samples`."""
+    """Number of consumed samples: the position in the sample order, not counting `skipped_samples`."""
     tokens_seen: int = 0
     rollbacks: int = 0
     skipped_samples: list[tuple[int, int]] = field(default_factory=list)
     """Half-open ranges of the sample order that rollbacks skipped, sorted and disjoint."""
     best: list[Any] = field(default_factory=list)
-    """State of BestTracker."""
+    """State of BestTracker, which tracks the checkpoint with the lowest evaluation loss."""
     mixture: list[list[int]] = field(default_factory=list)
-    """Start and quotas of each phase of the mixture."""
+    """Start and quotas of each phase of the mixture, as MixturePhase defines them."""
     world_size: int = 1
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """Settings and data that a resumed run must have in common, by the names that users know."""
+    """Values of the settings and data that a resumed run must not change, by the names that users know."""
     rng: list[str] = field(default_factory=list)
     """Names of the random generators whose states each rank saved."""
 
@@ -34,7 +34,7 @@ class TrainState:
         self.tokens_seen += samples * seq_len
 
     def skip(self, start: int, stop: int) -> None:
-        """Add a half-open range to the skipped samples; ranges that touch are merged."""
+        """Add a half-open range to the skipped samples. Adjacent ranges are merged."""
         merged: list[tuple[int, int]] = []
         for first, end in sorted([*self.skipped_samples, (start, stop)]):
             if merged and first <= merged[-1][1]:
@@ -44,7 +44,7 @@ class TrainState:
         self.skipped_samples = merged
 
     def resume_from(self, saved: "TrainState") -> None:
-        """Take over the progress of a checkpoint."""
+        """Replace the progress by that of a checkpoint."""
         self.step, self.cursor, self.tokens_seen = saved.step, saved.cursor, saved.tokens_seen
         self.rollbacks, self.skipped_samples = saved.rollbacks, list(saved.skipped_samples)
 
@@ -66,5 +66,5 @@ class TrainState:
 
 
 def is_due(step: int, interval: int, last_step: int) -> bool:
-    """Whether something is due after a step: at multiples of the interval (0: none) and after the last step."""
+    """Whether an action is due after a step: if the step is a multiple of the interval (0: never), or the last step."""
     return step == last_step or (interval > 0 and step % interval == 0)

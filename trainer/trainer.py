@@ -24,7 +24,7 @@ from trainer.system import logging
 
 
 class Trainer:
-    """One run, whose components `build_trainer` constructs. The Trainer orders them."""
+    """The training loop of one run. `build_trainer` constructs its components."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Trainer:
         self.watchdog = watchdog
 
     def train(self, stop: StopRequest | None = None) -> None:
-        """Train up to training.steps, or until some rank is asked to stop. Raise TrainingDiverged or SaveFailed."""
+        """Train until training.steps are completed or any rank is asked to stop. Raise TrainingDiverged or SaveFailed."""
         batches = self._start(self.state)
         stopped = False
         try:
@@ -69,7 +69,7 @@ class Trainer:
             self._wait_for_saves()
         except TrainingDiverged:
             try:
-                self._wait_for_saves()  # the save in flight is of a good step
+                self._wait_for_saves()  # the save in flight contains a good step
             except SaveFailed as failure:
                 logging.warning(str(failure))
             raise
@@ -92,7 +92,7 @@ class Trainer:
         return result
 
     def _after_step(self, result: StepResult, outcome: StepOutcome | None, last: bool) -> None:
-        """Log, evaluate and save what is due. outcome: of this step, if anything is due."""
+        """Log, evaluate and save if due after this step. outcome: this step's outcome, or None if nothing is due."""
         step = self.state.step
         if self.metrics.due(step):
             self.metrics.log_step(self.state, outcome, self._lr(step), int(result.num_targets.item()))
@@ -129,14 +129,14 @@ class Trainer:
         self.metrics.log_saves(saves)
 
     def roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
-        """Restore the latest checkpoint and skip the samples of the skipped steps. Return the batches from there on."""
+        """Restore the latest checkpoint and skip the samples of the skipped steps. Return the batches after those."""
         state = self.state
         self._wait_for_saves()
         with self.watchdog.paused():
             point = self.checkpoints.latest()
             if point is None:
                 raise TrainingDiverged(f"{outcome}; there is no checkpoint to roll back to")
-            # Samples before the checkpoint's cursor are already part of its state, or were skipped before.
+            # Samples before the checkpoint's cursor are part of its state or were skipped by an earlier rollback.
             skipped = outcome.consecutive_skips * self.config.training.global_batch_size
             first = max(outcome.cursor - skipped, point.state.cursor)
             start, stop = self.data.sample_range(state, first, outcome.cursor)

@@ -29,7 +29,7 @@ from trainer.system.process import detach_signals, in_child_of
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
-"""For collectives of the ranks' writers, which wait for the slowest disk."""
+"""Timeout of the collectives of the ranks' writers, which wait for the slowest disk."""
 
 
 class WriterDied(SaveFailed):
@@ -38,7 +38,7 @@ class WriterDied(SaveFailed):
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A finished save."""
+    """Result of a finished save, successful or not."""
 
     path: Path
     blocked_s: float
@@ -57,37 +57,37 @@ class PendingSave:
     path: Path
     blocked_s: float
     started: float
-    """perf_counter when the background write started."""
+    """Time at which the background write started, by perf_counter."""
     committed: "Future[float]"
-    """perf_counter at the commit, or SaveFailed."""
+    """Future with the time of the commit, by perf_counter, or with SaveFailed."""
 
 
 class Writer:
     """Base of the writers. Every call is collective, and one save runs at a time."""
 
     def start(self, request: SaveRequest, tensors: Tensors) -> "Future[float]":
-        """Start a save; the future holds perf_counter at the commit, or SaveFailed."""
+        """Start a save. Return a future with the time of the commit, by perf_counter, or with SaveFailed."""
         raise NotImplementedError
 
     def before_update(self) -> None:
-        """Wait until the tensors may change. Raises WriterDied."""
+        """Wait until the tensors may change, because they are copied or written. Raises WriterDied."""
 
     def close(self) -> None:
         """Stop the writer without waiting for a save in flight."""
 
 
 class AsyncCheckpointer:
-    """Saves with at most one save in flight. Each result, success or failure, is returned once by `poll` or `wait`."""
+    """Checkpointer with at most one save in flight. `poll` or `wait` returns each result, success or failure, once."""
 
     def __init__(self, config: CheckpointConfig, folder: Path, device: torch.device, tensors: Tensors):
-        """tensors: all tensors that will be saved; host memory for their copy is allocated here."""
+        """tensors: all tensors that will be saved. The host memory for copies of them is allocated here."""
         self.config = config
         self.folder = folder
         self.writer = WRITERS[config.async_mode](device, tensors)
         self.pending: PendingSave | None = None
         self.finished: list[SaveResult] = []
         self.waited_s = 0.0
-        """Seconds that training waited for the previous save since the last one started."""
+        """Seconds that training has waited for the save in flight. They count as blocked time of the next save."""
 
     def save(
         self,
@@ -100,7 +100,7 @@ class AsyncCheckpointer:
     ) -> None:
         """Wait for the previous save, then start to save a step, collectively.
 
-        keep_best: a step whose checkpoint is never deleted. keep_all: delete none.
+        keep_best: step of a checkpoint that is never deleted. keep_all: whether to delete no checkpoints.
         """
         self._await_pending()
         start = time.perf_counter() - self.waited_s
@@ -158,7 +158,7 @@ class AsyncCheckpointer:
 
 
 BufferLayout = dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
-"""Name -> offset in bytes, dtype, shape."""
+"""Tensor name -> offset in the buffer in bytes, dtype and shape of the tensor."""
 
 
 class Staging:
@@ -184,7 +184,7 @@ class Staging:
 
 
 def views(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
-    """Return the tensors of a byte buffer."""
+    """Return the tensors in a byte buffer as views of it, by name."""
     tensors = {}
     for name, (start, dtype, shape) in layout.items():
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -196,7 +196,7 @@ def views(buffer: Tensor, layout: BufferLayout) -> dict[str, Tensor]:
 
 
 class SyncWriter(Writer):
-    """Writes synchronously: training waits."""
+    """Writer for async_mode = off: training waits until the checkpoint is written."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
         self.group = dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -210,7 +210,7 @@ class SyncWriter(Writer):
 
 
 class StagedWriter(Writer):
-    """Base of the background writers: the host copy, and a thread that writes or waits for the writer process."""
+    """Base of the background writers. It owns the host copy and a thread that writes or waits for the writer process."""
 
     def __init__(self, device: torch.device, tensors: Tensors, allocate: Callable[[int], Tensor]):
         """allocate: returns a buffer of a number of bytes. Raises ConfigError if memory does not suffice."""
@@ -241,7 +241,7 @@ class StagedWriter(Writer):
 
 
 class ThreadWriter(StagedWriter):
-    """Writes in a thread, with a separate process group: its collectives must not interleave with those of training."""
+    """Writer in a thread. It uses a separate process group, so that its collectives do not interleave with training's."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
         super().__init__(device, tensors, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
@@ -252,10 +252,10 @@ class ThreadWriter(StagedWriter):
 
 
 class ProcessWriter(StagedWriter):
-    """Writes in a separate process that shares the copy's memory, so that writing does not hold the trainer's GIL.
+    """Writer in a separate process, which shares the memory of the host copy and does not hold the trainer's GIL.
 
-    torch's own writer process is not used: it is forked by a thread that ends, outlives a killed trainer until its commit, and
-    is never replaced.
+    torch's own writer process is not used, because it is forked by a thread that ends, because it outlives a killed trainer
+    until its commit, and because it is never replaced.
     """
 
     def __init__(self, device: torch.device, tensors: Tensors):
@@ -306,13 +306,13 @@ class ProcessWriter(StagedWriter):
 
 
 def _writer_store() -> tuple[dist.Store | None, tuple[str, int] | None]:
-    """Create a c10d store for the writers on rank 0, independent of the rendezvous of training; return it (None on the other
+    """Create a c10d store for the writers on rank 0, independent of training's rendezvous. Return the store (None on the other
     ranks) and its address."""
     if dist.get_world_size() == 1:
         return None, None
     store, port = None, None
     single_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == dist.get_world_size()
-    host = "localhost" if single_node else os.environ["MASTER_ADDR"]  # rank 0 was reachable there before
+    host = "localhost" if single_node else os.environ["MASTER_ADDR"]  # training has reached rank 0 at this address
     if dist.get_rank() == 0:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         port = store.port
@@ -330,7 +330,7 @@ def _serve(
     memory: tuple[str, int, BufferLayout],
     plan: SavePlan,
 ) -> None:
-    """Run the writer process. peers: rank, world size, address of the writers' store. memory: file of the copy, bytes, layout."""
+    """Run the writer process. peers: rank, world size, address of the writers' store. memory: file, size, layout of the copy."""
     detach_signals()
     rank, world_size, address = peers
     path, num_bytes, layout = memory
@@ -344,7 +344,7 @@ def _serve(
         while in_child_of(parent):
             connection.send(_attempt(connection.recv(), plan, contents, group))
     except (EOFError, OSError, dist.DistNetworkError, dist.DistStoreError):
-        pass  # this trainer or another rank has ended
+        pass  # this trainer process or another rank has ended
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise
@@ -357,7 +357,7 @@ def _attempt(
     try:
         commit.save(request, plan, contents, group)
     except SaveFailed as failure:
-        return SaveFailed(str(failure))  # without its cause, which may not unpickle in the trainer
+        return SaveFailed(str(failure))  # the cause is dropped: the trainer may be unable to unpickle it
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise

@@ -8,10 +8,10 @@ from trainer.system import logging
 
 
 class BestTracker:
-    """Tracks the saved step with the lowest loss on one dataset, whose checkpoint is kept."""
+    """Tracker of the saved step with the lowest loss on one dataset. The checkpoint of this step is kept."""
 
     def __init__(self, config: EvaluationConfig, data: str):
-        """data: identity of the dataset's content, where a resumed run may have other evaluation data; else ""."""
+        """data: name of the dataset's content if the content may change when the run resumes, otherwise ""."""
         self.dataset = config.keep_best_on
         self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}"
         self._saved = self._previous = (0, math.inf)
@@ -19,7 +19,7 @@ class BestTracker:
 
     @property
     def step(self) -> int:
-        """Step of the best checkpoint, 0 for none."""
+        """Step of the best checkpoint, or 0 if there is none."""
         return self._saved[0]
 
     @property
@@ -43,8 +43,8 @@ class BestTracker:
         return [self.identity, *self._saved] if self.step else []
 
     def load_state(self, state: list, steps: Collection[int]) -> None:
-        """Restore the best step, unless the evaluation data changed or its checkpoint no longer exists. steps: of the existing
-        checkpoints."""
+        """Restore the best step, unless the evaluation data changed or the checkpoint of this step no longer exists. steps: steps
+        of the existing checkpoints."""
         valid = state[:1] == [self.identity] and state[1] in steps
         if state and self.dataset and not valid:
             logging.info(

@@ -2,14 +2,14 @@
 
 checkpoints/
     step-00000100/
-        rank-00000.safetensors ...   each rank's chunks of model, optimizer, stability and RNG state (storage.py)
-        index.json                   the files that hold the chunks of each tensor
-        train_state.json             step, data cursor, and the settings that a resumed run must share
+        rank-00000.safetensors ...   chunks of one rank: model, optimizer, stability and RNG state (storage.py)
+        index.json                   the files that contain the chunks of each tensor
+        train_state.json             step, data cursor, and the values that a resumed run must not change
         config.toml                  the resolved configuration
-        model.json, tokenizer.*      sizes of the model, and its tokenizer
+        model.json, tokenizer.*      the model's dimensions, and the files of the tokenizer
         manifest.json                size and hash of every file; written last (manifest.py)
     step-00000100.tmp-xxxxxxxx       an unfinished save or removal; never read
-    step-00000100.old                the previous save of a step while it is replaced; used if that was interrupted
+    step-00000100.old                the old save of a step that is saved again; used if replacing it was interrupted
     discarded-1/                     newer checkpoints that a rollback moved away
     lineage.json                     the steps that the run was rolled back to
 """
@@ -63,8 +63,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Return the folders of committed checkpoints, unverified, newest first; the replaced save of a step follows the new one.
-    Raises OSError if the folder exists but cannot be read."""
+    """Return the folders of committed checkpoints without verifying them, newest step first. A replaced save (.old) follows
+    the new save of its step. Raises OSError if the folder exists but cannot be read."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -74,7 +74,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def latest_per_step(folder: Path) -> list[Path]:
-    """Return one checkpoint per step, newest first."""
+    """Return the folder of one committed checkpoint per step, newest step first."""
     return list({step_of(path): path for path in reversed(committed(folder))}.values())[::-1]
 
 
@@ -83,22 +83,22 @@ def latest_per_step(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Destination and everything to save besides tensors."""
+    """Destination of a save, and the data to save besides tensors."""
 
     folder: Path
     step: int
     files: Mapping[str, bytes]
-    """Small files: name -> content."""
+    """Name -> content of small files to save."""
     metadata: Mapping[str, Any]
-    """For the manifest."""
+    """Metadata to write to the manifest."""
     keep: int
-    """Number of newest checkpoints to keep; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0: keep all."""
     keep_interval_steps: int
-    """Multiples of this step are kept too; 0 disables this."""
+    """Checkpoints whose step is a multiple of this number are kept too; 0: none."""
     keep_best: int
-    """This step is kept too; 0 disables this."""
+    """Step of the best checkpoint, which is kept too; 0: none."""
     staging_dir: Path
-    """The folder from make_staging_dir, until the commit."""
+    """Folder from make_staging_dir, which the commit renames."""
 
     @property
     def final(self) -> Path:
@@ -106,11 +106,11 @@ class SaveRequest:
 
 
 class SaveFailed(Exception):
-    """One line: the step and the reason. Earlier checkpoints are unaffected."""
+    """Failure of a save. The message is one line with the step and the reason. Earlier checkpoints are unaffected."""
 
 
 def make_staging_dir(folder: Path, step: int) -> Path:
-    """Make a new folder to save a step in, and remove those of interrupted saves, collectively. Raises SaveFailed."""
+    """Create the staging folder for a step, and remove those of interrupted saves, collectively. Raises SaveFailed."""
 
     def work() -> Path | str:
         try:
@@ -131,8 +131,8 @@ def make_staging_dir(folder: Path, step: int) -> Path:
 
 
 def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
-    """Write and commit a checkpoint, collectively. plan: from local_save_plan. contents: this rank's local tensors, or copies of
-    them. group: None for a single rank. Raises SaveFailed."""
+    """Write and commit a checkpoint, collectively. plan: result of local_save_plan. contents: this rank's local tensors, or
+    copies of them. group: process group of the writers, or None for a single rank. Raises SaveFailed."""
     commit = partial(_commit, request)
     try:
         with _no_dist_warning():
@@ -144,7 +144,7 @@ def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.Pr
                 no_dist=group is None,
             )
     except (CheckpointException, OSError) as error:
-        # It is raised when every rank has finished writing, so no file appears after this.
+        # The exception is raised after all ranks have finished writing, so no file appears after the removal.
         if group is None or dist.get_rank(group) == 0:
             shutil.rmtree(request.staging_dir, ignore_errors=True)
         cause = _cause(error)
@@ -167,8 +167,8 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _no_dist_warning() -> Iterator[None]:
-    """Silence torch's warning that a single rank saves and loads without collectives. They would run in a gloo thread with a
-    separate OpenMP team: with more teams than cores libgomp stops spinning, and each step after a save took 1.7 times as
+    """Silence torch's warning that a single rank saves and loads without collectives. Collectives would run in a gloo thread
+    with a separate OpenMP team: with more teams than cores libgomp stops spinning, and each step after a save took 1.7 times as
     long (torch 2.13, 2 cores)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -194,8 +194,8 @@ def _commit(request: SaveRequest, files: dict[str, File]) -> None:
 
 
 def prune(request: SaveRequest) -> None:
-    """Delete checkpoints older than the one just saved, which counts towards `keep`; incomplete ones do not count. Newer ones
-    remain: the run resumed from before a damaged checkpoint. Logs errors of the file system as a warning."""
+    """Delete old checkpoints. The checkpoint just saved counts towards `keep`; incomplete checkpoints do not. Newer checkpoints
+    remain: they exist if the run resumed from before a damaged one. File system errors are logged as a warning."""
     if not request.keep:
         return
     try:
@@ -225,7 +225,7 @@ def _has_all_files(checkpoint: Path) -> bool:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename the folder before deleting it, so that a partly deleted one is never taken for a checkpoint."""
+    """Rename the folder, then delete it, so that a partly deleted folder is never mistaken for a checkpoint."""
     trash = temporary_path(checkpoint)
     checkpoint.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
@@ -235,8 +235,8 @@ def _remove(checkpoint: Path) -> None:
 
 
 def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
-    """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: names, or leading components
-    of names, that a checkpoint may contain. Raises ConfigError that names the tensors that do not match."""
+    """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: names, or prefixes of names
+    up to a slash, that a checkpoint may contain. Raises ConfigError that lists the tensors that do not match."""
     try:
         index = read_index(checkpoint)
     except CorruptError as damage:
@@ -254,8 +254,8 @@ def load_into(
     cast: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Load the tensors in place through the reader, collectively. cast: convert stored dtypes. Raises ConfigError with
-    `problems` and the names of tensors that do not match."""
+    """Load the tensors in place through the reader, collectively. cast: whether to convert stored dtypes. Raises ConfigError
+    that lists `problems` and the tensors that do not match."""
     problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)
@@ -280,6 +280,6 @@ def load_into(
 
 
 def _is_expected(name: str, expected: Collection[str]) -> bool:
-    """Whether the name, or a prefix of it that ends before a slash, is expected."""
+    """Whether the name, or a prefix of the name up to a slash, is in `expected`."""
     words = name.split("/")
     return any("/".join(words[:n]) in expected for n in range(1, len(words) + 1))

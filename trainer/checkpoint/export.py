@@ -36,7 +36,7 @@ from trainer.system.units import GIB
 
 _SHARD_BYTES = 5 * GIB
 _SOURCE = "meshwright_checkpoint"
-"""Key in the header of exported weights: digest of the manifest of their checkpoint."""
+"""Key in the header of exported weights. Its value is the digest of the manifest of the exported checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class HfExport:
     seq_len: int
     dtype: torch.dtype
     tokenizer_files: Mapping[str, bytes]
-    """Name -> content."""
+    """Name -> content of each tokenizer file."""
     special_token_ids: Mapping[str, Any]
-    """bos_token_id and eos_token_id."""
+    """Values of bos_token_id and eos_token_id in Hugging Face's configuration files."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Path, dtype: torch.dtype) -> "HfExport":
-        """Raises ConfigError if the checkpoint is damaged or contains no model."""
+        """Create the export of a checkpoint. Raises ConfigError if the checkpoint is damaged or contains no model."""
         try:
             if problem := manifest.find_damage(checkpoint):
                 raise CorruptError(problem)
@@ -80,8 +80,8 @@ class HfExport:
         return sum(torch.Size(stored.shape).numel() for stored in self._index().values()) * self.dtype.itemsize
 
     def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
-        """Write the export in safetensors files of at most shard_bytes. Raises ConfigError if out is not empty, unless it is to
-        be replaced."""
+        """Write the export in safetensors files of at most shard_bytes. Raises ConfigError if `out` is not empty, unless
+        `replace` is true."""
         if not replace:
             require_empty(out)
         with atomic_folder(out) as folder:
@@ -119,7 +119,7 @@ class HfExport:
 
 
 def is_export_of(folder: Path, checkpoint: Path) -> bool:
-    """Whether the folder contains the weights of exactly this checkpoint."""
+    """Whether the folder contains an export of exactly this checkpoint."""
     try:
         with safe_open(min(folder.glob("model*.safetensors")), framework="pt") as tensors:
             metadata = tensors.metadata() or {}
@@ -129,7 +129,7 @@ def is_export_of(folder: Path, checkpoint: Path) -> bool:
 
 
 def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokenizer:
-    """Raises ConfigError if the checkpoint has no tokenizer."""
+    """Load the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none."""
     if not model.tokenizer:
         return load_hf_tokenizer(checkpoint)
     path = str(checkpoint / model.tokenizer_files[0])
@@ -144,7 +144,7 @@ def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokeniz
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
-    """Raises ConfigError if the folder has no tokenizer in Hugging Face format."""
+    """Load the tokenizer of a Hugging Face folder. Raises ConfigError if the folder has none."""
     for file, backend in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
         if (folder / file).exists():
             return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
@@ -152,9 +152,9 @@ def load_hf_tokenizer(folder: Path) -> Tokenizer:
 
 
 def export_run(run_folder: Path, skip_existing: bool = False) -> None:
-    """Export the newest checkpoint of a finished run in bf16 to its folder huggingface/, on rank 0.
+    """Export the newest checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
 
-    skip_existing: keep an export of the same checkpoint. Raises ConfigError if the folder cannot be written.
+    skip_existing: whether to keep an existing export of the same checkpoint. Raises ConfigError if the folder cannot be written.
     """
     if dist.get_rank() != 0:
         return

@@ -1,5 +1,5 @@
-"""Hugging Face's model format: safetensors files, config.json and tokenizer files. Tensors are streamed in chunks of rows:
-memory does not grow with the model, and a rank reads only its shards."""
+"""Hugging Face's model format: safetensors files, config.json and tokenizer files. Tensors are streamed in chunks of rows,
+so that memory does not grow with the model, and a rank reads only its own shards."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from trainer.config import ConfigError
 from trainer.system.files import atomic_folder, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
-"""File of a checkpoint that describes its model and names its tokenizer files."""
+"""Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,7 +45,7 @@ _CHUNK_BYTES = 2**25
 _LARGEST_JSON = 2**28
 
 Progress = Callable[[int], None]
-"""Called with numbers of bytes written."""
+"""Callback that receives the number of bytes written since the previous call."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,21 @@ class ModelMetadata:
     sizes: Mapping[str, Any]
     seq_len: int
     tokenizer: str
-    """Tokenizer backend; "" if the checkpoint has only Hugging Face's tokenizer files, or none."""
+    """Tokenizer backend, or "" if the checkpoint has no tokenizer files other than Hugging Face's."""
     tokenizer_files: tuple[str, ...]
     special_token_ids: Mapping[str, Any]
-    """bos_token_id and eos_token_id."""
+    """Values of bos_token_id and eos_token_id in Hugging Face's configuration files."""
     reuse_reserved_tokens: Mapping[str, str]
-    """As in TokenizerConfig."""
+    """Setting [tokenizer] reuse_reserved_tokens of the run."""
     extra_special_tokens: tuple[str, ...]
-    """As in TokenizerConfig."""
+    """Setting [tokenizer] extra_special_tokens of the run."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def read(cls, checkpoint: Path) -> "ModelMetadata":
-        """Raises CorruptError."""
+        """Read model.json of a checkpoint. Raises CorruptError."""
         try:
             values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
             files = tuple(values["tokenizer_files"])
@@ -100,7 +100,7 @@ class HfModelFolder:
     """A folder with a model in Hugging Face format."""
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        """Raises ConfigError if the folder contains no such model, or a model of another architecture."""
+        """Raises ConfigError if the folder contains no model in this format, or a model of another architecture."""
         self.folder = folder
         self.spec = spec
         if not os.path.exists(folder / "config.json"):
@@ -122,8 +122,8 @@ class HfModelFolder:
             raise CorruptError(f"{name} is not a JSON object") from None
 
     def _inside(self, name: Any) -> Path:
-        """Return the path of a file in the folder. Raises CorruptError for names with a path, and for symbolic links out of the
-        folder, except those into the blobs of Hugging Face's cache."""
+        """Return the path of a file in the folder. Raises CorruptError for a name that contains a path, and for a symbolic link
+        out of the folder, unless the link leads to the blobs of Hugging Face's cache."""
         path = self.folder / manifest.require_plain_filename(name, "the index")
         target, home = path.resolve(), self.folder.resolve()
         blobs = home.parent.parent / "blobs"
@@ -132,14 +132,14 @@ class HfModelFolder:
         return path
 
     def content(self, name: str) -> bytes:
-        """Read a small file. Raises ConfigError."""
+        """Return the content of a small file of the folder. Raises ConfigError."""
         try:
             return manifest.read_bytes(self._inside(name), _LARGEST_JSON)
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
 
     def _files(self) -> dict[str, Path]:
-        """Return the file of each tensor, by its name in Hugging Face's format."""
+        """Return tensor name in Hugging Face's format -> path of the file that contains the tensor."""
         if (self.folder / "model.safetensors.index.json").exists():
             weights = self._json("model.safetensors.index.json").get("weight_map")
             if not isinstance(weights, dict):
@@ -150,7 +150,7 @@ class HfModelFolder:
             return dict.fromkeys(tensors.keys(), path)
 
     def index(self, names: Iterable[str]) -> dict[str, TensorMetadata]:
-        """Return an index of the parameters by their native names. Raises ConfigError for missing ones."""
+        """Return parameter name of this project -> dtype, shape and chunks. Raises ConfigError for missing parameters."""
         index = {}
         for name in names:
             hf_name = self.spec.huggingface.name(name)
@@ -167,7 +167,7 @@ class HfModelFolder:
         return index
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) of a parameter in the native row order."""
+        """Read rows [start, stop) of a parameter, in the row order of this project."""
         with _open_tensors(self.files[self.spec.huggingface.name(name)]) as tensors:
             return _permuted_rows(tensors, name, self.spec, self.sizes.head_dim, (slice(start, stop),))
 
@@ -180,7 +180,7 @@ def _open_tensors(path: Path):
 
 
 def _permuted_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
-    """Read a range of a parameter in the native row order. Rows that are permuted for RoPE are read by full heads."""
+    """Read a range of a parameter, in the row order of this project. Rows permuted for RoPE are read by full heads."""
     tensor = tensors.get_slice(spec.huggingface.name(name))
     if not spec.huggingface.is_rope_permuted(name):
         return tensor[ranges]
@@ -194,7 +194,7 @@ class HfReader(ShardReader):
     """Storage reader of torch.distributed.checkpoint for a model folder."""
 
     def __init__(self, source: HfModelFolder, index: Mapping[str, TensorMetadata]):
-        """index: of names with the prefix model/, as in a checkpoint."""
+        """index: parameter name with the prefix model/, as in a checkpoint -> metadata."""
         super().__init__(source.folder, index)
         self.source = source
 
@@ -209,7 +209,7 @@ class HfReader(ShardReader):
 def read_in_chunks(
     read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Yield the rows of a tensor in chunks of some megabytes of full heads. read: returns rows [start, stop)."""
+    """Yield the rows of a tensor in chunks of full heads, some megabytes each. read: returns rows [start, stop)."""
     row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
     num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
     for start in range(0, shape[0], num_rows):
@@ -219,7 +219,7 @@ def read_in_chunks(
 
 
 def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[TensorWrite]]:
-    """Group tensors, in order, into files of at most max_bytes or a single tensor."""
+    """Group tensors, in order, into files of at most max_bytes each. A larger tensor has a file to itself."""
     groups: list[list[TensorWrite]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > max_bytes:
@@ -234,7 +234,7 @@ def layer_order(name: str) -> list[tuple[int, str]]:
 
 
 def require_empty(folder: Path) -> None:
-    """Raises ConfigError if the folder exists and is not empty."""
+    """Raise ConfigError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("", f"{folder}: exists already")
 
@@ -242,8 +242,8 @@ def require_empty(folder: Path) -> None:
 def import_folder(
     folder: HfModelFolder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
 ) -> None:
-    """Write a checkpoint with the model only, in its stored precision. names: of all parameters. Raises ConfigError if out is
-    not empty or a parameter is missing."""
+    """Write a checkpoint that contains only the model, in its stored precision. names: names of all parameters. Raises
+    ConfigError if `out` is not empty or a parameter is missing."""
     index = folder.index(sorted(names, key=layer_order))
     entries = [
         TensorWrite(

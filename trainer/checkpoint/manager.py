@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when a state is saved, under which policy, and how one is restored."""
+"""Checkpoints of a run: the policy of when to save and what to keep, and the restoring of a saved state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from trainer.system import logging
 
 
 class CheckpointManager:
-    """Saves and restores the complete state of a run: tensors, random generators and TrainState."""
+    """Saving and restoring of the complete state of a run: tensors, random generators and TrainState."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class CheckpointManager:
         files: Mapping[str, bytes],
         metadata: Mapping[str, Any],
     ):
-        """tensors: returns this rank's live tensors by their names in a checkpoint. after_load: called when their values were
-        loaded. point: restored into the tensors and `state` at once. steps: of the complete run. stored_names: tensors of the
-        complete model, on all ranks. files: saved with each checkpoint as they are. metadata: for its manifest.
+        """tensors: returns this rank's tensors, not copied, by their names in a checkpoint. after_load: called after values were
+        loaded into them. point: checkpoint to restore now, into the tensors and `state`. steps: number of steps of the run.
+        stored_names: tensor names of the complete model. files: small files of each checkpoint. metadata: for its manifest.
 
         Raises ConfigError if `point` cannot be resumed."""
         self.config = config
@@ -65,9 +65,9 @@ class CheckpointManager:
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
 
     def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
-        """Start a save and return the results of finished ones. suspect: a non-finite loss may mean that the parameters are
-        already corrupted, so the save is deferred to the next step; if this is the last one, all older checkpoints are
-        retained. Raises SaveFailed as `poll`."""
+        """Start a save and return the results of finished saves. suspect: whether a non-finite loss suggests that parameters are
+        corrupted. If so, the save is deferred to the next step, or, at the last step, all older checkpoints are retained.
+        Raises SaveFailed under the same conditions as `poll`."""
         results = self.wait()
         self._deferred = suspect and not last
         if self._deferred:
@@ -89,16 +89,16 @@ class CheckpointManager:
         return results + self.poll()
 
     def before_update(self) -> None:
-        """Return when the tensors may change."""
+        """Wait until the tensors may change."""
         self._checkpointer.before_update()
 
     def poll(self) -> list[SaveResult]:
-        """Return the saves that succeeded since the last call. A failed save is a warning, unless the configuration says stop,
-        it was the last one of the run, or the writer is dead: then raise SaveFailed."""
+        """Return the saves that succeeded since the last call, and warn about failed ones. Raise SaveFailed instead of warning
+        if on_failure = stop, if the failed save is the last one of the run, or if the writer has died."""
         return self._check(self._checkpointer.poll())
 
     def wait(self) -> list[SaveResult]:
-        """Wait for the save in flight. Its result decides which checkpoint is the best, on all ranks."""
+        """Wait for the save in flight. The result decides, on all ranks, which checkpoint is the best."""
         return self._check(self._checkpointer.wait())
 
     def _check(self, results: list[SaveResult]) -> list[SaveResult]:
@@ -124,7 +124,7 @@ class CheckpointManager:
         """Load a checkpoint into the live tensors and `state`, on all ranks. Raises ConfigError."""
         saved = point.state
         resume.require_compatible(point, state.fingerprint)
-        # A rank that the saving run did not have keeps its fresh generators.
+        # A rank beyond the saving run's world size keeps newly seeded generators.
         names = saved.rng if dist.get_rank() < saved.world_size else []
         fresh = devices.rng_state(self.device)
         rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
@@ -147,6 +147,6 @@ class CheckpointManager:
         self._checkpointer.close()
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors and the states of this rank's random generators."""
+        """Return the tensors to save, and the states of this rank's random generators, by name."""
         rng = devices.rng_state(self.device)
         return self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}

@@ -1,4 +1,4 @@
-"""Manifest of a folder: the size and content hash of every file. It is written last, so a folder without one is unfinished."""
+"""Manifest of a folder: the size and content hash of every file. It is written last: a folder without one is unfinished."""
 
 import errno
 import json
@@ -11,20 +11,20 @@ from trainer.system.files import digest, digest_of, drop_page_cache, sync
 
 NAME = "manifest.json"
 VERSION = 2
-"""Format version of all files of a checkpoint and of its tensor names."""
+"""Version of the formats of all checkpoint files, and of the tensor names in them."""
 _LARGEST = 64 * 2**20
-"""Bytes. A larger file is rejected unread."""
+"""Maximum size of a manifest in bytes. A larger file is rejected without reading it."""
 
 
 class CorruptError(Exception):
-    """One line: the damaged file and the damage."""
+    """Damage of a file. The message is one line that names the file and describes the damage."""
 
 
 @dataclass(frozen=True)
 class File:
     size: int
     digest: str
-    """xxh3_128 of the content. It detects damage, not forgery: whoever can write a file can also write its manifest."""
+    """Hash of the content by xxh3_128. It detects damage, not forgery: who can write a file can write the manifest too."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Manifest:
 def verify_written(path: Path, written: File) -> File:
     """Sync a written file and read it back. Raises OSError if the content differs."""
     sync(path)
-    drop_page_cache(path)  # otherwise the content would come from memory
+    drop_page_cache(path)  # otherwise the content would be read from memory, not from the disk
     if path.stat().st_size != written.size or digest_of(path) != written.digest:
         raise OSError(errno.EIO, "read-back verification failed", str(path))
     return written
 
 
 def write_file(path: Path, content: bytes) -> File:
-    """Raises OSError."""
+    """Write a file, sync it and read it back. Raises OSError."""
     path.write_bytes(content)
     return verify_written(path, File(len(content), digest(content)))
 
@@ -54,15 +54,15 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _text(content: Any) -> str:
-    """Return the canonical text: a manifest that differs from it, even in white space, is damaged."""
+    """Return the canonical JSON of a manifest. A manifest that differs from it, even in white space, is damaged."""
     body = json.dumps(content, indent=1, sort_keys=True)
     document = {"version": VERSION, "digest": digest(body.encode()), "content": content}
     return json.dumps(document, indent=1, sort_keys=True)
 
 
 def read(folder: Path) -> Manifest:
-    """Read a manifest and check names and sizes of the folder's files, not their content. Hidden files are allowed: some file
-    systems make them. Raises CorruptError."""
+    """Read a manifest. Check the names and sizes of the folder's files, but not their content. Hidden files are allowed,
+    because some file systems create them. Raises CorruptError."""
     text = read_text(folder / NAME, _LARGEST)
     try:
         document = json.loads(text)
@@ -84,7 +84,7 @@ def read(folder: Path) -> Manifest:
 
 
 def require_plain_filename(name: Any, by: str) -> str:
-    """Return the name if it is a file name without a path. by: the file that contains it. Raises CorruptError."""
+    """Return the name. Raises CorruptError if it is not a plain file name. by: path of the file that contains the name."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
     if not plain or not name or Path(name).name != name:
         raise CorruptError(f"{by} names {name!r}, which is not a plain file name")
@@ -102,7 +102,7 @@ def _require_file(folder: Path, name: str, size: int) -> None:
 
 
 def read_text(path: Path, largest: int) -> str:
-    """Raises CorruptError if the file cannot be read, is not UTF-8, or has more than `largest` bytes."""
+    """Return the text of a file. Raises CorruptError if it cannot be read, is not UTF-8, or exceeds `largest` bytes."""
     try:
         return read_bytes(path, largest).decode()
     except UnicodeDecodeError:
@@ -110,10 +110,10 @@ def read_text(path: Path, largest: int) -> str:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Raises CorruptError if the file cannot be read or has more than `largest` bytes."""
+    """Return the content of a file. Raises CorruptError if it cannot be read or has more than `largest` bytes."""
     try:
         with path.open("rb") as file:
-            # The size is checked first because read() allocates memory for all of the file.
+            # The size is checked first, because read() allocates memory for the complete file.
             content = file.read(largest + 1) if path.stat().st_size <= largest else None
     except OSError as error:
         raise CorruptError(f"{path.name} cannot be read ({error.strerror})") from None
@@ -123,8 +123,8 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 
 def find_damage(folder: Path, share: tuple[int, int] = (0, 1)) -> str:
-    """Return a line that describes the first damage found, or "". share: (i, n) compares the hash of every n-th file only,
-    starting with the i-th."""
+    """Return a line that describes the first damage found, or "". share: (i, n) restricts the comparison of hashes to every
+    n-th file, starting with file i."""
     try:
         manifest = read(folder)
         for name in sorted(manifest.files)[share[0] :: share[1]]:

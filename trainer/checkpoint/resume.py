@@ -38,8 +38,8 @@ class ResumePoint:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read, which does not mean that it
-    has no checkpoints."""
+    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read, because an unreadable
+    folder may contain checkpoints."""
     try:
         return latest_per_step(folder)
     except OSError as error:
@@ -47,10 +47,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
-    """Return the newest intact checkpoint, or that of load_step, or None if there are no checkpoints; collectively. Rank 0 lists
-    them: ranks may see different states of a file system, but must resume from one step. A damaged checkpoint is ignored with a
-    warning. Raises ConfigError if load_step is missing or damaged, and if all checkpoints are damaged: a new run would overwrite
-    data that may still be useful."""
+    """Return, collectively, the newest intact checkpoint, or the checkpoint of load_step, or None if there is no checkpoint.
+    Only rank 0 lists checkpoints: ranks may see different states of a file system, but must resume from the same step. A
+    damaged checkpoint is ignored with a warning. Raises ConfigError if the checkpoint of load_step is missing or damaged, and
+    if all checkpoints are damaged, because a new run would overwrite data that may still be useful."""
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
     if load_step > 0:
         rollbacks = run_on_rank_0(lambda: _rollbacks(folder))
@@ -86,8 +86,8 @@ def _find_step(folder: Path, steps: list[Path], step: int) -> ResumePoint:
 
 
 def verify(checkpoint: Path, of_run: bool = False) -> str:
-    """Return a line that describes the damage of a checkpoint, or "", collectively: each rank reads a share of the files.
-    of_run: check train_state.json too."""
+    """Return, collectively, a line that describes the damage of a checkpoint, or "". Each rank reads some of the files.
+    of_run: whether to check train_state.json too."""
     problem = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
     if of_run and not problem and dist.get_rank() == 0:
         problem = check_train_state(checkpoint)
@@ -112,7 +112,7 @@ def _read_state(checkpoint: Path) -> TrainState:
 
 
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
-    """Raises ConfigError with every entry of the current fingerprint, or of a part of it, that differs from the checkpoint's."""
+    """Raise ConfigError that lists every entry of `now`, a fingerprint or a part of it, that differs from the saved one."""
     before = saved.state.fingerprint
     now = json.loads(json.dumps(now))  # tuples become lists, as in the checkpoint
     differences = [
@@ -152,8 +152,8 @@ def _rollbacks(folder: Path) -> list[int]:
 
 
 def discard_newer(saved: ResumePoint) -> None:
-    """Move checkpoints newer than the resume point to discarded-N/, newest first, so that an interruption leaves no
-    gap between checkpoints. Raises ConfigError if the folder cannot be written."""
+    """Move checkpoints newer than the resume point to discarded-N/. The newest one is moved first, so that an interruption
+    leaves no gap between checkpoints. Raises ConfigError if the folder cannot be written."""
     folder, step = saved.path.parent, step_of(saved.path)
     steps = _rollbacks(folder)
     try:

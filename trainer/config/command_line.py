@@ -1,4 +1,4 @@
-"""Command lines of scripts: argument parsing, --help, and errors of one line."""
+"""Command lines of scripts: argument parsing, --help, and one-line errors."""
 
 import argparse
 import functools
@@ -16,7 +16,7 @@ from trainer.system.process import local_rank
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and in the usage line of a script that takes settings of the trainer these too."""
+    """Help formatter that shows defaults, and `--config` and `--section.key` in the usage of a script that takes settings."""
 
     def __init__(self, prog: str, settings: bool = False):
         super().__init__(prog)
@@ -37,10 +37,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse with --help from the script's docstring, defaults in the help, and one-line errors.
+    """Argument parser with --help from the script's docstring, defaults in the help, and one-line errors.
 
     doc: the first paragraph is the description; the rest (examples, exit codes) follows the options.
-    settings: whether the script also takes `--config FILE` and `--section.key value`, which parse_known_args returns as unknown.
+    settings: whether the script accepts `--config FILE` and `--section.key value` too; parse_known_args returns them as unknown.
     """
 
     def __init__(self, doc: str = "", settings: bool = False, **options: Any):
@@ -64,7 +64,7 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
-        os._exit(130)  # does not wait for worker processes, which exit with this one
+        os._exit(130)  # do not wait for worker processes: they exit with this process
 
 
 def utf8(text: str) -> str:
@@ -114,10 +114,10 @@ def check_log_rank() -> None:
 
 
 def die(line: str) -> NoReturn:
-    """Print one line and exit with code 2. Under torchrun every rank of a node fails with the same line; local rank 0 prints
-    it."""
+    """Print one line and exit with code 2. Under torchrun every rank of a node fails with the same line; only
+    local rank 0 prints it."""
     if local_rank():
-        time.sleep(5)  # the launcher stops this rank when local rank 0 has printed the line and exited
+        time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
     print(line, file=sys.stderr, flush=True)
     sys.exit(2)
 
@@ -148,6 +148,6 @@ def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> C
 def _print_and_exit(text: str) -> NoReturn:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `--help | head` closes the pipe
+    except BrokenPipeError:  # `--help | head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)

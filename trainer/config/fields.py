@@ -1,4 +1,4 @@
-"""The settings that schema.py declares (type, constraint, default, meaning), and parsing and checking of single values."""
+"""The settings that schema.py declares (type, constraint, default, meaning); parsers and checks of single values."""
 
 import ast
 import difflib
@@ -18,7 +18,7 @@ from trainer.config.schema import Config, Constraint
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One declared setting. type: without `Annotated`."""
+    """One declared setting. type: the declared type without `Annotated`."""
 
     section: str
     name: str
@@ -33,13 +33,13 @@ class Setting:
 
     @property
     def value_type(self) -> Any:
-        """Type of one value; for a table, of one entry."""
+        """Type of the setting's value, or of one entry if the setting is a table."""
         return typing.get_args(self.type)[1] if is_table(self.type) else self.type
 
 
 @functools.cache
 def settings() -> Mapping[str, Mapping[str, Setting]]:
-    """Section name -> setting name -> Setting, in the order of schema.py."""
+    """Return section name -> setting name -> Setting, in the order of schema.py."""
     docs = _docstrings()
     table = {}
     defaults = Config()
@@ -59,14 +59,14 @@ def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> 
     constraint = Constraint()
     if typing.get_origin(hint) is typing.Annotated:
         hint, *constraints = typing.get_args(hint)
-        for declared in constraints:  # those of an alias such as Steps, then those of the setting
+        for declared in constraints:  # first the constraints of an alias such as Steps, then those of the setting
             constraint = replace(constraint, **{k: v for k, v in vars(declared).items() if v != getattr(Constraint, k)})
     default = getattr(getattr(defaults, section), name)
     return Setting(section=section, name=name, type=hint, constraint=constraint, default=default, doc=doc)
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Class name -> field name -> the string that follows the field in schema.py."""
+    """Return class name -> field name -> docstring that follows the field in schema.py."""
     docs: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(declarations)).body:
         if isinstance(node, ast.ClassDef):
@@ -99,7 +99,7 @@ def is_list(type_: Any) -> bool:
 
 
 def type_name(type_: Any) -> str:
-    """Return the type in the words of an error message, to follow "expected"."""
+    """Return the description of a type that an error message shows after "expected"."""
     if len(_options(type_)) > 1:
         return " or ".join(type_name(k) for k in _options(type_) if not (k is int and float in _options(type_)))
     if typing.get_origin(type_) is typing.Literal:
@@ -151,7 +151,7 @@ def parse_text(text: str, type_: Any) -> Any:
     if is_list(type_):
         return coerce(_words(text), type_)
     try:
-        return coerce(text, type_)  # text, a choice, none
+        return coerce(text, type_)  # the type is text, a choice or none
     except ValueError:
         return coerce(_literal(text), type_)
 
@@ -163,7 +163,7 @@ def _words(text: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
-    """Parse a boolean, a number or a list (0.9,0.95, with or without brackets). Raises ValueError."""
+    """Parse a boolean, a number or a list of numbers (0.9,0.95 or [0.9, 0.95]). Raises ValueError."""
     if text in ("true", "false"):
         return text == "true"
     if "," in text or text.startswith("["):
@@ -174,7 +174,7 @@ def _literal(text: str) -> Any:
 
 
 def range_error(value: Any, constraint: Constraint) -> str:
-    """Return the rule that a value of the right type breaks, or ""."""
+    """Return the rule of the constraint that a value of the right type breaks, or "" if it breaks none."""
     if isinstance(value, tuple):
         return next(filter(None, (range_error(v, constraint) for v in value)), "")
     if isinstance(value, str) and not value.isprintable():

@@ -1,4 +1,4 @@
-"""TOML file and command line -> Config. Every error is one line: the setting, its value and origin, the rule, the likely fix."""
+"""Loading of a Config from TOML file and command line. An error is one line: setting, value, origin, rule and likely fix."""
 
 import glob
 import os
@@ -21,7 +21,7 @@ DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
 class _Values:
-    """Values with their origins. The command line overrides the file."""
+    """Values of settings, and where each was set. The command line overrides the file."""
 
     def __init__(self) -> None:
         self.values: dict[str, dict[str, Any]] = {section: {} for section in settings()}
@@ -54,7 +54,7 @@ def _read_toml(path: Path, file: str) -> dict[str, Any]:
         raise ConfigError("", f"--config {file}: not UTF-8 text (byte {error.start})") from None
     except tomli.TOMLDecodeError as error:
         raise ConfigError("", f"--config {file}: not valid TOML: {error}") from None
-    except (ValueError, RecursionError):  # thousands of digits or brackets
+    except (ValueError, RecursionError):  # the file contains thousands of digits or brackets
         raise ConfigError("", f"--config {file}: cannot be parsed as TOML") from None
 
 
@@ -99,7 +99,7 @@ def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
 
 
 def _elsewhere(name: str, section: str) -> str:
-    """Return a hint if other sections have exactly this key, or ""."""
+    """Return a hint that names the other sections with exactly this key, or "" if there are none."""
     sections = [s for s, members in settings().items() if name in members and s != section]
     return f"; did you mean [{sections[0]}] {name}?" if sections else ""
 
@@ -122,7 +122,7 @@ def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _find(flag: str) -> tuple[Setting, str]:
-    """Return the setting of --section.key, and the entry in --section.table.entry."""
+    """Return the setting that a flag names, and the table entry if the flag is --section.table.entry, otherwise ""."""
     section, _, rest = flag[2:].partition(".")
     name, _, entry = rest.partition(".")
     setting = settings().get(section, {}).get(name)
@@ -187,14 +187,14 @@ def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
 
 
 def check_combinations(config: Config) -> None:
-    """Raise ConfigError for the first broken rule between settings. trainer/run/resolve.py checks rules on model and mesh."""
+    """Raise ConfigError for the first broken rule between settings. trainer/run/resolve.py checks model and mesh."""
     for key, broken, message in _rules(config):
         if broken:
             raise ConfigError(key, message)
 
 
 def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
-    """Yield (setting, whether it breaks a rule, message)."""
+    """Yield (setting, whether its value breaks the rule, message) for every rule."""
     name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
@@ -238,8 +238,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _holds(condition: str, config: Config) -> bool:
-    """Whether a condition of `Constraint.only_with` is met. Forms: "a jsonl or parquet dataset" (among all datasets),
-    "[section] name" (is set), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
+    """Whether a condition of `Constraint.only_with` is met. Forms: "a jsonl or parquet dataset" (at least one dataset is),
+    "[section] name" (the setting is set), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
     if dataset := re.fullmatch(r"a (.+) dataset", condition):
         return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
     form = r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?"
@@ -263,7 +263,7 @@ def _check_files(config: Config) -> None:
 
 
 _FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")
-"""Readers whose path must exist; the package datasets finds some Hugging Face datasets by name."""
+"""Readers whose path must exist. A Hugging Face dataset may be given by name instead of by path."""
 
 
 def _datasets(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print
 
 
 def to_toml(config: Config) -> str:
-    """Return the configuration as TOML with every default; load_config reads it back equal."""
+    """Return the configuration as TOML, defaults included. load_config of this text returns an equal configuration."""
     lines = []
     for section, members in settings().items():
         lines.append(f"[{section}]")
@@ -20,7 +20,7 @@ def to_toml(config: Config) -> str:
 
 
 def differing_settings(before: str, now: str) -> list[str]:
-    """Return "section.key before -> now" for each setting that differs between two TOML texts. Raise ConfigError."""
+    """Return "section.key before -> now" for each setting that differs. Raise ConfigError if a text is not valid TOML."""
     try:
         old, new = (
             {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
@@ -32,7 +32,7 @@ def differing_settings(before: str, now: str) -> list[str]:
 
 
 def _limits(setting: Setting) -> str:
-    """Return unit, range and conditions, as help and docs show them after the default."""
+    """Return the unit, range and conditions of a setting, as --help and docs/configuration.md show them."""
     c = setting.constraint
     limits = {
         c.unit: c.unit,

@@ -35,15 +35,15 @@ class Constraint:
     max: float | None = None
     unit: str = ""
     fixed_on_resume: bool = False
-    """A run that resumes from a checkpoint must have the same value: the saved state depends on it."""
+    """Whether a run that resumes from a checkpoint must have the same value, because the saved state depends on it."""
     per_node: bool = False
-    """Nodes of one run may have different values."""
+    """Whether the nodes of one run may have different values."""
     free_keys: bool = False
-    """Keys of the table may be any printable text."""
+    """Whether the keys of the table may be any printable text."""
     only_with: str = ""
-    """Condition without which any value but the default is an error (load.py lists the forms); "A and B" needs both."""
+    """Condition without which any value but the default is an error: a form in load.py; "A and B" requires both."""
     used_with: str = ""
-    """Condition without which the setting is ignored: details of a feature that is switched off are not an error."""
+    """Condition without which the setting is ignored: setting a detail of a feature that is switched off is not an error."""
 
 
 FIXED = Constraint(fixed_on_resume=True)
@@ -66,49 +66,49 @@ Saveable = Literal["matmuls", "attention", "reduce_scatters"]
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     name: str = ""
-    """Folder of this run inside output_folder; empty: the name of the configuration file."""
+    """Name of this run's folder inside output_folder. Empty: the name of the configuration file."""
     output_folder: str = "outputs"
-    """Folder that contains the run folders."""
+    """Path of the folder that contains the run folders."""
     seed: Annotated[int, Constraint(min=0, max=2**63 - 1, fixed_on_resume=True)] = 0
     """Seed of the initial weights and of the sample order."""
     deterministic: Literal["auto", "on", "off"] = "auto"
-    """Bitwise reproducible results, at some cost in speed on GPUs. auto: on for CPU, off for GPUs."""
+    """Whether results are bitwise reproducible, which costs some speed on GPUs. auto: on for CPU, off for GPUs."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: the GPU of each rank if there is one, else the CPU."""
+    """Device to train on. auto: each rank's GPU, or the CPU on a machine without GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     name: Annotated[str, FIXED] = "llama3"
-    """Model family: a key of MODELS in models/__init__.py."""
+    """Name of the model family: a key of MODELS in models/__init__.py."""
     size: Annotated[str, FIXED] = "debug"
-    """Named size of that family."""
+    """Name of a model size of the family."""
     overrides: Annotated[Mapping[str, int | float | bool], FIXED] = field(default_factory=dict)
-    """Dimensions that replace those of the size: overrides = { n_layers = 4 }, or --model.overrides.n_layers 4."""
+    """Dimensions that replace those of the named size: `overrides = { n_layers = 4 }` or `--model.overrides.n_layers 4`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     backend: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
-    """default: the small tokenizer in this repository; tiktoken: a Llama 3 rank file; sentencepiece: a Llama 2 model file;
-    huggingface: a tokenizer.json, read by the package tokenizers."""
+    """Type of tokenizer. default: the small tokenizer in this repository; tiktoken: a Llama 3 rank file; sentencepiece: a Llama 2
+    model file; huggingface: a tokenizer.json, read by the package tokenizers."""
     reuse_reserved_tokens: Annotated[
         Mapping[str, str],
         Constraint(fixed_on_resume=True, free_keys=True, only_with="[tokenizer] backend = default or tiktoken"),
     ] = field(default_factory=dict)
-    """Names for reserved token ids: { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
+    """New names for reserved tokens, which keep their ids: { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
     extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()
-    """New special tokens after the end of the vocabulary; vocab_size must be large enough for them."""
+    """Special tokens to add after the end of the vocabulary. The model's vocab_size must be large enough for them."""
     path: Annotated[str, Constraint(per_node=True, only_with="[tokenizer] backend != default")] = ""
-    """The tokenizer's file; with backend = huggingface also its folder."""
+    """Path of the tokenizer's file. With backend = huggingface, it may also be the folder that contains tokenizer.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     init_timeout_s: Seconds = 600.0
-    """Time that ranks wait for each other at the start."""
+    """Maximum time that ranks wait for each other at the start."""
     timeout_s: Seconds = 600.0
-    """Time that a collective waits for a rank before the job fails."""
+    """Maximum time that a collective waits for a rank before the job fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,248 +122,248 @@ class DataConfig:
     path: Annotated[
         str, Constraint(per_node=True, only_with="empty [data] datasets and [data] dataset != python_stdlib")
     ] = ""
-    """File, folder, glob pattern or list (NAME.manifest) of the documents, or the name of a Hugging Face dataset."""
+    """Path of a file, a folder, a glob pattern or a list of files (NAME.manifest), or the name of a Hugging Face dataset."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
-    """Several datasets by name, instead of dataset and path: datasets = { web = "jsonl:/data/web/*.jsonl", code =
+    """Several named datasets, used instead of dataset and path: datasets = { web = "jsonl:/data/web/*.jsonl", code =
     "text:/data/code" }."""
     mixture: Annotated[tuple[str, ...], Constraint(only_with="[data] datasets")] = ()
-    """Weights of the datasets, each phase from a sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"]; empty:
-    equal weights. A phase that has not started may be changed when the run resumes."""
+    """Weights of the datasets. Each entry applies from a sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
+    Empty: all datasets have equal weights. Entries that do not yet apply may be changed when the run resumes."""
     text_field: Annotated[str, Constraint(only_with="a jsonl, parquet or huggingface dataset")] = "text"
-    """Field of a JSON line, or column of a table, that contains the document."""
+    """Name of the JSON field or table column that contains the document."""
     subset: Annotated[str, Constraint(only_with="a huggingface dataset")] = ""
-    """Configuration of a Hugging Face dataset that has several."""
+    """Name of the configuration to use, if a Hugging Face dataset has several."""
     split: Annotated[str, Constraint(only_with="a huggingface dataset")] = "train"
-    """Split of a Hugging Face dataset that has several."""
+    """Name of the split to use, if a Hugging Face dataset has several."""
     token_dtype: Annotated[Literal["uint16", "uint32"], Constraint(only_with="a tokens dataset")] = "uint16"
-    """Integer type of a .bin file without .idx."""
+    """Integer type of the tokens in a .bin file that has no .idx file."""
     on_bad_document: Literal["skip", "stop"] = "skip"
-    """Treatment of an unreadable document. skip: drop it and record it in the store; stop: fail on the first one."""
+    """Action for an unreadable document. skip: drop it and record it in the store; stop: fail on the first such document."""
     max_bad_documents: Annotated[
         int, Constraint(min=0, max=10**15, unit="documents", used_with="[data] on_bad_document = skip")
     ] = 1000
-    """Skipped documents beyond which preparation stops."""
+    """Maximum number of documents that preparation skips; one more is an error."""
     max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
-    """Length beyond which a document is a bad document; each preparing process holds a few documents of this length."""
+    """Maximum length of a document that can be read. Each preparing process holds a few documents of this length in memory."""
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
-    """Share of the documents held out for evaluation, chosen by a hash of their content. Prepared stores keep their own."""
+    """Fraction of the documents held out for evaluation, chosen by content hash. Prepared stores keep their own fraction."""
     chat_template: Annotated[str, Constraint(only_with="a chat dataset")] = "llama3"
-    """Format of conversations: llama2, llama3, chatml, a .jinja file, or a Hugging Face tokenizer_config.json (or its
-    folder)."""
+    """Format of conversations: llama2, llama3, chatml, the path of a .jinja file, or the path of a Hugging Face
+    tokenizer_config.json or of its folder."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat dataset")] = ()
-    """Special tokens that are also recognized inside message text."""
+    """Special tokens that are recognized inside message text too, where they are otherwise plain text."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
-    """How documents become samples. wrapped: concatenated and split every seq_len tokens; best-fit: as many whole documents as
-    fit; none: one document each. The rest of a sample is padding."""
+    """How documents become samples. wrapped: concatenated and split every seq_len tokens; best-fit: as many complete documents as
+    fit in a sample; none: one document per sample. With best-fit and none, padding fills the rest."""
     long_documents: Annotated[
         Literal["split", "truncate", "drop"],
         Constraint(fixed_on_resume=True, only_with="[data] packing = best-fit or none"),
     ] = "split"
-    """Treatment of documents longer than a sample: split into several samples, truncate to one, or drop."""
+    """Action for a document longer than a sample. split: make several samples; truncate: keep the first; drop: skip it."""
     document_mask: Annotated[bool, FIXED] = False
-    """Attention does not cross document boundaries in a sample, and positions restart at 0 after each."""
+    """Whether attention is restricted to tokens of the same document and positions restart at 0 with each document."""
     shuffle: Annotated[bool, FIXED] = True
-    """Visit the samples of each epoch in an order keyed by (seed, epoch); false: in the order of the store."""
+    """Whether to shuffle the samples of each epoch, keyed by (seed, epoch); false: samples are in the order of the store."""
     num_workers: Annotated[CountOrZero, PER_NODE] = 0
-    """Processes that load samples ahead; 0: the training process loads them."""
+    """Number of processes per rank that load samples ahead; 0: the training process loads them."""
     prefetch: Annotated[Count, Constraint(used_with="[data] num_workers > 0")] = 2
-    """Microbatches that each worker loads ahead."""
+    """Number of microbatches that each worker loads ahead."""
     store_folder: Annotated[str, PER_NODE] = "outputs/token_stores"
-    """Folder of the prepared token stores, which are found by content and tokenizer."""
+    """Path of the folder that contains the prepared token stores. A run finds its store by content and tokenizer."""
     prepare_workers: Annotated[CountOrZero, PER_NODE] = 0
-    """Processes that tokenize; 0: one per core."""
+    """Number of processes that tokenize; 0: one per core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     steps: Steps = 1000
-    """Optimizer steps of the run."""
+    """Number of optimizer steps of the run."""
     seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
-    """Length of a sample."""
+    """Number of tokens in a sample."""
     global_batch_size: Samples = 16
-    """Samples of one optimizer step, over all ranks and microbatches."""
+    """Number of samples in one optimizer step, over all ranks and microbatches."""
     local_batch_size: Samples = 1
-    """Samples of one microbatch on one data-parallel rank; the rest of the global batch is accumulated."""
+    """Number of samples in one microbatch on one data-parallel rank. The rest of the global batch is accumulated."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Precision of forward and backward; gradients are reduced in fp32."""
+    """Precision of forward and backward. Gradients are always reduced in fp32."""
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
-    """Precision of the parameters between steps. bf16: half the memory, but rounding loses small updates unless [optimizer]
+    """Precision of the parameters between steps. bf16 takes half the memory, but rounding loses small updates unless [optimizer]
     offload keeps an fp32 copy."""
     max_norm: Annotated[float | None, Constraint(exclusive_min=0)] = 1.0
-    """Global gradient norm to which gradients are clipped; none: no clipping."""
+    """Maximum global gradient norm: gradients with a larger norm are clipped to it. none: no clipping."""
     reduce_every_microbatch: bool = False
-    """Reduce gradients after each microbatch instead of once per step: less memory, more traffic."""
+    """Whether to reduce gradients after each microbatch, not once per step: less memory, but more communication."""
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
-    """Tokens whose logits exist at the same time."""
+    """Maximum number of tokens whose logits are held in memory at once."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
-    """Threads per rank for CPU operators; 0: the cores divided by the ranks of the node."""
+    """Number of threads per rank for CPU operators; 0: the number of cores divided by the number of ranks on the node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     name: Annotated[Literal["adamw"], FIXED] = "adamw"
-    """Optimizer."""
+    """Name of the optimizer."""
     lr: Annotated[float, Constraint(exclusive_min=0)] = 3e-4
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], Constraint(min=0, max=0.999999)] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and the second moment."""
     eps: Annotated[float, Constraint(exclusive_min=0)] = 1e-8
-    """Added to the denominator of the update."""
+    """Term added to the denominator of the update."""
     weight_decay: Annotated[float, Constraint(min=0)] = 0.1
-    """Decoupled weight decay of matrices; norms and biases have none."""
+    """Decoupled weight decay of matrices. Norms and biases are not decayed."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
-    """Precision of the moments; updates are computed in fp32. bf16: half the memory, but rounding to nearest loses small
-    changes with betas above about 0.99. 8bit: a quarter; matrices whose rows are multiples of 256, with a scale per group."""
+    """Precision of the moments; updates are computed in fp32. bf16 takes half the memory, but rounding to nearest loses small
+    changes with betas above about 0.99. 8bit takes a quarter; it needs matrices whose rows are multiples of 256."""
     offload: Literal["none", "state", "state_and_gradients"] = "none"
-    """Keep the moments and an fp32 copy of the parameters in host memory, where the update runs. state_and_gradients: copy
-    gradients to the host during backward instead of at the start of the update."""
+    """State kept in host memory. state: the moments and an fp32 copy of the parameters, which are updated there; gradients are
+    copied to the host at the start of the update. state_and_gradients: gradients are copied during backward."""
     in_backward: bool = False
-    """Fuse the update into backward: update each parameter as soon as its gradient is reduced, then free the gradient.
+    """Whether to update each parameter during backward, as soon as its gradient is reduced, and then free the gradient.
     Incompatible with clipping and with skipping steps, which need the global norm first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
     name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
-    """Shape of the decay after warm-up."""
+    """Shape of the learning rate's decay after warm-up."""
     warmup_steps: StepsOrZero = 0
-    """Steps of linear warm-up to the peak."""
+    """Number of steps of linear warm-up to the peak learning rate."""
     decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
-    """Steps of the final decay; the other schedules decay over all steps after warm-up."""
+    """Number of steps of the final decay. The other schedules decay over all steps after warm-up."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate at the end, as a fraction of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     dp_replicate: Degree = 1
-    """Replicas, each of which shards all parameters over its own ranks (hybrid sharding)."""
+    """Number of replicas, each of which shards all parameters over separate ranks (hybrid sharding)."""
     dp_shard: Annotated[int, Constraint(min=-1, max=10**6, unit="ranks")] = -1
-    """Ranks over which parameters are sharded; -1: all ranks that the other degrees do not use."""
+    """Number of ranks over which parameters are sharded; -1: all ranks that the other degrees do not use."""
     cp: Degree = 1
-    """Ranks over which each sequence is split (context parallelism)."""
+    """Number of ranks over which each sequence is split (context parallelism)."""
     tp: Degree = 1
-    """Ranks over which each matrix is sharded (tensor parallelism)."""
+    """Number of ranks over which each matrix is sharded (tensor parallelism)."""
     pp: Degree = 1
-    """Groups of ranks over which the layers are partitioned (pipeline parallelism)."""
+    """Number of groups of ranks over which the layers are partitioned (pipeline parallelism)."""
     sequence_parallel: Annotated[bool, Constraint(used_with="[parallel] tp > 1")] = True
-    """Split norms and the residual stream along the sequence; false: every tensor-parallel rank holds all of it."""
+    """Whether tensor-parallel ranks split norms and the residual stream along the sequence; false: each holds all of it."""
     async_tensor_parallel: bool = False
-    """Overlap tensor-parallel communication with the adjacent matrix products; GPUs with [compile] only."""
+    """Whether to overlap tensor-parallel communication with adjacent matrix products. Requires GPUs and [compile] enabled."""
     pipeline_schedule: Annotated[
         Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
         PIPELINE,
     ] = "1F1B"
-    """Order in which a pipeline executes the microbatches."""
+    """Order in which a pipeline executes the forward and backward passes of the microbatches."""
     pipeline_stages_per_rank: Annotated[CountOrZero, PIPELINE] = 0
-    """Stages per rank; 0: as many as the schedule needs (1 for GPipe and 1F1B, else 2)."""
+    """Number of pipeline stages per rank; 0: as many as the schedule needs (1 for GPipe and 1F1B, otherwise 2)."""
     pipeline_split_points: Annotated[tuple[str, ...], PIPELINE] = ()
-    """First blocks of the second stage, the third, ..., such as layers.3; empty: balanced by number of parameters."""
+    """Names of the first blocks of the second and later stages, such as layers.3. Empty: balance the number of parameters."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
-    """Free gathered parameters after forward. default: all but the output unit, none with pp > 1; an integer: reshard to groups
-    of that size."""
+    """Whether to free gathered parameters after forward. default: free those of all units but the output unit, or of no unit with
+    pp > 1; an integer: keep them sharded over groups of that many ranks."""
     fsdp_prefetch: CountOrZero = 0
-    """Units whose parameters are gathered ahead in forward and backward; 0: FSDP's default (one, in backward)."""
+    """Number of FSDP units whose parameters are gathered ahead in forward and backward; 0: FSDP's default (1, in backward)."""
     cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory and update them there; shards are copied to the device
-    when used."""
+    """Whether to keep parameters, gradients and optimizer state in host memory and update them there. Parameter shards are copied
+    to the device for each use."""
     fsdp_units: Literal["separate", "root"] = "separate"
-    """separate: embedding and output are separate units; root: they stay gathered for the whole step (for comparison)."""
+    """Sharding of embedding and output. separate: one FSDP unit each; root: both stay gathered for the complete step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
-    """Activations that blocks recompute in backward. none: nothing; full: everything; selective: all but those in save; budget:
-    chosen by the compiler to meet memory_budget."""
+    """Activations that blocks recompute in backward. none: no activations; full: all activations; selective: all except those
+    that `save` lists; budget: a choice of the compiler that meets memory_budget."""
     save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters")
-    """Results that are saved for backward."""
+    """Results that are saved for backward instead of being recomputed."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
-    """Save every n-th matmul of a block only."""
+    """Save the results of only every n-th matmul of a block."""
     every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1
-    """Apply the mode to every n-th block, starting with the first."""
+    """Apply the mode to every n-th block, starting with the first block."""
     offload_inputs: bool = False
-    """Keep the inputs of blocks, which mode = full saves, in host memory between forward and backward."""
+    """With mode = full, whether the saved inputs of blocks are kept in host memory between forward and backward."""
     recompute_all_gather: bool = True
-    """Re-gather in backward the tensors that tp and cp gather in forward (inputs of column-wise matmuls; keys and values),
-    without recomputing anything else; false: save the gathered tensors."""
+    """Whether backward repeats the all-gathers of tp and cp (inputs of column-wise matmuls; keys and values) without recomputing
+    anything else; false: the gathered tensors are saved for backward."""
     memory_budget: Annotated[Fraction, Constraint(used_with="[activation_checkpoint] mode = budget")] = 0.5
-    """Share of the activation memory of mode = none."""
+    """Fraction of the activation memory of mode = none that the activations may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
     enabled: bool = False
-    """Compile each block with torch.compile."""
+    """Whether to compile each block with torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     interval_steps: StepsOrZero = 500
-    """Steps between checkpoints; 0: only the last step, which is always saved."""
+    """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
     async_mode: Literal["off", "thread", "process"] = "off"
-    """Writer of a checkpoint. off: training waits; thread, process: training continues after a copy to host memory, and a
-    thread or a separate process writes it in the background (process: Linux only)."""
+    """How a checkpoint is written. off: training waits until it is written; thread, process: training waits only for a copy to
+    host memory, which a thread or a separate process (Linux only) writes in the background."""
     keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints")] = 0
-    """Latest complete checkpoints that are kept when a new one is written; 0: all."""
+    """Number of latest complete checkpoints to keep; older ones are deleted after a new one is written. 0: keep all."""
     keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
-    """Keep older checkpoints too if their step is a multiple of this; 0: none."""
+    """Older checkpoints are kept too if their step is a multiple of this number; 0: keep no older checkpoints."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """Action after a failed save (such as a full disk). continue: warn, and save again at the next interval; the last save of a
-    run must succeed."""
+    """Action after a failed save (such as a full disk). continue: warn, and save again at the next interval; stop: end the run.
+    The last save of a run must succeed in both cases."""
     load_step: StepsOrZero = 0
-    """Roll back to this step, once: newer checkpoints of the run are moved to discarded-N/; 0: the latest."""
+    """Step to roll back to, once: newer checkpoints of the run are moved to discarded-N/. 0: resume from the latest one."""
     init_from: str = ""
-    """Source of a new run's weights: a run, a checkpoint, or a Hugging Face model folder; empty: random initialization."""
+    """Path of a new run's weights: a run folder, a checkpoint or a Hugging Face model folder. Empty: random initialization."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
-    """Accept weights of a smaller vocabulary: missing rows are initialized with the mean of the existing ones."""
+    """Whether to accept weights with a smaller vocabulary. Missing rows are initialized with the mean of the existing rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
-    """Parameters that are initialized randomly nevertheless, such as output.weight or layers.7.*."""
+    """Names of parameters that are initialized randomly instead of loaded from init_from, such as output.weight or layers.7.*."""
     export_huggingface: bool = False
-    """Also write the model of the last step in Hugging Face format, to the run folder."""
+    """Whether to write the model of the last step to the run folder in Hugging Face format too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     interval_steps: StepsOrZero = 0
-    """Steps between evaluations on held-out documents; the last step is evaluated too; 0: never."""
+    """Number of steps between evaluations on held-out documents. The last step is evaluated too. 0: never evaluate."""
     max_samples: Annotated[int, Constraint(min=0, max=10**9, unit="samples")] = 0
-    """Samples per dataset and evaluation; 0: all."""
+    """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
-    """Datasets for evaluation only, in addition to the held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
+    """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
     keep_best_on: str = ""
-    """An evaluation dataset; the checkpoint with the lowest loss on it is always kept."""
+    """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     interval_steps: Steps = 10
-    """Steps between records; the first and the last step are always recorded."""
+    """Number of steps between metrics records. The first and the last step are always recorded."""
     tensorboard: bool = True
-    """Write TensorBoard files next to metrics.jsonl."""
+    """Whether to write TensorBoard files next to metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     max_consecutive_skips: Count = 8
-    """Consecutive steps that may be skipped because loss or gradient norm is non-finite or a spike."""
+    """Number of consecutive steps skipped for a spike or a non-finite loss or gradient norm after which on_max_skips applies."""
     on_max_skips: Literal["stop", "rollback"] = "stop"
-    """Action after more skips. rollback: resume from the latest checkpoint and skip the samples of the failed steps."""
+    """Action after max_consecutive_skips. stop: end the run; rollback: load the latest checkpoint and skip the failed samples."""
     max_rollbacks: Count = 3
-    """Rollbacks after which the run stops."""
+    """Maximum number of rollbacks; the run stops instead of another one."""
     on_loss_spike: Literal["off", "skip", "rollback"] = "off"
-    """Action after a loss or gradient norm far above those of the last 128 steps. skip: skip the step; rollback: resume from
-    the latest checkpoint and skip its samples."""
+    """Action after a spike: a loss or gradient norm far above those of the last 128 steps. skip: skip the step; rollback: resume
+    from the latest checkpoint and skip the samples of the step."""
     spike_threshold_sigma: Annotated[
         float, Constraint(exclusive_min=0, max=10**6, used_with="[resilience] on_loss_spike = skip or rollback")
     ] = 6.0
-    """Distance of a spike from the mean, in standard deviations."""
+    """Number of standard deviations above the mean beyond which a loss or gradient norm is a spike."""
     straggler_ratio: Annotated[float | None, Constraint(exclusive_min=1)] = 1.5
-    """Warn when a rank's block forward takes this many times the median rank's, or when waiting for its data stretches the step
-    by this factor; none: never."""
+    """Factor beyond which a rank is reported as a straggler: if the forward pass of its blocks takes this many times as long as
+    on the median rank, or if waiting for its data makes the step this many times as long. none: never warn."""
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
-    """Abort with every rank's stack when no step completes within this time and within 5 times the longest step so far. In the
-    first step, evaluations and checkpoints only a missing heartbeat aborts. 0: never."""
+    """Time without a completed step after which the run aborts and prints every rank's stack; 5 times the longest step so far, if
+    longer. In the first step, evaluations and checkpoints, only a missing heartbeat aborts. 0: never abort."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,7 +387,7 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Setting -> where and how the user set it: {"training.steps": "--training.steps 5"}; without defaults."""
+    """Origin of each setting that the user set, without defaults: {"training.steps": "--training.steps 5"}."""
 
     def value(self, key: str) -> Any:
         """key: "section.name", or "section.table.entry" for the whole table."""

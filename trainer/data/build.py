@@ -18,25 +18,25 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
 
 SINGLE = "data"
-"""Name of the dataset of a configuration without [data] datasets."""
+"""Name of the only dataset of a configuration that does not set [data] datasets."""
 FORMATS = (*DATASETS, "prepared")
 
 
 def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the config of each training dataset, as if it were the only one. Raises ConfigError."""
+    """Return, for each training dataset, a configuration with only this dataset. Raises ConfigError."""
     if not data.datasets:
         return {SINGLE: data}
     return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
 
 
 def eval_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> dict[str, DataConfig]:
-    """Return the configs of the datasets for evaluation alone. All of their documents are evaluated."""
+    """Return the configurations of the evaluation-only datasets, whose documents are all evaluated."""
     configs = {name: _dataset_config(data, f"evaluation.datasets.{name}", text) for name, text in sets.items()}
     return {name: replace(config, held_out_fraction=0.0) for name, config in configs.items()}
 
 
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
-    """Yield the unique name, the setting and the config of each dataset. Raises ConfigError."""
+    """Yield a unique name, the setting that names the path, and the configuration of each dataset. Raises ConfigError."""
     for name, config in dataset_configs(data).items():
         yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
     for name, config in eval_dataset_configs(data, sets).items():
@@ -45,7 +45,7 @@ def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[t
 
 @contextmanager
 def blame_setting(setting: str) -> Iterator[None]:
-    """Attribute a ConfigError about data.path to the setting that holds this path."""
+    """Context that attributes a ConfigError about data.path to the setting that contains the path."""
     try:
         yield
     except ConfigError as error:
@@ -78,7 +78,7 @@ def prepare_datasets(
 
 
 def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
-    """Build the missing packings of a store, unless its documents are wrapped."""
+    """Build the packings of a store that do not exist yet. With data.packing = wrapped, do nothing."""
     if config.packing != "wrapped":
         with writing(Path(config.store_folder)):
             for split in splits(config):
@@ -104,16 +104,16 @@ class Datasets:
     """Number of samples of each training dataset."""
     phases: tuple[MixturePhase, ...]
     evaluation: dict[str, Samples]
-    """The held-out documents of the training datasets, then the datasets for evaluation alone."""
+    """Samples of the held-out documents of each training dataset, then of each evaluation-only dataset."""
     name: str
-    """Name of the training data; changes with its content."""
+    """Name of the training data; it changes when the content of the data changes."""
     evaluation_names: dict[str, str]
-    """Names of the datasets for evaluation alone; each changes with its content."""
+    """Names of the evaluation-only datasets; a name changes when the content of its dataset changes."""
 
 
 def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
-    """Open the stores and packings of a configuration. stores: the result of prepare_datasets. Raises ConfigError for a training
-    dataset of less than one sample."""
+    """Open the stores and packings of a configuration. stores: the result of prepare_datasets. Raises ConfigError if a training
+    dataset does not fill one sample."""
     folders = {name: Path(folder) for name, folder in json.loads(stores).items()}
     configs = dataset_configs(data)
     single = list(configs) == [SINGLE]
