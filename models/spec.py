@@ -1,4 +1,4 @@
-"""The interface of a model family. Plain data and plain torch: nothing here knows how a model is parallelized."""
+"""The interface of a model family, in plain data and plain torch. It is independent of how a model is parallelized."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Model(Protocol):
         """Fill `rows`, full rows of the parameter `name`, with initial values drawn from the generator."""
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Return the floating-point operations of forward and backward per token."""
+        """Return the number of floating-point operations per token, in forward and backward."""
 
 
 class SizeError(ValueError):
     """Invalid dimensions of a model."""
 
     def __init__(self, message: str, *names: str):
-        """names: the dimensions in question."""
+        """names: names of the invalid dimensions."""
         super().__init__(message)
         self.names = names
 
@@ -47,19 +47,19 @@ class ParallelPlan:
     """The container of the blocks, whose names are their indices. Blocks pass one hidden state (batch, seq, dim) to each other
     and are sharded, recomputed, compiled and pipelined one by one."""
     pre_blocks: tuple[str, ...]
-    """Modules before the blocks, in order."""
+    """Names of the modules before the blocks, in order."""
     post_blocks: tuple[str, ...]
-    """Modules after the blocks, in order; the last one takes the head."""
+    """Names of the modules after the blocks, in order. The last module takes the head."""
     fsdp_units: tuple[tuple[str, ...], ...]
-    """Groups of modules outside the blocks; each group is sharded and gathered as one unit."""
+    """Names of modules outside the blocks, in groups. Each group is sharded and gathered as one unit."""
     tied: bool
     """Whether a parameter is used both before and after the blocks."""
     tensor: Mapping[str, str]
-    """Modules outside the blocks -> their style under tensor parallelism: a key of styles() in trainer/parallel/tensor.py."""
+    """Name of a module outside the blocks -> its tensor-parallel style, a key of styles() in trainer/parallel/tensor.py."""
     tensor_block: Mapping[str, str]
-    """Modules of a block, by their names inside the block -> their style under tensor parallelism."""
+    """Name of a module inside its block -> its style under tensor parallelism."""
     tp_divisible: tuple[str, ...]
-    """Sizes that the tensor-parallel degree must divide."""
+    """Names of the sizes that the tensor-parallel degree must divide."""
     attention: str
     """The replaceable attention kernel of a block, by its name inside the block. It has no parameters: (q, k, v, mask) -> output,
     with k and v of the full sequence."""
@@ -77,13 +77,13 @@ class HuggingFace:
     is_rope_permuted: Callable[[str], bool]
     """Whether Hugging Face's format has the rows of this parameter in another order within each head."""
     permute_to_hf: Callable[[Tensor, int], Tensor]
-    """(rows of complete heads, head_dim) -> the rows in Hugging Face's order."""
+    """Function (rows of complete heads, head_dim) -> the rows in Hugging Face's order."""
     permute_from_hf: Callable[[Tensor, int], Tensor]
-    """The inverse of permute_to_hf."""
+    """Inverse of permute_to_hf."""
     config: Callable[[Any, int], dict[str, Any]]
-    """(sizes, seq_len) -> the fields of config.json that depend on the model."""
+    """Function (sizes, seq_len) -> the fields of config.json that depend on the model."""
     sizes: Callable[[Mapping[str, Any]], Any]
-    """config.json -> sizes. Raises ValueError for an unsupported model."""
+    """Function from the content of config.json to sizes. Raises ValueError for an unsupported model."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
-"""Rows of the weight whose gradient is accumulated at a time: the product has the weight's dtype, the sum is fp32."""
+"""Number of rows of the weight whose gradient is accumulated at a time. The product has the weight's dtype, the sum is fp32."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class _VocabShard:
         if not isinstance(weight, DTensor):
             return cls(0, weight.shape[0], None)
         mesh = weight.device_mesh
-        rows_per_rank = -(-weight.shape[0] // mesh.size())  # as DTensor shards: the last ranks may have fewer
+        rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
         return cls(rows_per_rank * mesh.get_local_rank(), weight.to_local().shape[0], mesh.get_group())
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """logits: (tokens, rows of this rank), fp32; targets: (tokens, 1), token ids.
+        """logits: for the vocabulary rows of this rank, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1).
 
-        Returns the cross-entropy over the full vocabulary, the log normalizer, the target's row on this rank, and whether this
-        rank has that row; each (tokens, 1).
+        Returns four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the target's
+        row on this rank, and whether this rank has that row.
         """
         rows = targets - self.first
         is_local = (rows >= 0) & (rows < self.count)
@@ -56,7 +56,8 @@ class _VocabShard:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The summed cross-entropy of the target tokens, fp32, from hidden states and the weight of the output projection.
+    """The cross-entropy, summed over the target tokens, fp32. It is computed from hidden states and the weight of the output
+    projection.
 
     Forward computes the gradients chunk by chunk, while a chunk's logits exist. So logits are neither saved nor recomputed.
     Backward only scales the gradients.
@@ -102,7 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class CrossEntropyHead:
-    """The head that the model's output module applies: from hidden states to the summed loss of the target tokens."""
+    """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens."""
 
     def __init__(self, labels: Tensor, chunk_tokens: int):
         """labels: (batch, seq). chunk_tokens: number of tokens whose logits exist at the same time."""
@@ -110,8 +111,8 @@ class CrossEntropyHead:
         self.chunk_tokens = chunk_tokens
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors, hidden replicated and
-        weight sharded along the vocabulary. Returns the sum over all target tokens, fp32, a scalar."""
+        """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
+        weight is sharded along the vocabulary. Returns the summed loss, a scalar in fp32."""
         shard = _VocabShard.from_weight(weight)
         if isinstance(weight, DTensor):
             hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient

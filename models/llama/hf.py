@@ -57,8 +57,8 @@ def is_rope_permuted(name: str) -> bool:
 
 
 def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
-    """rows: (heads * head_dim, columns). Meta's layout has the two members of a rotated pair next to each other. Hugging Face's
-    layout has the first members of all pairs of a head, then the second ones."""
+    """rows: weights of complete heads, shape (heads * head_dim, columns). Meta's layout has the two members of a rotated pair
+    next to each other. Hugging Face's layout has the first members of all pairs of a head, then the second ones."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -67,7 +67,7 @@ def permute_from_hf(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def hf_config(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
-    """seq_len: sequence length in training."""
+    """Return the fields of config.json that depend on the model. seq_len: sequence length in training."""
     scaled = sizes.rope_factor != 1.0
     scaling = {hf: getattr(sizes, name) for name, hf in _SCALING.items()} | {"rope_type": "llama3"}
     max_positions = max(seq_len, round(sizes.original_seq_len * sizes.rope_factor)) if scaled else seq_len
@@ -96,7 +96,7 @@ def sizes_from_hf(config: Mapping[str, Any]) -> LlamaSizes:
         if type(value) not in types:
             raise ValueError(f"{_FIELDS[name]} {value!r}: expected {expected}")
     values.setdefault("n_kv_heads", values["n_heads"])
-    values.setdefault("norm_eps", 1e-6)  # the default of transformers
+    values.setdefault("norm_eps", 1e-6)  # transformers has this default
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     values["rope_theta"] = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
     rope_type = rope.get("rope_type", rope.get("type", "default"))

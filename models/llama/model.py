@@ -19,7 +19,8 @@ Head = Callable[[Tensor, Tensor], Tensor]
 
 
 def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
-    """Return the radians per position of each pair of a head (Su et al. 2021, arXiv:2104.09864): (head_dim / 2), fp32.
+    """Return the rotation of each pair of a head in radians per position (Su et al. 2021, arXiv:2104.09864), shape (head_dim /
+    2), fp32.
 
     With rope_factor, Llama 3.1's scaling applies: the frequency of a pair with fewer than rope_low_freq_factor turns within
     original_seq_len is divided by the factor, a pair with more than rope_high_freq_factor turns is unchanged, and pairs between
@@ -44,7 +45,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class CausalMask(nn.Module):
-    """The attention mask, computed once for all blocks. Replaced by module name where another mask is needed.
+    """The attention mask, computed once for all blocks. It is replaced by module name where another mask is needed.
 
     Every token attends to itself and the earlier tokens of its sample, across documents. The kernel needs no mask for this.
     """
@@ -54,8 +55,8 @@ class CausalMask(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """The attention kernel, without parameters. Replaced by module name together with the mask. It needs the full sequence in
-    order."""
+    """The attention kernel, without parameters. It needs the full sequence in order. It is replaced by module name, with the
+    mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, broadcast to
@@ -99,7 +100,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w1(x), self.w3(x)  # (batch, seq, local hidden)
         if torch.compiler.is_compiling():
-            return self._down(gate, up)  # the compiler chooses which tensors to save
+            return self._down(gate, up)  # if compiled, the compiler chooses which tensors to save
         # Save two of the four tensors that autograd would save. Backward recomputes only the activation: torch stops the
         # recomputation at the last saved tensor, which is before the product with w2.
         return checkpoint(self._down, gate, up, use_reentrant=False, preserve_rng_state=False)
@@ -149,15 +150,15 @@ class Llama(nn.Module):
         return self.output(self.norm(h), head)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each pair's angle: (batch, 1, seq, head_dim / 2), fp32. They are computed, not stored: a
-        buffer could be damaged by a checkpoint, a cast or a move between devices."""
+        """Return cosine and sine of each pair's angle, shape (batch, 1, seq, head_dim / 2), fp32. They are computed, because a
+        stored buffer could be damaged by a checkpoint, a cast or a move between devices."""
         angles = positions[:, None, :, None].float() * rope_frequencies(self.sizes, positions.device)
         return angles.cos(), angles.sin()
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are normal with variance 1 / (number of inputs) (LeCun et al. 1998, "Efficient
-        BackProp"), the embedding table, which may also be the output weight, with 1 / dim. The two projections that write into
-        the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start at one."""
+        BackProp"). The variance of the embedding table, which may also be the output weight, is 1 / dim. The two projections
+        into the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start at one."""
         if name.endswith("norm.weight"):
             rows.fill_(1.0)
             return
@@ -168,8 +169,8 @@ class Llama(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """See models.spec.Model. A multiply-add is two operations; backward costs twice as much as forward.
 
-        The count includes every linear layer, the output among them, and attention's two products over the causal half of the
-        scores, (seq_len + 1) / 2 keys on average. It excludes norms, activations and recomputation.
+        The count includes every linear layer, also the output, and the two products of attention over the causal half of the
+        scores, which has (seq_len + 1) / 2 keys per token on average. It excludes norms, activations and recomputation.
         """
         linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
         attention = self.sizes.n_layers * 2 * self.sizes.dim * (seq_len + 1) // 2

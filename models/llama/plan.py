@@ -21,7 +21,7 @@ TENSOR_BLOCK = {
 
 
 def plan(sizes: LlamaSizes) -> ParallelPlan:
-    # With tied embeddings, embedding and output share a parameter, which must be in one unit.
+    # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.
     tied_units = (("tok_embeddings", "norm", "output"),)
     return ParallelPlan(
         blocks="layers",

@@ -63,14 +63,14 @@ from trainer.testing.layouts import Table
 from trainer.testing.ranks import LocalRanks
 
 LOADED_TOKENS = 2**25
-"""Tokens that one repeat loads."""
+"""Number of tokens that one repeat loads."""
 
 
 # ---------------------------------------------------------------- loss
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Return torch's own loss."""
+    """Return the loss as torch computes it from full logits."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -80,8 +80,8 @@ def chunked(chunk_tokens: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def peaks(loss: Callable, seq: int, vocab: int, dim: int, tp: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the peaks of forward and backward in bytes, without the inputs: excluding and including tensors of the weight's
-    shape, such as its gradient."""
+    """Return two peaks of memory in forward and backward, in bytes and without the inputs. The first peak excludes and the
+    second one includes tensors of the weight's shape, such as its gradient."""
     mesh = init_device_mesh("cpu", (tp,)) if tp > 1 else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         hidden = torch.empty(1, seq, dim, dtype=dtype, requires_grad=True)
@@ -127,8 +127,8 @@ def print_loss(seq: int, vocab: int, dim: int, chunk_tokens: int, tp: list[int],
 
 
 def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Run on each rank: return mode -> (seconds blocked, seconds in the background) of each save. The state consists of matrices
-    of 4 MiB, sharded over the ranks."""
+    """Return mode -> (seconds blocked, seconds in the background) of each save. Run on each rank. The state consists of
+    matrices of 4 MiB, sharded over the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = 1024 // dist.get_world_size()
     state = {
@@ -183,7 +183,7 @@ def print_saves(gib: float, ranks: int, repeats: int, folder: str | None) -> Non
 
 
 def load_weights(folder: Path, tp: int) -> tuple[int, int, int] | str:
-    """Run on each rank: return the bytes of the process before loading, of the rank's shards, and the peak; or an error."""
+    """Return the bytes of the process before loading, of the rank's shards, and at the peak; or an error. Run on each rank."""
     try:
         return _load_weights(folder, tp)
     except ConfigError as error:
@@ -236,7 +236,7 @@ def interleaved(tasks: Mapping[str, Callable[[], int]], repeats: int) -> dict[st
 
 
 def preparing(folder: Path, mib: int, tokenizer: Tokenizer) -> dict[str, Callable[[], int]]:
-    """Return the baseline and the trainer's preparation, which writes its store to stores/."""
+    """Return two tasks: the baseline, and the trainer's preparation, which writes its store to stores/."""
     source = open_source(DataConfig(), tokenizer)
     texts, num_bytes = [], 0
     for text in itertools.cycle(document for document in source.documents() if isinstance(document, str)):
@@ -313,7 +313,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[..., None], text: str, **integers: tuple[int, str]) -> argparse.ArgumentParser:
-        """integers: option -> (default, help)."""
+        """integers: name of an integer option -> (default, help)."""
         subparser = commands.add_parser(name, help=text, doc=text)
         subparser.set_defaults(run=run)
         for option, (default, help) in integers.items():

@@ -56,7 +56,7 @@ REPEATS = 3
 MAX_RANKS = 16
 MAX_PEAK_DEVIATION = 0.03
 MAX_CATEGORY_DEVIATION, IGNORED_FRACTION = 0.05, 0.01
-"""Relative to the category, and to the peak."""
+"""Maximum deviation as a fraction of the category, and deviation that is ignored as a fraction of the peak."""
 
 
 def wrong_category(simulation: Simulation, measured: Measured) -> str:

@@ -48,7 +48,7 @@ STEPS = 3
 
 
 def fastest_step_s(argv: Sequence[str]) -> float:
-    """Run on a rank."""
+    """Return the duration of the fastest step in seconds. Run on a rank."""
     config = load_config(argv)
     devices.set_cpu_threads(config.training.cpu_threads)
     _, step = build_step(config)
@@ -61,8 +61,8 @@ def fastest_step_s(argv: Sequence[str]) -> float:
 
 
 def cumulative(levers: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
-    """Yield (name, flags, configuration) of the baseline and of each lever on top of those before it. Raises ConfigError, by the
-    lever."""
+    """Yield (name, flags, configuration) of the baseline and of each lever on top of the levers before it. Raises ConfigError
+    that names the lever."""
     settings = with_default_model(BASELINE | settings_of(argv))
     yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
     for lever in levers:

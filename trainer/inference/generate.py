@@ -30,13 +30,14 @@ class CachedAttention(nn.Module):
         self.length = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """q: (1, heads, new, head_dim); k, v: (1, kv heads, new, head_dim)."""
+        """q, k, v: queries, keys and values of the new tokens, shapes (1, heads, new, head_dim) and (1, kv heads, new,
+        head_dim)."""
         start, self.length = self.length, self.length + k.shape[2]
         self.kv_cache[:, :, :, start : self.length] = torch.stack((k, v))
         keys, values = self.kv_cache[:, :, :, : self.length]
         new = q.shape[2]
         attn_mask = None
-        if new > 1 and start:  # is_causal would align the triangle with the first key
+        if new > 1 and start:  # is_causal would align the causal mask with the first key
             attn_mask = torch.ones(new, self.length, dtype=torch.bool, device=q.device).tril(start)
         is_causal, enable_gqa = new > 1 and not start, q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
@@ -44,7 +45,7 @@ class CachedAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Filters are applied in the order of the fields."""
+    """Settings of sampling. They are applied in the order of the fields."""
 
     temperature: float = 0.8
     """0 selects the most likely token."""
@@ -55,7 +56,7 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """logits: (vocabulary,), fp32, on the CPU, where a seed gives the same result for every device."""
+    """Return a token. logits: shape (vocabulary,), fp32, on the CPU, so that a seed gives the same token with every device."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)
@@ -63,7 +64,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         ordered, tokens = ordered[: sampling.top_k], tokens[: sampling.top_k]
     probs = ordered.softmax(0)
     preceding = probs.cumsum(0) - probs
-    probs = probs.masked_fill(preceding >= sampling.top_p, 0.0)  # never removes the first
+    probs = probs.masked_fill(preceding >= sampling.top_p, 0.0)  # this never removes the first token
     return int(tokens[torch.multinomial(probs, 1, generator=generator)])
 
 
@@ -71,8 +72,9 @@ class TextGenerator:
     """A loaded model with its tokenizer and KV cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, max_seq_len: int, chat_template: str):
-        """Load the model on all ranks, with matrices sharded over them. max_seq_len: tokens of prompt and answer; 0: the
-        sequence length of training. chat_template: "" for the model's own. Raises ConfigError."""
+        """Load the model on all ranks, with matrices sharded over them. max_seq_len: maximum number of tokens of prompt and
+        answer; 0: the sequence length of training. chat_template: name of a template; "": the template of the model. Raises
+        ConfigError."""
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = WeightSource(folder)
         self.device = device
@@ -115,8 +117,8 @@ class TextGenerator:
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, stop: Collection[int], max_new_tokens: int
     ) -> Iterator[int]:
-        """Yield new tokens until `max_new_tokens`, the end of the context window, or a token of `stop`, which is the last one
-        yielded. The prefix that the prompt shares with the cached tokens is not recomputed."""
+        """Yield new tokens until `max_new_tokens`, the end of the context window, or a token of `stop`. The stop token is
+        yielded too. The prefix that the prompt shares with the cached tokens is not recomputed."""
         if len(prompt) >= self.max_seq_len:
             message = f"the prompt has {len(prompt)} tokens; prompt and answer share a context window of"
             raise ConfigError("", f"{message} {self.max_seq_len} tokens (--max-seq-len)")
@@ -131,7 +133,7 @@ class TextGenerator:
 
     @torch.no_grad()
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        """Return the logits of the next token: (vocabulary of the tokenizer,), fp32, on the CPU."""
+        """Return the logits of the next token, shape (vocabulary of the tokenizer,), fp32, on the CPU."""
         start = 0
         while start < min(len(self.cached_tokens), len(tokens) - 1) and self.cached_tokens[start] == tokens[start]:
             start += 1
@@ -145,14 +147,14 @@ class TextGenerator:
 
 
 class TextStream:
-    """Incremental decoding: a character of several tokens is returned with its last token."""
+    """Incremental decoding. A character that consists of several tokens is returned with the last of these tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int] = ()):
         """prefix: the preceding tokens, which decide whether the text begins with a space."""
         self.tokenizer = tokenizer
         self.tokens = list(prefix)
         self.printed = len(tokenizer.decode(self.tokens)) if prefix else 0
-        """Characters already returned."""
+        """Number of characters already returned."""
 
     def put(self, token: int) -> str:
         """Add a token and return the characters that it completes."""

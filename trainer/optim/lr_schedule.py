@@ -1,4 +1,4 @@
-"""Learning-rate schedules. They are functions of the step, so there is no state to save."""
+"""Learning-rate schedules, which are functions of the step and therefore have no state to save."""
 
 import math
 
@@ -13,15 +13,16 @@ def _linear(progress: float) -> float:
     return 1 - progress
 
 
-# Name -> position between the minimum (0) and the peak (1), which falls from 1 to 0 while progress rises from 0 to 1.
+# Name -> decay: its value is 1 at the peak and 0 at the minimum, and it falls while progress rises from 0 to 1.
 DECAYS = {"cosine": _cosine, "linear": _linear, "warmup_stable_decay": _linear}
 
 
 def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 1, in a run of `steps`.
 
-    It rises linearly to the peak at step warmup_steps, so the first step is not wasted at 0. Then it decays to
-    min_lr_ratio * peak in the last step. warmup_stable_decay stays at the peak until the last decay_steps.
+    The learning rate rises linearly to the peak at step warmup_steps, so the first step is not wasted at 0. Then it decays to
+    min_lr_ratio * peak in the last step. With name = warmup_stable_decay, it stays at the peak until the last decay_steps
+    steps.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

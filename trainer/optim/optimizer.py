@@ -48,14 +48,14 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
 
 
 _CHUNK_VALUES = 2**23
-"""Values that are converted to fp32 at a time."""
+"""Number of values converted to fp32 at a time."""
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Name -> whether it is signed."""
+"""Name of a moment -> whether its values are signed."""
 
 
 def _new_moment(name: str, p: Tensor, quantizer: BlockQuantizer | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a zero moment: quantized if there is a quantizer and the parameter allows it, else of a dtype (default fp32)."""
+    """Return a moment of zeros: quantized if a quantizer is given and fits the parameter, else of dtype (default fp32)."""
     if quantizer is None or not is_quantizable(p):
         return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
     codes, scales = quantizer.zeros_like(to_local(p.detach()))
@@ -63,11 +63,11 @@ def _new_moment(name: str, p: Tensor, quantizer: BlockQuantizer | None, dtype: t
 
 
 class _MixedPrecisionAdamW(torch.optim.AdamW):
-    """AdamW for parameters and moments of different precisions: the same fused kernel computes each update in fp32, and the
+    """AdamW for parameters and moments of different precisions. The same fused kernel computes each update in fp32, and the
     result is rounded to nearest."""
 
     def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
-        """quantizers: by name of the 8-bit moments."""
+        """quantizers: name of each 8-bit moment -> its quantizer."""
         super().__init__(groups, **hyperparameters)
         self.quantizers = quantizers
 
@@ -90,7 +90,7 @@ class _MixedPrecisionAdamW(torch.optim.AdamW):
         step -= self.found_inf
 
     def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
-        """stored: some rows of the parameter, its gradient and its moments, by name."""
+        """stored: name -> some rows of the parameter, of its gradient or of a moment."""
         parameter, exp_avg, exp_avg_sq = in_fp32 = [self._to_fp32(stored, name) for name in ("p", *_MOMENTS)]
         torch._fused_adamw_(
             [parameter], [stored["grad"].float()], [exp_avg], [exp_avg_sq], [], [step],
@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.
 
 
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: may be on the meta device."""
+    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: by name; they may be on the meta device."""
     for name, p in parameters.items():
         if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(to_local(p)):
             columns = to_local(p).shape[1]
@@ -124,7 +124,7 @@ def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: O
 
 
 class Optimizer:
-    """The parameters' update, its state by parameter name, and the global gradient norm."""
+    """Update of a rank's parameters, optimizer state by parameter name, and global gradient norm."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_per_stage: int
@@ -158,12 +158,12 @@ class Optimizer:
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
         """Scale the gradients so that their global norm is at most max_norm (None: do not scale). Return the norm before
         scaling and the number of ranks that voted, both scalars."""
-        # One all-reduce for all layouts: each of the ranks with the same values contributes an equal share of the square.
+        # One all-reduce for all layouts: ranks that hold the same values contribute equal shares of their squared norm.
         local = (self.update.norms().square() / self.replication).sum()
         squared, votes = sum_over(torch.stack([local, torch.full_like(local, vote)]), self.model_group).unbind()
         norm = squared.sqrt()
         if max_norm is not None:
-            # Always multiplied, because a condition would need a host synchronization.
+            # Multiply in any case, because a condition would need a host synchronization.
             self.update.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm, votes
 

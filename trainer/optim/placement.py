@@ -17,7 +17,7 @@ class UpdateStrategy:
     optimizers: Sequence[torch.optim.Optimizer]
 
     def norms(self) -> Tensor:
-        """Return the norm of this rank's shard of each gradient: (parameters,), fp32."""
+        """Return the norms of this rank's gradient shards, shape (parameters,), fp32."""
         raise NotImplementedError
 
     def scale(self, factor: Tensor) -> None:
@@ -30,14 +30,14 @@ class UpdateStrategy:
                 group["lr"] = lr
 
     def step(self, skip: Tensor) -> None:
-        """Update the parameters. skip: scalar, fp32; nothing changes where it is 1."""
+        """Update the parameters. skip: scalar, fp32; if it is 1, nothing changes."""
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the live state by quantity."""
         raise NotImplementedError
 
     def sync_master_weights(self, state_loaded: bool) -> None:
-        """Copy the parameters to the master weights after they were loaded, unless these were loaded too."""
+        """Copy loaded parameters to the master weights, unless the master weights were loaded too (state_loaded)."""
 
     def host_tensors(self) -> list[Tensor]:
         """Return the tensors in host memory."""
@@ -49,7 +49,7 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _grad_norms(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return scalars in fp32."""
+    """Return the norm of each gradient, as scalars in fp32."""
     return list(torch._foreach_norm(_gradients(parameters), 2, dtype=torch.float32))
 
 
@@ -82,8 +82,8 @@ class OnDevice(UpdateStrategy):
 
 
 class InBackward(UpdateStrategy):
-    """Update of each parameter in backward, as soon as its gradient is reduced, which is freed then (Lv et al. 2023, "LOMO",
-    arXiv:2306.09782).
+    """Update of each parameter in backward, as soon as its gradient is reduced. The gradient is freed after the update (Lv et
+    al. 2023, "LOMO", arXiv:2306.09782).
 
     Clipping and skipping a complete step are impossible, because they need all gradients. A shard with a non-finite gradient
     stays unchanged, but other shards are updated, so the run must not continue from this state.
@@ -119,7 +119,7 @@ class CpuOffload(UpdateStrategy):
     """
 
     def __init__(self, parameters: Sequence[Tensor], factory: OptimizerFactory, offload_gradients: bool):
-        """offload_gradients: whether gradients are copied during backward, as soon as they are reduced, instead of in step."""
+        """offload_gradients: whether each gradient is copied in backward, as soon as it is reduced, and not in `step`."""
         self.parameters = parameters
         self.indices = {p: i for i, p in enumerate(parameters)}
         self.transfer = HostTransfer(parameters[0].device)
@@ -178,7 +178,7 @@ class CpuOffload(UpdateStrategy):
             if result is not master:
                 result.copy_(master)
             returned = self.transfer.copy([to_local(p.detach())], [result])
-        returned.wait()  # includes all earlier copies of this stream
+        returned.wait()  # waiting for it includes all earlier copies of this stream
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Include the master weights if they are more precise than the parameter."""

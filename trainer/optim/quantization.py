@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 256
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 
 def is_quantizable(matrix: Tensor) -> bool:
-    """Return whether its rows consist of complete blocks. Norms, biases and other sizes stay fp32."""
+    """Return whether the rows of a matrix consist of complete blocks. Other tensors, such as norms and biases, stay fp32."""
     return matrix.dim() == 2 and matrix.shape[1] % BLOCK_SIZE == 0
 
 
 def _values(signed: bool) -> list[float]:
     """Return the sorted values of the 256 codes (section 2.1 of the paper, "dynamic tree quantization").
 
-    The positive values have equal steps within each of seven powers of ten, twice as many in each as in the one below. With 0 and
-    1 they are all values if unsigned. If signed, -1 replaces the mirror of the smallest positive value.
+    The positive values lie in seven powers of ten. They are evenly spaced within each, and each has twice as many as the next
+    lower one. The unsigned values are 0, these values and 1. The signed values also include the negative ones, with -1 instead
+    of the negative of the smallest positive value.
     """
     positive = []
     for power in range(7):
@@ -43,17 +44,17 @@ class BlockQuantizer:
             self.boundaries[0] = 0.0
 
     def zeros_like(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes of zeros, of the matrix' shape, and their scales: (rows, blocks per row)."""
+        """Return codes of zeros in the shape of the matrix, and their scales, shape (rows, blocks per row)."""
         codes = torch.full_like(matrix, self.zero, dtype=torch.uint8)
         return codes, matrix.new_zeros((matrix.shape[0], matrix.shape[1] // BLOCK_SIZE), dtype=torch.float32)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the values as fp32."""
-        relative = self.values.index_select(0, codes.flatten().int())  # indexing by brackets would need int64
+        relative = self.values.index_select(0, codes.flatten().int())  # self.values[...] would need int64 indices
         return (relative.view(*scales.shape, BLOCK_SIZE) * scales[:, :, None]).flatten(1)
 
     def quantize_(self, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Write codes and scales of a matrix. Dequantized values are reproduced exactly."""
+        """Write the codes and scales of a matrix. Values from dequantize are reproduced exactly."""
         blocks = matrix.unflatten(1, (-1, BLOCK_SIZE))
         scales.copy_(blocks.abs().amax(2))
         smallest = torch.finfo(torch.float32).tiny

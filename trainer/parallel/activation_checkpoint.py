@@ -66,7 +66,7 @@ def recompute_all(forward: Forward) -> Forward:
 
 
 def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forward) -> Forward:
-    """Save only the results of the operators in `save` (keys of SAVEABLE_OPS), and of every n-th matmul."""
+    """Save only the results of the operators in `save` (keys of SAVEABLE_OPS) and those of every n-th matmul."""
     saved_ops = {operator for name in save for operator in SAVEABLE_OPS[name]}
     matmuls = set(SAVEABLE_OPS["matmuls"])
 
@@ -86,15 +86,16 @@ def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forw
 
 
 def _is_partial_product(args: tuple) -> bool:
-    """Whether an operator is the product of a row-wise matrix under tensor parallelism. It has the full width of the hidden
-    state, and its reduction is saved instead, so recomputing it is cheaper. (A compiler sees no DTensors, but it saves only
-    tensors that backward needs, and backward does not need these products.)"""
+    """Whether an operator is the product with a row-wise matrix under tensor parallelism, which is a partial sum. The sum has
+    the full width of the hidden state. Its reduction over the ranks is saved instead, so the partial sum is recomputed. (A
+    compiler does not see DTensors. But it saves only tensors that backward needs, and backward does not need these partial
+    sums.)"""
     first = args[0] if args else None
     return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 
 
 def recompute_gathers(forward: Forward) -> Forward:
-    """Recompute gathered inputs. Only for compiled blocks: the compiler saves what backward needs of the rest."""
+    """Recompute gathered inputs. Use this only for compiled blocks: the compiler saves all other tensors that backward needs."""
 
     def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE

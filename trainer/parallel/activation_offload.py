@@ -22,8 +22,8 @@ class InputOffloader:
         self.newest: Callable[[], _OffloadedInput | None] = lambda: None
 
     def wrap(self, forward: Forward, is_first: bool) -> Forward:
-        """forward: of a block; only its first argument is offloaded, since all blocks share the others. is_first: whether this is
-        the first offloaded block of its stage."""
+        """Return the forward of a block with its first argument offloaded. All blocks share the other arguments, so these are
+        not offloaded. is_first: whether this is the first offloaded block of its stage."""
 
         def offloading_forward(hidden: Tensor, *args) -> Tensor:
             assert not isinstance(hidden, DTensor)  # blocks pass plain tensors to each other
@@ -40,10 +40,10 @@ class InputOffloader:
 
 
 class _OffloadedInput:
-    """A block's input, from the block's forward until autograd releases it."""
+    """An offloaded block input. It exists from the block's forward until autograd releases it."""
 
     def __init__(self, offloader: InputOffloader, tensor: Tensor, previous: Callable[[], "_OffloadedInput | None"]):
-        """previous: returns the input of the previous block, which backward needs next."""
+        """previous: function that returns the offloaded input of the previous block, which backward needs next."""
         free = offloader.free_buffers[tensor.shape, tensor.dtype]
         self.buffer = free.pop() if free else offloader.transfer.host_like(tensor, tensor.dtype)
         weakref.finalize(self, free.append, self.buffer)

@@ -1,4 +1,4 @@
-"""Attention masks and the kernels that take them: for documents packed into one sample, and for sequences split over the cp axis.
+"""Attention masks and kernels for documents packed into one sample and for sequences split over the cp axis.
 
 The mask is computed once per forward, for all blocks. On a CPU it is a dense tensor that is added to the scores. On a GPU it is
 the block mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
@@ -17,7 +17,7 @@ from trainer.parallel.context import AllGatherAttention, all_gather_sequence, sh
 
 
 class Mask(nn.Module):
-    """A causal mask over a sample or, by_document, over each document of it."""
+    """A causal mask over each sample. With by_document, it covers each document of a sample separately."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool):
         super().__init__()
@@ -25,8 +25,8 @@ class Mask(nn.Module):
         self.by_document = by_document
 
     def forward(self, positions: Tensor, documents: Tensor) -> Tensor | BlockMask:
-        """positions, documents: (batch, seq / cp). The mask has a row per token of this rank and a column per token of the full
-        sequence."""
+        """positions, documents: (batch, seq / cp). The mask has one row for each token of this rank and one column for each
+        token of the full sequence."""
         ranks = self.cp.size()
         columns = torch.arange(documents.shape[1] * ranks, device=documents.device)
         rows = shard_tensor(columns[None], self.cp.get_local_rank(), ranks)[0]
@@ -35,16 +35,16 @@ class Mask(nn.Module):
         return self._make(rows, columns, documents, all_gather_sequence(documents, self.cp, dim=1))
 
     def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None):
-        """rows: (seq / cp,) and columns: (seq,), indices in the sequence. row_docs: (batch, seq / cp) and column_docs:
-        (batch, seq), document indices; None without a document mask."""
+        """rows, columns: token indices in the sequence, shapes (seq / cp,) and (seq,). row_docs, column_docs: document indices,
+        shapes (batch, seq / cp) and (batch, seq); None without a document mask."""
         raise NotImplementedError
 
 
 class DenseMask(Mask):
-    """A tensor that is added to the scores: (batch or 1, 1, seq / cp, seq)."""
+    """A mask that is added to the attention scores, shape (batch or 1, 1, seq / cp, seq)."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, dtype: torch.dtype):
-        """dtype: of the computation. A kernel would convert a mask of another dtype in every block."""
+        """dtype: dtype of the computation. Attention would convert a mask of another dtype in every block."""
         super().__init__(cp, by_document)
         self.dtype = dtype
 
@@ -74,7 +74,7 @@ class FlexBlockMask(Mask):
 
 class FlexAttention(nn.Module):
     def __init__(self, compiled: bool = True):
-        """compiled: False materializes all scores; for tests only."""
+        """compiled: whether to compile FlexAttention. Without compilation it materializes all scores (for tests only)."""
         super().__init__()
         self.attend = torch.compile(flex_attention) if compiled else flex_attention
 
@@ -88,9 +88,9 @@ class AttentionBackend:
     """The mask and kernel that replace the model's own where attention is split or ends at document boundaries."""
 
     mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
-    """(cp axis, by_document, dtype of the computation) -> module that computes the mask."""
+    """Function (cp axis, by_document, dtype of the computation) -> module that computes the mask."""
     attention: Callable[[nn.Module], nn.Module]
-    """The model's kernel -> a kernel that takes the mask."""
+    """The model's attention kernel -> a kernel that takes the mask."""
 
 
 CPU_BACKEND = AttentionBackend(DenseMask, lambda kernel: kernel)
@@ -109,7 +109,7 @@ def apply_attention(
     recompute_gathers: Callable[[str], bool],
 ) -> None:
     """Replace the model's attention kernels and mask, in place, if sequences are split or attention ends at document boundaries
-    (by_document). recompute_gathers: name of a block -> whether it gathers keys and values again in backward."""
+    (by_document). recompute_gathers: name of a block -> whether its backward repeats the gather."""
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))

@@ -11,9 +11,9 @@ from trainer.config import ActivationCheckpointConfig
 
 
 def configure(activation_checkpoint: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
-    """Set the options of the compiler for this run. They are global to the process.
+    """Set the compiler options of this run, which are global to the process.
 
-    overlapped: the ranks whose gathers and reductions overlap with adjacent matrix products.
+    overlapped: group of ranks whose gathers and reductions overlap with adjacent matrix products.
     """
     functorch, inductor = torch._functorch.config, torch._inductor.config
     by_budget = activation_checkpoint.mode == "budget"

@@ -1,8 +1,9 @@
 """Context parallelism: each sequence is split over the cp axis, and attention reads the gathered keys and values.
 
 Keys and values are gathered, not passed around a ring, as in Llama 3's training (Llama Team 2024, arXiv:2407.21783, 3.3.2):
-with few kv heads they are small, and any mask is easy with the full sequence. Of 2 x cp chunks, rank r has the r-th from the
-head and the r-th from the tail, so that all ranks have the same work under a causal mask.
+with few kv heads the gathered tensors are small, and every mask is simple to apply to the full sequence. Each sequence is split
+into 2 x cp chunks. Rank r has the r-th chunk from the start of the sequence and the r-th chunk from its end, so all ranks have
+the same work under a causal mask.
 """
 
 from functools import partial
@@ -18,12 +19,12 @@ from trainer.parallel.recompute import call_with_gathered
 
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
-    """Return this rank's two chunks of every sequence: (batch, seq) -> (batch, seq / ranks)."""
+    """Return this rank's two chunks of every sequence, as a batch of shape (batch, seq / ranks)."""
     return batch.apply(lambda tensor: shard_tensor(tensor, rank, ranks))
 
 
 def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    """(batch, seq) -> (batch, seq / ranks)."""
+    """Return this rank's two chunks of a tensor of shape (batch, seq), as one tensor of shape (batch, seq / ranks)."""
     if ranks == 1:
         return tensor
     chunks = tensor.chunk(2 * ranks, dim=1)
@@ -31,12 +32,13 @@ def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def all_gather_sequence(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Undo shard_tensor along `dim` over all ranks of the mesh. Backward sums the ranks' gradients and returns each its shard."""
+    """Undo shard_tensor along `dim` over all ranks of the mesh. Backward sums the gradients of all ranks and returns to each
+    rank the shard of its own chunks."""
     if mesh.size() == 1:
         return tensor
     shards = DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)
     gathered = shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    # each rank's chunk of the head, and of the tail
+    # chunks from the start, and from the end of the sequence, in order of rank
     head, tail = gathered.unflatten(dim, (mesh.size(), 2, -1)).unbind(dim + 1)
     return torch.cat((head, tail.flip(dim)), dim=dim).flatten(dim, dim + 1)
 
@@ -45,7 +47,7 @@ class AllGatherAttention(nn.Module):
     """Attention from this rank's queries to the keys and values of the full sequence."""
 
     def __init__(self, kernel: nn.Module, mesh: DeviceMesh, recompute: bool):
-        """mesh: the cp axis. recompute: save only this rank's keys and values for backward, which gathers them again."""
+        """mesh: the cp axis. recompute: whether backward repeats the gather instead of saving its result."""
         super().__init__()
         self.kernel = kernel
         self.mesh = mesh

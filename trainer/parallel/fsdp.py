@@ -15,8 +15,9 @@ from trainer.runtime.device import DTYPES
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
     """Shard every block, the plan's other units, and all remaining parameters as the root unit.
 
-    mesh: the model mesh. dtype: of gathered parameters and of the computation ("bf16", "fp32"). Shards keep their dtype, and
-    gradients are reduced in fp32. Gradients are summed, not averaged: the step divides by the number of target tokens.
+    mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep their own
+    dtype, and gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by the
+    number of target tokens.
     """
     axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
@@ -46,13 +47,13 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     outer = [modules[0] for modules, _ in units]
-    first = outer[0] if outer else model  # with tied embeddings it is also the last unit
+    first = outer[0] if outer else model  # with tied embeddings the first unit is also the last one
     last = outer[-1:] if len(outer) > 1 else []
     _prefetch([first, *(modules[0] for modules, _ in blocks), *last], config.fsdp_prefetch)
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
-    """Return FSDP's reshard_after_forward of all units but the last, and of the last one."""
+    """Return two values of FSDP's reshard_after_forward: for all units but the last, and for the last unit."""
     match config.reshard_after_forward:
         case "always":
             return True, True
@@ -67,7 +68,7 @@ def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
 
 
 def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
-    """Gather `depth` units ahead. units: one module of each unit, in forward order."""
+    """Make each unit start the gather of the next `depth` units. units: one module of each unit, in forward order."""
     if depth == 0:
         return
     for i, unit in enumerate(units):

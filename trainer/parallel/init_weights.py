@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from trainer.runtime.dtensor import local_region
 
 ROWS_PER_SEED = 1024
-"""Rows that one generator draws. Changing this number changes the initial weights."""
+"""Number of rows that one generator draws. Another value gives other initial weights."""
 
 
 @torch.no_grad()
@@ -41,10 +41,10 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
 
 
 def _draw(model: nn.Module, name: str, shape: tuple[int, ...], group: int, seed: int) -> Tensor:
-    """Draw the rows of a group of the full parameter: fp32, on the CPU."""
+    """Return the initial values of one group of rows of the full parameter, as fp32 on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}/{group}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     rows = torch.empty(min(ROWS_PER_SEED, shape[0] - group * ROWS_PER_SEED), *shape[1:])
-    with torch.no_grad():  # grad mode is per thread
+    with torch.no_grad():  # each thread has its own grad mode
         model.init_parameter(name, rows, generator)
     return rows

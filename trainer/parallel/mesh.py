@@ -10,7 +10,7 @@ from trainer.config import ConfigError, ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees whose product is the world size. Size-1 axes exist too."""
+    """Degrees of parallelism, whose product is the world size. A degree of 1 has an axis in the mesh too."""
 
     pp: int
     dp_replicate: int
@@ -68,14 +68,14 @@ class ParallelDims:
 
 
 class Meshes:
-    """Three views of the same ranks."""
+    """Three device meshes over the same ranks."""
 
     model: DeviceMesh
-    """pp, dp_replicate, fsdp (= dp_shard x cp), tp: the placement of parameters."""
+    """Axes pp, dp_replicate, fsdp (= dp_shard x cp), tp: this mesh determines the placement of parameters."""
     data: DeviceMesh
-    """pp, batch (= dp_replicate x dp_shard), cp, tp: which rank reads which samples."""
+    """Axes pp, batch (= dp_replicate x dp_shard), cp, tp: this mesh determines which rank reads which samples."""
     loss: DeviceMesh
-    """pp, loss (= batch x cp), tp: which ranks sum the loss."""
+    """Axes pp, loss (= batch x cp), tp: this mesh determines which ranks sum the loss."""
 
     def __init__(self, dims: ParallelDims, device: torch.device):
         def mesh(**axes: int) -> DeviceMesh:

@@ -37,12 +37,13 @@ def parallelize(
     document_mask: bool,
     attention_backend: AttentionBackend,
 ) -> dict[Stage, nn.Module]:
-    """Return this rank's stages of the model, on the meta device, sharded as the plan says; one full model without a pipeline.
+    """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
+    one stage.
 
-    dtype: of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
+    dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
 
     FSDP comes last: it shards the parameters that the other steps have sharded or pruned. Compilation comes after tensor
-    parallelism, so that it sees sharded matrices. It includes recomputation only where the compiler can make use of it.
+    parallelism, so that it sees sharded matrices. A compiled block includes recomputation only if the compiler can use it.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
@@ -78,7 +79,7 @@ def parallelize(
 def block_forward(
     forward: Forward, policy: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig
 ) -> Forward:
-    """Return the forward of a block with recomputation and compilation applied. Its modules must already be sharded."""
+    """Return the forward of a block with recomputation and compilation applied. The block must already be sharded."""
     if policy == "selected":
         forward = recompute_except(checkpointing.save, checkpointing.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":

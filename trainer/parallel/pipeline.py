@@ -37,7 +37,7 @@ class Schedule:
     allows_more_stages: bool = False
     """Whether a rank may hold more than `stages_per_rank` stages."""
     v_shape: bool = False
-    """Whether stages go down the ranks and up again, so that the first rank has the last stage."""
+    """Whether stages are assigned to ascending, then to descending ranks, so that the first rank has the last stage."""
     requires_rounds: bool = False
     """Whether microbatches are processed in rounds of equal size."""
     bounds_memory: bool = True
@@ -68,7 +68,8 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks. The first stage also has the modules before all blocks, the last one those after them."""
+    """Consecutive blocks. The first stage also has the modules before all blocks, and the last stage has those after all
+    blocks."""
 
     index: int
     count: int
@@ -92,8 +93,8 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
-    """Return all stages of the pipeline in order; a single stage without a pipeline. Raises ConfigError if that is impossible.
-    model: the full model, on the meta device."""
+    """Return all stages of the pipeline in order, or a single stage without a pipeline. Raises ConfigError if the blocks cannot
+    be partitioned as configured. model: the full model, on the meta device."""
     names = [name for name, _ in model.get_submodule(plan.blocks).named_children()]
     count = config.pp * stages_per_rank(config) if config.pp > 1 else 1
     if len(names) < count:
@@ -109,7 +110,7 @@ def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfi
 
 
 def _split_points(split_points: Sequence[str], names: list[str], count: int) -> list[int]:
-    """Return the index of the first block of every stage but the first."""
+    """Return the index of the first block of every stage except the first stage."""
     key = "parallel.pipeline_split_points"
     unknown = next((name for name in split_points if name not in names), None)
     if unknown is not None:
@@ -124,7 +125,8 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]:
     """Return the number of parameters of each block, of the modules before the blocks, and of those after them. The embedding
-    table costs memory, not time. It counts because the first stage also holds the activations of most microbatches."""
+    table costs memory, not time. It is counted because the first stage also holds the activations of the largest number of
+    microbatches."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -137,7 +139,7 @@ def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]
 
 
 def _balance_stages(weights: list[int], pre: int, post: int, count: int) -> list[int]:
-    """Return the first block of each stage so that the heaviest stage is as light as possible. No stage is empty."""
+    """Return the index of the first block of each stage. The heaviest stage is as light as possible; no stage is empty."""
     num_blocks = len(weights)
 
     def weight(start: int, end: int) -> int:
@@ -145,7 +147,8 @@ def _balance_stages(weights: list[int], pre: int, post: int, count: int) -> list
 
     @cache
     def best(start: int, num_stages: int) -> tuple[int, int, tuple[int, ...]]:
-        """Return the heaviest stage, the sum of squares as a tie-breaker, and the stages' starts for the blocks from `start`."""
+        """Partition the blocks from `start` on. Return the weight of the heaviest stage, the sum of squares of the weights as a
+        tie-breaker, and the index of each stage's first block."""
         if num_stages == 1:
             only = weight(start, num_blocks)
             return only, only**2, (start,)
@@ -166,7 +169,7 @@ def _ranks_of_stages(count: int, pp: int, schedule: Schedule) -> list[int]:
 
 
 def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -> list[Stage]:
-    """rank: on the pp axis."""
+    """Return the stages that a rank holds. rank: index on the pp axis."""
     ranks = _ranks_of_stages(len(all_stages), config.pp, SCHEDULES[config.pipeline_schedule]) if config.pp > 1 else [0]
     return [stage for stage, holder in zip(all_stages, ranks, strict=True) if holder == rank]
 
@@ -209,7 +212,7 @@ def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
 
 
 class PipelineStep:
-    """A step in which every rank runs its stages of the model. The step's microbatches are those of the pipeline."""
+    """A step in which every rank runs its stages of the model. The schedule uses the microbatches of the step."""
 
     def __init__(
         self,
@@ -223,9 +226,9 @@ class PipelineStep:
         batch_group: ProcessGroup,
         loss_group: ProcessGroup,
     ):
-        """model_parts: this rank's stages of the model. schedule: a key of SCHEDULES. microbatches: number per step. hidden: a
-        tensor of the shape, dtype and device of the hidden state between stages. batch_group: the ranks that read different
-        samples; loss_group: the ranks of one stage that compute the loss of different tokens."""
+        """model_parts: this rank's stages of the model. schedule: a key of SCHEDULES. microbatches: number of microbatches per
+        step. hidden: example of a hidden state between stages, with its shape, dtype and device. batch_group: the ranks that
+        read different samples; loss_group: the ranks of one stage that compute the loss of different tokens."""
         self.model_parts = model_parts
         self.hidden = hidden
         self.make_head = make_head
@@ -233,7 +236,7 @@ class PipelineStep:
         self.pipeline_group = pipeline_group
         self.batch_group = batch_group
         self.loss_group = loss_group
-        self.num_targets = torch.ones((), device=hidden.device)  # of the current step, for torch's call of _mean_loss
+        self.num_targets = torch.ones((), device=hidden.device)  # of the current step; _mean_loss divides by it
         for part in model_parts.values():
             part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
         stages = [self._torch_stage(part, stage) for stage, part in model_parts.items()]
@@ -288,11 +291,11 @@ class PipelineStep:
         """Run the microbatches through all stages one by one. Not all of torch's schedules can run without backward."""
         losses = [self._forward(self.shard_sequence(batch)) for batch in microbatches]
         for module in (m for part in self.model_parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
-            module.reshard()  # backward, which normally does this, does not run
+            module.reshard()  # backward normally does this, but it does not run here
         return self._sum([loss for loss in losses if loss is not None]), count_targets(microbatches, self.batch_group)
 
     def _forward(self, batch: Batch) -> Tensor | None:
-        """Return the summed loss on the rank with the last stage, else None."""
+        """Return the summed loss on the rank with the last stage, and None on other ranks."""
         ranks = self.rank_of_stage
         rank = self.pipeline_group.rank()
         out = None

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 
 def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Any]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves `replace(view)`, an object with `restore() -> Tensor`, in place of each view of
-    `tensor`. Views share their storage, so this works for every operator that saves the tensor, a view of it or a DTensor."""
+    """Return a context in which autograd saves the object `replace(view)` instead of each view of `tensor`. The object has a
+    method `restore() -> Tensor`. Views share the storage of the tensor, so this works for every operator that saves the tensor
+    itself, a view of it or a DTensor that contains it."""
     storage = _storage_id(tensor)  # the graph holds the hook, which therefore must not hold the tensor
     return saved_tensors_hooks(
         lambda saved: replace(saved) if _storage_id(saved) == storage else saved,
@@ -22,7 +23,7 @@ def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Any]) -> saved_ten
 def call_with_gathered(
     forward: Callable[..., Tensor], gather: Callable[[Tensor], Tensor], shard: Tensor, *args: Any, recompute: bool
 ) -> Tensor:
-    """Return `forward(gather(shard), *args)`. recompute: save only the shard for backward, which gathers it again."""
+    """Return `forward(gather(shard), *args)`. recompute: whether backward repeats the gather."""
     gathered = gather(shard)
     if not recompute:
         return forward(gathered, *args)
@@ -33,7 +34,7 @@ def call_with_gathered(
 
 
 class _Recomputed:
-    """A tensor that backward recomputes once for all operators that saved it."""
+    """A tensor that backward recomputes once, for all operators that would have saved it."""
 
     def __init__(self, recompute: Callable[[], Tensor]):
         self.recompute = recompute
@@ -77,5 +78,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Return the identity of the memory. Its address would not do: fake tensors do not have one."""
+    """Return an identifier of the tensor's memory. Fake tensors do not have an address, so the address cannot identify it."""
     return _local(tensor).untyped_storage()._cdata

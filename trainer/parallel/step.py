@@ -12,25 +12,25 @@ from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
 
 MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
-"""Labels (batch, seq) -> head, which maps (hidden, weight) to the summed loss inside the output module."""
+"""Function from labels (batch, seq) to a head. Inside the output module, the head maps (hidden, weight) to the summed loss."""
 
 ShardSequence = Callable[[Batch], Batch]
-"""Full sequences -> this rank's shard of them."""
+"""Function from a batch of full sequences to this rank's shard of each sequence."""
 
 
 class Step(Protocol):
     """Forward and backward over microbatches. Results are global values, identical on every rank."""
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        """Run forward and backward and return the mean loss per target token. num_targets: of all microbatches on all ranks."""
+        """Run forward and backward. Return the mean loss per target token. num_targets: global number of target tokens."""
 
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the sum of the token losses and the number of target tokens."""
 
 
 def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
-    """Return the global number of target tokens, a scalar, counted over full sequences. So every target token has the same
-    weight, wherever padding and masks fall."""
+    """Return the global number of target tokens, a scalar, counted over full sequences. Division by it gives every target token
+    the same weight, regardless of padding and masks."""
     local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
     return sum_over(local, batch_group)
 

@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism: matrices are sharded over the tp axis, and the residual stream is split along the sequence.
 
-Shoeybi et al. 2019 (arXiv:1909.08053) shard the matrices, Korthikanti et al. 2022 (arXiv:2205.05198) split the sequence between
-them. Parameters are DTensors of the full shape, so a checkpoint does not depend on the degree.
+The matrices are sharded as by Shoeybi et al. 2019 (arXiv:1909.08053). Between the matrices, the sequence is split as by
+Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full shape, so a checkpoint does not depend on the
+degree.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ SEQUENCE = Shard(1)
 
 
 class _Embedding(RowwiseParallel):
-    """A table that is sharded along the vocabulary. Each rank looks up its rows, and the results are summed."""
+    """An embedding table that is sharded along the vocabulary. Each rank looks up its own rows. The results are summed."""
 
     def __init__(self, residual: Placement):
         super().__init__(input_layouts=Replicate(), output_layouts=residual)
@@ -49,10 +50,10 @@ class _ReplicatedNorm(ParallelStyle):
 
 
 class _Gather(ParallelStyle):
-    """A module without parameters outside its submodules. Its input, a DTensor, is gathered once for all of them."""
+    """A module whose parameters all belong to its submodules. Its input, a DTensor, is gathered once for all submodules."""
 
     def __init__(self, recompute: bool):
-        """recompute: save only this rank's shard of the input for backward, which gathers it again."""
+        """recompute: whether to save only this rank's shard of the input for backward, which then repeats the gather."""
         self.recompute = recompute
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -67,8 +68,8 @@ class _Gather(ParallelStyle):
 
 
 class _Output(ParallelStyle):
-    """The projection to the vocabulary, sharded along the vocabulary. Its input comes from a norm. A head gets the full sequence
-    and the weight as DTensors; without a head, every rank gets the full logits."""
+    """The projection to the vocabulary, sharded along the vocabulary. Its input is the output of a norm. With a head, the head
+    gets the full sequence and the weight as DTensors. Without a head, every rank gets the full logits."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
@@ -106,13 +107,13 @@ def apply_tensor(
     sequence_parallel: bool,
     recompute_gathers: Callable[[str], bool],
 ) -> None:
-    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: name of a block -> whether it
-    gathers the inputs of its column-wise matrices again in backward."""
+    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: name of a block -> whether its
+    backward repeats the gather of inputs."""
     tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
     for name, style in plan.tensor.items():
         module = model.get_submodule(name)
-        if any(True for _ in module.parameters()):  # a pipeline stage does not have all of them
+        if any(True for _ in module.parameters()):  # a pipeline stage does not have all modules of the plan
             parallelize_module(module, mesh, outside[style], src_data_rank=None)
     retie(model, tied)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
@@ -122,7 +123,7 @@ def apply_tensor(
 
 
 def retie(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Register tied parameters under both names again after a change of the model. tied: by tied_names, before the change."""
+    """Register tied parameters under both names again after a change of the model. tied: from tied_names."""
     for name, first in tied.items():
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))

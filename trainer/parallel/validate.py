@@ -1,4 +1,4 @@
-"""Validation of parallel layouts: what a model and its sequence length allow, and what torch can run."""
+"""Validation of parallel layouts against the model, its sequence length and the features of torch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from trainer.parallel.pipeline import SCHEDULES
 def check_divisibility(
     dims: ParallelDims, plan: ParallelPlan, sizes: Any, model: str, config: ParallelConfig, seq_len: int
 ) -> None:
-    """Raise ConfigError for degrees by which the model cannot be sharded. model: its name."""
+    """Raise ConfigError if the model cannot be sharded by the degrees. model: name of the model."""
     if dims.pp > 1 and plan.tied:
         raise ConfigError("parallel.pp", "must be 1 with tied embeddings: first and last stage would share a parameter")
     for name in plan.tp_divisible:
@@ -75,6 +75,6 @@ def check_supported(
 def hidden_shape(
     dims: ParallelDims, sizes: Any, config: ParallelConfig, training: TrainingConfig
 ) -> tuple[int, int, int]:
-    """Return the shape of the hidden state between blocks on each rank: (batch, seq, dim)."""
+    """Return the shape (batch, seq, dim) of the hidden state between blocks, as each rank has it."""
     shards = dims.cp * (dims.tp if config.sequence_parallel else 1)
     return training.local_batch_size, training.seq_len // shards, sizes.dim

@@ -27,7 +27,7 @@ class RunEstimate:
     config: Config
     accelerator: AcceleratorSpec
     reserved_bytes: float
-    """Device memory that the allocator cannot use."""
+    """Number of bytes of device memory that the allocator cannot use."""
 
     @property
     def largest(self) -> Simulation:
@@ -39,12 +39,12 @@ class RunEstimate:
 
     @property
     def free_bytes(self) -> float:
-        """Device memory minus the reserve and the peak; negative where the run does not fit."""
+        """Number of bytes of device memory that the reserve and the peak leave free; negative if the run does not fit."""
         return self.accelerator.memory_gib * GIB - self.reserved_bytes - self.largest.peak
 
     @property
     def host_free_bytes(self) -> float:
-        """The accelerator's share of host memory minus offloaded bytes. The processes' own memory is not included."""
+        """Number of bytes of the accelerator's share of host memory that are not offloaded memory. Other uses are not counted."""
         return self.accelerator.host_memory_gib * GIB - max(simulation.host for simulation in self.simulations)
 
     @property
@@ -91,7 +91,7 @@ def representative_ranks(resolved: ResolvedRun) -> list[int]:
 def estimate(
     config: Config, world_size: int, accelerator: AcceleratorSpec, reserved_bytes: float, on_gpu: bool
 ) -> RunEstimate:
-    """Raises ConfigError for a configuration that cannot run or cannot be simulated."""
+    """Simulate the representative ranks of a run. Raises ConfigError if the configuration cannot run or cannot be simulated."""
     if config.activation_checkpoint.mode == "budget":
         raise ConfigError(
             "activation_checkpoint.mode", "cannot be planned: the compiler selects the activations to save"
@@ -103,7 +103,7 @@ def estimate(
 
 
 def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:
-    """Return the bubble of StepTime."""
+    """Return the fraction of a step in which a pipeline rank is idle (StepTime.bubble)."""
     if parallel.pp == 1:
         return 0.0
     splits = SCHEDULES[parallel.pipeline_schedule].splits_backward
@@ -117,7 +117,7 @@ def combine(
     accelerator: AcceleratorSpec,
     reserved_bytes: float,
 ) -> RunEstimate:
-    """simulations: of representative_ranks."""
+    """simulations: one for each of representative_ranks."""
     idle = pipeline_bubble(config.parallel, resolved.grad_accum)
     times = [
         step_time(s.op_costs, s.traffic, s.group_ranks, s.host_transfer_bytes, s.host_compute_bytes, accelerator, idle)

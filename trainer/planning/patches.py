@@ -41,7 +41,7 @@ def record_host_buffers() -> Iterator[list[Tensor]]:
 
 
 def skip_shape_negotiation(schedule: Any) -> None:
-    """Set the pipeline stages to static shapes. Otherwise neighbouring ranks vote on it, and a fake process group has none."""
+    """Set the pipeline stages to static shapes. Otherwise neighbouring ranks vote, and a fake group has no neighbours."""
 
     def set_static(stages: Sequence, *args) -> None:
         for stage in stages:
@@ -56,8 +56,8 @@ def annotate_fsdp(
     around_reduction: Callable[[FSDPParamGroup], AbstractContextManager] = lambda group: nullcontext(),
     around_gather: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[None]:
-    """Call label(tensor, category) for unreduced gradients and gathered parameters, which FSDP frees by itself; and enter the
-    two contexts during FSDP's reductions and gathers."""
+    """Call label(tensor, category) for unreduced gradients and gathered parameters, which FSDP frees by itself.
+    around_reduction, around_gather: contexts that are entered during each reduction and each gather of FSDP."""
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def label_accumulated(group: FSDPParamGroup) -> None:
@@ -109,7 +109,7 @@ def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """RMSNorm with the memory of torch's fused GPU kernel. On a CPU torch composes it of operators that save fp32 tensors."""
+    """RMSNorm with the memory of torch's fused GPU kernel. On a CPU, torch uses several operators that save fp32 tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ MEMORY_CATEGORIES = (
     "communication",
     "temporaries",
 )
-"""gradients: before and after reduction; activations: saved in forward for backward; unsharded parameters: all-gathered;
-communication: buffers of collectives; temporaries: everything else, including recomputed activations."""
+"""Gradients count before and after reduction. Activations are tensors saved in forward for backward. Unsharded parameters are
+all-gathered. Communication is the buffers of collectives. Temporaries are everything else, including recomputed activations."""
 
 _GPU_ALLOCATION_BYTES = 512
 """torch's GPU allocator rounds allocations up to a multiple of this."""
@@ -43,19 +43,19 @@ class Allocation:
 
     num_bytes: int
     born: int
-    """Index of the event; -1: before the recording."""
+    """Index of the event that allocated it; -1: before the recording."""
     module: str
     """Module that allocated it."""
     in_backward: bool
     category: str = ""
-    """Explicit label, if any."""
+    """Explicitly set category; "" if it follows from the use of the memory."""
     shape: torch.Size | None = None
-    """Shape of the first tensor; None for storages that FSDP resizes, and for workspaces."""
+    """Shape of the first tensor in the storage; None for storages that FSDP resizes, and for workspaces."""
     sent: bool = False
     host: bool = False
-    """Whether it is in host memory, apart from the device's memory."""
+    """Whether the storage is in host memory, which is counted separately from device memory."""
     died: int | None = None
-    """Index of the event; None: alive at the end."""
+    """Index of the event that released it; None: alive at the end."""
     died_in_backward: bool = False
 
     def final_category(self) -> str:
@@ -83,12 +83,12 @@ class Traffic:
 
     count: float = 0
     num_bytes: float = 0
-    """Bytes of the full tensors: output of gathers, input of reductions."""
+    """Number of bytes of the full tensors, which are the outputs of gathers and the inputs of reductions."""
 
 
 @dataclass
 class _Cursor:
-    """Module at work. forward: stack of modules; backward: the module whose output gradient was computed last."""
+    """Running module. forward: stack of modules; backward: the module whose output gradient was computed last."""
 
     forward: list[str] = field(default_factory=list)
     backward: str = ""
@@ -104,29 +104,29 @@ class Recorder(TorchDispatchMode):
         self.round_to = _GPU_ALLOCATION_BYTES if on_gpu else 1
         self.allocations: list[Allocation] = []
         self.points: list[tuple[int, ExecutionPoint]] = []
-        """(event, execution point from this event on)."""
+        """Pairs (event, execution point that begins with this event)."""
         self.num_events = 0
         self.weight = 1.0
         """Number of times that the following operators and collectives count."""
         self.op_counts: Counter[str] = Counter()
-        """Operator name -> number of calls, unweighted."""
+        """Operator name -> number of calls, without the weight."""
         self.traffic: dict[tuple[str, str], Traffic] = {}
-        """By (group name, collective)."""
+        """(group name, collective) -> its traffic."""
         self.op_costs: Counter[tuple[str, int, int]] = Counter()
         """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
         self.host_transfer_bytes: Counter[bool] = Counter()
-        """Bytes copied between device and host memory: during the update (True), before it (False)."""
+        """Whether the copy is made during the update -> number of bytes copied between device and host memory."""
         self.host_compute_bytes = 0.0
-        """Bytes that operators in host memory read and write."""
+        """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False
-        """Whether a pipeline schedule is running: its operators outside modules belong to forward and backward."""
+        """Whether a pipeline schedule is running. Operators that it runs outside modules belong to forward and backward."""
         self._paused = False
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._cursor = _Cursor()
         self._resize = torch.UntypedStorage.resize_
 
     def register(self, tensor: Tensor, category: str, host: bool) -> None:
-        """Add a tensor that was allocated before the recording. host: it is in host memory."""
+        """Add a tensor that was allocated before the recording. host: whether the tensor is in host memory."""
         if to_local(tensor).untyped_storage()._cdata not in self._alive:
             self._observe(to_local(tensor), -1)
             self.label(tensor, category, host)
@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
         self.num_events += 1
 
     def label(self, tensor: Tensor, category: str, host: bool = False) -> None:
-        """Set category and location of a tensor's memory, overriding those derived from its use."""
+        """Set the category and location of a tensor's memory. They override those derived from its use."""
         found = self._alive.get(to_local(tensor).untyped_storage()._cdata)
         if found is not None:
             found[1].category, found[1].host = category, host
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
         return found is not None and found[1].host
 
     def _all_on_host(self, tensors: Sequence[Tensor]) -> bool:
-        """Ignore scalars: they are copied implicitly."""
+        """Return whether all tensors except scalars are in host memory. Scalars are copied implicitly."""
         tensors = [tensor for tensor in tensors if tensor.dim()]
         return bool(tensors) and all(map(self._is_on_host, tensors))
 
@@ -317,7 +317,8 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------ results
 
     def timeline(self, include: Callable[[Allocation], bool]) -> np.ndarray:
-        """Return the allocated bytes before and after each event: (categories, events + 2), int64."""
+        """Return the number of bytes allocated in each category before and after each event, shape (categories, events + 2),
+        int64."""
         changes = np.zeros((len(MEMORY_CATEGORIES), self.num_events + 2), dtype=np.int64)
         for allocation in filter(include, self.allocations):
             row = MEMORY_CATEGORIES.index(allocation.final_category())
@@ -331,7 +332,7 @@ class Recorder(TorchDispatchMode):
         return [a for a in self.allocations if not a.host and a.born <= event and (a.died is None or a.died > event)]
 
     def live_bytes(self) -> int:
-        """Return the bytes of device memory that were allocated since the recording began and are still in use."""
+        """Return the number of bytes of device memory that were allocated since the recording began and are still in use."""
         return sum(a.num_bytes for a in self.alive(self.num_events) if a.born >= 0)
 
     def point(self, event: int) -> ExecutionPoint:
@@ -339,7 +340,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _workspace_bytes(func, inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Return the bytes of temporary copies inside a CPU operator, which first converts its inputs to one precision."""
+    """Return the number of bytes of temporary copies that a CPU operator makes when it converts its inputs to one precision."""
     if func is aten.embedding_dense_backward.default:  # sums in fp32
         return outputs[0].numel() * 4 if outputs[0].element_size() < 4 else 0
     if torch.Tag.pointwise not in func.tags:
@@ -395,7 +396,7 @@ def _flops(func, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
 
 
 def _attention_flops(packet, args: tuple, kwargs: dict) -> int:
-    """Return the FLOPs of two matmuls in forward or five in backward, halved under a causal mask."""
+    """Return the number of FLOPs: of two matmuls in forward, of five in backward, and half of that under a causal mask."""
     backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
     q, k = args[1:3] if backward else args[:2]
     causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))

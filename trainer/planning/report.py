@@ -35,7 +35,7 @@ def headline(estimate: RunEstimate, device: str) -> str:
 
 
 def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
-    """device: its name on the command line; tokens: number to train on."""
+    """device: name of the accelerator on the command line. tokens: number of tokens to train on."""
     training = estimate.config.training
     step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
     lines = [
@@ -133,7 +133,7 @@ def _verdict_lines(estimate: RunEstimate) -> list[str]:
 
 
 def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) -> str:
-    """num_layouts: legal ones; found: those that were simulated, the best first."""
+    """num_layouts: number of legal layouts. found: the simulated candidates, the best first."""
     lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
     lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
     for candidate, estimate in found:
@@ -209,7 +209,7 @@ def canvas(path: Path) -> Any:
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
-    """Draw memory by category over the operators of the step. limit_gib: device memory, drawn if it is near the peak."""
+    """Draw memory by category over the operators of the step. limit_gib: device memory, drawn if near the peak."""
     axes = figure.add_subplot()
     points = range(len(simulation.timeline_in_backward))
     rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]

@@ -19,21 +19,21 @@ class StepTime:
     """Time of a step on one rank, in seconds."""
 
     matmuls_s: float
-    """Operators bound by FLOPs."""
+    """Time of the operators bound by FLOPs."""
     memory_s: float
-    """Operators bound by memory bandwidth."""
+    """Time of the operators bound by memory bandwidth."""
     collectives_s: Mapping[str, float]
-    """By axis."""
+    """Axis of the mesh -> time of its collectives."""
     host_copies_s: float
-    """Copies to and from host memory that overlap with computation."""
+    """Time of the copies to and from host memory that overlap with computation."""
     host_update_s: float
-    """Update in host memory after backward: the longer of its copies and its computation."""
+    """Time of the update in host memory after backward, which is the longer of its copies and its computation."""
     bubble: float
     """Fraction of the step in which a pipeline rank is idle."""
 
     @property
     def exposed_comm_s(self) -> float:
-        """Collectives that do not overlap with computation."""
+        """Time of the collectives that do not overlap with computation."""
         return sum(seconds for axis, seconds in self.collectives_s.items() if axis not in _OVERLAPPED_AXES)
 
     @property
@@ -50,7 +50,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Name of the largest component."""
+        """Name of the component that takes the most time."""
         if self.host_update_s > self.total_s / 2:
             return "update in host memory"
         if self.critical_path_s == self.host_copies_s:
@@ -77,7 +77,7 @@ def step_time(
     accelerator: AcceleratorSpec,
     bubble: float,
 ) -> StepTime:
-    """Combine the fields of a Simulation (which documents them) with an accelerator's rates. bubble: as in StepTime."""
+    """Combine fields of a Simulation, which documents them, with the rates of an accelerator. bubble: see StepTime."""
     matmuls_s = memory_s = 0.0
     for (precision, flops, num_bytes), count in op_costs.items():
         flops_s = flops / (accelerator.flops[precision] * FLOPS_EFFICIENCY)
@@ -103,7 +103,7 @@ def step_time(
 
 
 def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
-    """Return the bytes that each rank sends, by bandwidth-optimal algorithms. num_bytes: of the full tensors."""
+    """Return the number of bytes that each rank sends with a bandwidth-optimal algorithm. num_bytes: size of the full tensors."""
     if collective in ("send", "receive"):
         return num_bytes
     once = num_bytes * (ranks - 1) / ranks
@@ -111,8 +111,8 @@ def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
 
 
 def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> float:
-    """Return the bytes per second of each rank of a group. Ranks of one node share its network, but a hierarchical collective
-    sends each byte out of the node once."""
+    """Return the bytes per second of each rank of a group. Ranks of one node share the node's network, but a hierarchical
+    collective sends each byte out of the node only once."""
     ranks_per_node = Counter(rank // accelerator.gpus_per_node for rank in ranks)
     if len(ranks_per_node) == 1:
         return accelerator.intra_node_bandwidth

@@ -23,15 +23,15 @@ from trainer.system.units import GIB
 _MAX_PP = 16
 _MODES = ("none", "selective", "full")
 _RESET = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_after_forward": "default"}
-"""Settings of [parallel] that suit one layout only; the candidates have the defaults."""
+"""Settings of [parallel] that suit only one layout, with the defaults, which the candidates have."""
 _HOPELESS = 0.95
-"""Candidates whose likely speed is below this fraction of the best simulated speed are not simulated."""
+"""Fraction of the best simulated speed: candidates whose likely speed is lower are not simulated."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     settings: dict[str, dict[str, Any]]
-    """Section -> name -> value: its changes to the configuration; empty for the configured layout."""
+    """Section -> name -> value of each setting that the candidate changes; empty for the configured layout."""
     config: Config
     resolved: ResolvedRun
 
@@ -59,7 +59,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def candidates(config: Config, world_size: int, accelerator: AcceleratorSpec) -> list[Candidate]:
-    """Return every legal layout with tensor parallelism inside a node and `cp` as configured, in every checkpointing mode."""
+    """Return every legal layout with tp inside a node and cp as configured, in every mode of activation checkpointing."""
     config = strip_file_settings(config)
     degrees = product(_powers_of_two(min(accelerator.gpus_per_node, world_size)), _powers_of_two(_MAX_PP))
     layouts = [
@@ -75,7 +75,7 @@ def candidates(config: Config, world_size: int, accelerator: AcceleratorSpec) ->
 def _legal(
     config: Config, world_size: int, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
 ) -> Iterator[Candidate]:
-    """Yield the layout if it can run and differs from the others."""
+    """Yield the layout as a candidate if it can run and differs from the candidates found before."""
     parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
     if schedule:
         parallel["pipeline_schedule"] = schedule
@@ -110,14 +110,14 @@ class _BlockCost:
 
 
 def _family(candidate: Candidate) -> tuple[int, str]:
-    """Candidates of one family have the same _BlockCost."""
+    """Return the key of the candidates that have the same _BlockCost: (tp, mode of activation checkpointing)."""
     return candidate.resolved.dims.tp, candidate.config.activation_checkpoint.mode
 
 
 def _block_costs(
     found: Sequence[Candidate], world_size: int, accelerator: AcceleratorSpec, on_gpu: bool
 ) -> dict[tuple[int, str], _BlockCost]:
-    """Simulate two shallow models for each family; the cost of a block is their difference."""
+    """Simulate two models with few blocks for each family of candidates. The cost of a block follows from the difference."""
     families = {_family(candidate): candidate.config for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
     shallow = [_shallow(config, n, world_size) for config in families.values() for n in (depth, 2 * depth)]
@@ -132,7 +132,7 @@ def _block_costs(
 
 
 def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
-    """Return the configuration with a model of so few blocks, without a pipeline, with one microbatch."""
+    """Return the configuration with a model of n_layers blocks, one microbatch and no pipeline."""
     overrides = config.model.overrides | {"n_layers": n_layers}
     ranks = world_size // (config.parallel.cp * config.parallel.tp)
     batch = ranks * config.training.local_batch_size
@@ -151,7 +151,7 @@ def _cost(config: Config, simulation: Simulation, world_size: int, accelerator: 
 
 
 def _likely_memory(candidate: Candidate, cost: _BlockCost) -> float:
-    """Return the bytes of parameters, gradients, optimizer, activations and receive buffers on the first rank."""
+    """Return the number of bytes of parameters, gradients, optimizer state, activations and receive buffers on the first rank."""
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
     parameters = resolved.num_parameters / (dims.tp * dims.pp)
@@ -180,7 +180,7 @@ def _blocks_per_rank(resolved: ResolvedRun) -> float:
 def ranked(
     found: Sequence[Candidate], world_size: int, accelerator: AcceleratorSpec, reserved_bytes: float, on_gpu: bool
 ) -> list[tuple[float, Candidate]]:
-    """Return (likely tokens per second, candidate) of those that probably fit, the fastest first."""
+    """Return (likely tokens per second, candidate) for each candidate that probably fits, the fastest first."""
     costs = _block_costs(found, world_size, accelerator, on_gpu)
     limit = accelerator.memory_gib * GIB - reserved_bytes
     pairs = [(candidate, costs[_family(candidate)]) for candidate in found]
@@ -196,8 +196,8 @@ def search(
     on_gpu: bool,
     max_candidates: int,
 ) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
-    """Return the number of legal layouts, and estimates of the configured one and of those that are probably the fastest. Layouts
-    that fit come first, the fastest first."""
+    """Return the number of legal layouts, and estimates of the configured layout and of the layouts that are probably the
+    fastest. Layouts that fit come first, ordered by speed."""
     found = candidates(config, world_size, accelerator)
     config = strip_file_settings(config)
     if not found:

@@ -39,40 +39,41 @@ from trainer.system.process import cores, die_with_parent
 CPU = torch.device("cpu")
 _TIMELINE_POINTS = 2000
 _MAX_SIMULATED = 4
-"""Largest number of microbatches that are run without a pipeline. Of more, the third counts for all between the second and the
-last: FSDP runs one more all-gather in the second than in those that follow."""
+"""Maximum number of microbatches that are run without a pipeline. If a step has more, the third one counts for all between the
+second and the last. (FSDP runs one more all-gather in the second one.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """One rank's training step, not the first."""
+    """Simulation of one training step on one rank, after the first step."""
 
     rank: int
     peak: int
-    """Bytes of device memory."""
+    """Peak of device memory, in bytes."""
     peak_at: ExecutionPoint
     by_category: dict[str, int]
-    """Bytes at the peak, of each of MEMORY_CATEGORIES."""
+    """Category (one of MEMORY_CATEGORIES) -> number of bytes at the peak."""
     by_module: dict[str, dict[str, int]]
-    """Module -> category -> bytes at the peak."""
+    """Module -> category -> number of bytes at the peak."""
     timeline: dict[str, list[int]]
-    """Category -> bytes over the events of the step. Of many events, the one with most memory in each interval."""
+    """Category -> number of bytes at the points of the timeline. The events of the step are divided into intervals, and each
+    interval is represented by the event with the most memory."""
     timeline_in_backward: list[bool]
     """Whether each point of the timeline is in backward."""
     host: int
-    """Peak of the bytes that are offloaded to host memory; the other fields about memory do not include them."""
+    """Peak of offloaded memory on the host, in bytes. The other fields about memory do not include it."""
     host_transfer_bytes: dict[bool, float]
-    """Bytes copied between device and host memory: during the update (True), before it (False)."""
+    """Whether the copy is made during the update -> number of bytes copied between device and host memory."""
     host_compute_bytes: float
-    """Bytes that operators in host memory read and write."""
+    """Number of bytes that operators in host memory read and write."""
     traffic: dict[tuple[str, str], Traffic]
-    """By (axis, collective)."""
+    """(axis, collective) -> its traffic."""
     group_ranks: dict[str, list[int]]
-    """Axis -> ranks of this rank's group."""
+    """Axis -> the ranks in this rank's group along the axis."""
     op_costs: dict[tuple[str, int, int], float]
     """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
     state_per_parameter: float
-    """Bytes of a checkpoint per parameter."""
+    """Number of bytes of a checkpoint per parameter."""
 
     @property
     def flops(self) -> float:
@@ -89,9 +90,10 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
-    """Simulate one step of each (configuration, rank). on_gpu: with a GPU's kernels and allocator.
+    """Simulate one step of each (configuration, rank). on_gpu: whether to simulate the kernels and the allocator of a GPU.
 
-    Each job has its own process, because DTensor caches process groups and would look them up in the next simulation."""
+    Each job has its own process, because DTensor caches process groups and would look them up in the next simulation.
+    """
     processes = min(len(jobs), cores())
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.planning.simulate"])
@@ -133,8 +135,8 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
 
 @contextmanager
 def _annotated_fsdp(recorder: Recorder, parallel: ParallelConfig) -> Iterator[None]:
-    """Label FSDP's tensors. In a pipeline, where each simulated microbatch counts for several, count once what happens once a
-    step: reductions, and gathers unless parameters are freed between microbatches."""
+    """Label FSDP's tensors. In a pipeline each simulated microbatch counts for several, but operations that run once per step
+    count once: reductions, and gathers unless parameters are freed between microbatches."""
 
     def around_reduction(group: FSDPParamGroup) -> AbstractContextManager:
         # The optimizer's update in backward is inside it too.
@@ -147,7 +149,7 @@ def _annotated_fsdp(recorder: Recorder, parallel: ParallelConfig) -> Iterator[No
 
 
 def _num_simulated(config: Config, resolved: ResolvedRun) -> int:
-    """Return the number of microbatches to run."""
+    """Return the number of microbatches to simulate."""
     if resolved.dims.pp == 1:
         return min(resolved.grad_accum, _MAX_SIMULATED)
     # This many fill the pipeline; with more, its memory does not grow.
@@ -157,7 +159,7 @@ def _num_simulated(config: Config, resolved: ResolvedRun) -> int:
 
 
 def _weighted_schedule(run: Callable, recorder: Recorder, weight: float) -> Callable:
-    """Return a pipeline schedule's step function that is recorded as `weight` times as many microbatches."""
+    """Wrap a pipeline schedule's step function, so that each microbatch is recorded as `weight` microbatches."""
 
     def wrapper(*args, **kwargs) -> None:
         recorder.in_schedule = True
@@ -180,7 +182,8 @@ def _batch(config: Config) -> Batch:
 
 
 class _Microbatches(Sequence[Batch]):
-    """The simulated microbatches of a step with `count` microbatches; the last but one counts for those that are not run."""
+    """Simulated microbatches of a step that has `count` of them. The last but one also counts for the microbatches that are not
+    run."""
 
     def __init__(self, batches: Sequence[Batch], recorder: Recorder, count: int):
         self.batches = batches
@@ -202,8 +205,9 @@ class _Microbatches(Sequence[Batch]):
 def _preallocated(
     engine: Engine, fake: FakeTensorMode, on_gpu: bool, offloaded: bool, buffers: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, str, bool]]:
-    """Yield (tensor, category, whether in host memory) of what exists before the step. Device buffers have the category "":
-    it follows from their use. offloaded: parameters and optimizer state are in host memory. buffers: the host buffers."""
+    """Yield (tensor, category, whether it is in host memory) for each tensor that exists before the step. The category of
+    device buffers is "", because it follows from their use. offloaded: whether parameters and optimizer state are in host
+    memory. buffers: buffers in host memory."""
     yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors())
     if on_gpu:
         yield from ((tensor, "activations", True) for tensor in buffers)
@@ -216,7 +220,7 @@ def _preallocated(
 
 
 def _annotate_sharded_grads(engine: Engine, recorder: Recorder, offloaded: bool) -> None:
-    """Label gradients after their reduction. offloaded: FSDP copies them to host memory."""
+    """Label gradients after their reduction. offloaded: whether FSDP copies the gradients to host memory."""
 
     def label(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -238,7 +242,7 @@ def _state_per_parameter(engine: Engine) -> float:
 
 
 def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio: float) -> Simulation:
-    """ratio: microbatches of the step per simulated microbatch of a pipeline, which has a receive buffer for each."""
+    """ratio: number of microbatches of the step per simulated microbatch. A pipeline has a receive buffer for each microbatch."""
     buffers = sum(a.num_bytes for a in recorder.allocations if a.born < 0 and a.final_category() == "communication")
     extra = int((ratio - 1) * buffers)
     timeline = recorder.timeline(lambda allocation: not allocation.host)

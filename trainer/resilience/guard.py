@@ -13,9 +13,9 @@ from trainer.state import TrainState
 from trainer.system import logging
 
 WINDOW = 128
-"""Accepted steps that a spike is measured against."""
+"""Number of accepted steps against which a spike is measured."""
 _MIN_HISTORY = 32
-"""Accepted steps before any step can count as a spike."""
+"""Minimum number of accepted steps before any step can count as a spike."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepOutcome:
 
     step: int
     cursor: int
-    """Samples consumed, including those of this step."""
+    """Number of samples consumed, including those of this step."""
     stop: bool
     """Whether any rank was asked to stop."""
     skipped: bool
@@ -32,9 +32,9 @@ class StepOutcome:
     spike: bool
     """Whether a spike was the reason for the skip."""
     consecutive_skips: int
-    """Skipped steps in a row, up to and including this one."""
+    """Number of skipped steps in a row, up to and including this one."""
     total_skips: int
-    """Skipped steps since the start of the run."""
+    """Number of skipped steps since the start of the run."""
     loss: float
     grad_norm: float
 
@@ -52,7 +52,7 @@ class TrainingDiverged(Exception):
 
 
 class OutcomeReader:
-    """Outcomes of steps, read from the device without a host synchronization: one step late, unless the host must wait anyway."""
+    """Reader of outcomes. It reads one step late, without a host synchronization, unless the host must wait anyway."""
 
     def __init__(self, late: bool):
         self.late = late
@@ -76,7 +76,8 @@ class OutcomeReader:
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
-    """Return whether to roll back to a checkpoint. Raise TrainingDiverged where the run must stop. rollbacks: number so far."""
+    """Return whether to roll back to a checkpoint. Raise TrainingDiverged where the run must stop. rollbacks: number of
+    rollbacks so far."""
     if not (outcome.spike and config.on_loss_spike == "rollback"):
         if outcome.consecutive_skips < config.max_consecutive_skips:
             return False
@@ -91,12 +92,13 @@ def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: 
 
 
 class StabilityGuard:
-    """The decision which updates to skip, made on the device; the host reads it later."""
+    """Decision on the device whether to skip an update; the host reads it later."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
         self.config = config
-        self.counts = torch.zeros(3, dtype=torch.int64, device=device)  # accepted, consecutive skips, total skips
-        self.history = torch.zeros(2, WINDOW, device=device)  # loss and gradient norm of accepted steps, a ring buffer
+        # numbers of accepted steps, of skipped steps in a row, and of all skipped steps
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
 
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
         """Return whether to skip the update, a scalar, and the outcome for OutcomeReader. All arguments are scalars."""
@@ -130,7 +132,7 @@ class Observation:
     """Outcomes that StepMonitor read after a step."""
 
     latest: StepOutcome | None
-    """Newest outcome that was read, None if none was."""
+    """Newest outcome that was read; None if no outcome was read."""
     failed: StepOutcome | None
     """First outcome that requires a rollback."""
     stop: bool
@@ -139,7 +141,7 @@ class Observation:
 
 
 class StepMonitor:
-    """Outcomes of steps, and the policy for skipped ones."""
+    """Outcomes of steps, and the policy for skipped steps."""
 
     def __init__(self, config: ResilienceConfig, late: bool):
         """late: read outcomes one step late, without a host synchronization."""
@@ -147,9 +149,10 @@ class StepMonitor:
         self.reader = OutcomeReader(late)
 
     def observe(self, state: TrainState, outcome: Tensor, now: bool) -> Observation:
-        """outcome: of the step that the state has just counted. now: read this outcome too, even if the host must wait.
+        """outcome: of the step that the state has just counted. now: whether to read it too, even if the host must wait.
 
-        Raise TrainingDiverged if the policy says stop."""
+        Raise TrainingDiverged if the policy requires a stop.
+        """
         self.reader.put(state.step, state.cursor, outcome)
         outcomes = self.reader.read(now)
         stop = any(o.stop for o in outcomes)

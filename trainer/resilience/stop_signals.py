@@ -8,7 +8,7 @@ import threading
 import time
 
 _SAME_REQUEST_S = 1.0
-"""Schedulers signal a process and its launcher, which forwards the signal. Signals within this time count as one request."""
+"""Signals within this many seconds are one request: a scheduler signals a process and its launcher, which forwards the signal."""
 
 
 class StopRequest:
@@ -31,7 +31,7 @@ class StopRequest:
         while True:
             (signum,) = os.read(pipe, 1)
             if signum not in (signal.SIGTERM, signal.SIGINT):
-                continue  # a signal with another handler, such as SIGCHLD of torch's data loader
+                continue  # another module handles this signal, such as SIGCHLD of torch's data loader
             now = time.monotonic()
             if now > first + _SAME_REQUEST_S:
                 print(f"ended immediately by a second {signal.Signals(signum).name}", file=sys.stderr, flush=True)

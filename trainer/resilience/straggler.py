@@ -12,24 +12,25 @@ from trainer.runtime import device as devices
 from trainer.system import logging
 
 _MIN_STEPS = 5
-"""The minimum over fewer steps is too noisy to compare."""
+"""Minimum number of steps in a window. The shortest time over fewer steps is too noisy to compare."""
 
 
 class StragglerDetector:
-    """Comparison of the time that each rank takes for a block's forward, which is equal work on every rank, and for its data.
+    """Comparison of the times that each rank takes for a block's forward, which is equal work on every rank, and to load its
+    data.
 
     The duration of a step cannot identify a straggler: it is the same on all ranks, because every collective waits for the
     slowest. A block's forward is timed after its parameters are gathered, but it includes the collectives of tensor and context
-    parallelism: ranks of one such group look alike.
+    parallelism, so the ranks of such a group have similar times.
     """
 
     def __init__(self, ratio: float | None, device: torch.device):
-        """ratio: time relative to the median rank from which a rank is a straggler; None disables the detection."""
+        """ratio: factor by which a straggler exceeds the time of the median rank; None disables the detection."""
         self.ratio = ratio if dist.get_world_size() > 1 else None
         self.device = device
         self.block = devices.IntervalTimer(device)
         self.last_reported: int | None = None
-        """Rank in the last warning."""
+        """Rank that the last warning named."""
         self.start()
 
     def start(self) -> None:
@@ -38,7 +39,7 @@ class StragglerDetector:
         self.block.shortest_s()
 
     def time_blocks_of(self, blocks: nn.Module) -> None:
-        """Time the first child, if any. Call after it has been compiled, sharded and wrapped by FSDP."""
+        """Time the first block, if any. Call this after the block has been compiled, sharded and wrapped by FSDP."""
         for block in list(blocks.children())[:1]:
             block.forward = self._timed(block.forward)
 
@@ -54,9 +55,9 @@ class StragglerDetector:
         self.data_s += data_s
 
     def compare(self) -> dict[str, Any] | None:
-        """Return rank and reason of a straggler, or None. Log a warning when it is not the rank of the last warning.
+        """Return rank and reason of a straggler, or None. Log a warning unless the last warning named the same rank.
 
-        A collective of all ranks; the device must have completed its work.
+        All ranks must call this, after the device has completed its work.
         """
         if self.ratio is None or self.steps < _MIN_STEPS:
             return None
@@ -73,7 +74,8 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """times: (ranks, 2), seconds for the data of all steps and for one block's forward. elapsed_s: duration of these steps."""
+    """times: seconds for the data of all steps of a window and for one block's forward, shape (ranks, 2). elapsed_s: duration
+    of the window."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):

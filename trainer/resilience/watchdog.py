@@ -14,20 +14,20 @@ import torch.distributed as dist
 from trainer.runtime.distributed import clone_store, flight_recorder_dumps
 
 _LONGEST_STEPS = 5
-"""A hang also lasts longer than this many times the longest step so far."""
+"""Factor: a hang lasts longer than this many times the longest step so far, and longer than the timeout."""
 _MIN_SILENCE_S = 15.0
-"""A process under load may send no heartbeat for several seconds."""
+"""Minimum limit, in seconds, on the time without a heartbeat. A process under load may send none for several seconds."""
 
 
 class Watchdog:
     """Ends the process when no step completes in time, after printing every thread's stack and the state of the other ranks.
 
     The first step (which may compile), everything under `paused` and the end of the process are not timed. In these phases the
-    watchdog checks the heartbeat of another rank, because this rank would wait for it forever.
+    watchdog checks the heartbeat of another rank, because this rank would wait forever for a rank that ended.
     """
 
     def __init__(self, timeout_s: float):
-        """timeout_s: 0 disables the watchdog."""
+        """timeout_s: seconds without a completed step after which the process ends; 0 disables the watchdog."""
         self.timeout_s = timeout_s
         self.beat_s = min(5.0, timeout_s / 4)
         self.step = 0
@@ -110,12 +110,12 @@ class Watchdog:
         lines += [line for dump in flight_recorder_dumps() for line in parse_collectives(dump)]
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        # Last, because the store may be on the node that hangs.
+        # Query the store last, because it may be on the node that hangs.
         print("".join(f"{line}\n" for line in self._stalled_ranks()), end="", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _stalled_ranks(self) -> list[str]:
-        """Return one line for each rank without a heartbeat, and one that lists the ranks at an earlier step."""
+        """Return one line for each rank without a heartbeat, and one line that lists the ranks at an earlier step than others."""
         before = self._heartbeats()
         time.sleep(3 * self.beat_s)
         after = self._heartbeats()

@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec:
-    """One accelerator in a node. All rates are theoretical peaks; planning applies the efficiencies."""
+    """An accelerator in a node. All rates are theoretical peaks, to which planning applies efficiencies."""
 
     flops: Mapping[str, float]
     """Precision -> dense FLOP/s of matrix products."""
     memory_gib: float
-    """Memory that the driver makes available to programs."""
+    """Device memory that the driver makes available to programs, in GiB."""
     memory_bandwidth: float
-    """Bytes per second to and from device memory."""
+    """Number of bytes per second to and from device memory."""
     intra_node_bandwidth: float
-    """Bytes per second, in each direction, to the other accelerators of the node."""
+    """Number of bytes per second, in each direction, to the other accelerators of the node."""
     inter_node_bandwidth: float
-    """Bytes per second, in each direction, to other nodes: this accelerator's share."""
+    """Number of bytes per second, in each direction, of this accelerator's share of the network between nodes."""
     host_memory_gib: float
-    """This accelerator's share of host memory. This and all host fields below describe the manufacturer's own nodes."""
+    """This accelerator's share of host memory, in GiB. All host fields describe the manufacturer's own nodes."""
     host_memory_bandwidth: float
-    """Bytes per second to and from host memory: this accelerator's share."""
+    """Number of bytes per second of this accelerator's share of the bandwidth of host memory."""
     pcie_bandwidth: float
-    """Bytes per second, in each direction, between host memory and device memory."""
+    """Number of bytes per second, in each direction, between host memory and device memory."""
     gpus_per_node: int = 8
 
 

@@ -17,7 +17,7 @@ from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system.process import cores, local_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Value of a setting -> dtype."""
+"""Value of a dtype setting -> torch's dtype."""
 
 
 def gpu_count() -> int:
@@ -40,7 +40,7 @@ def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
 
 
 def require_enough_gpus(choice: Literal["auto", "cpu"], ranks: int) -> None:
-    """Raise ConfigError if this node has GPUs, but fewer than ranks."""
+    """Raise ConfigError if this node has GPUs, but fewer GPUs than ranks."""
     if choice != "cpu" and 0 < gpu_count() < ranks:
         raise ConfigError(
             "", f"NGPU={ranks}: more ranks than the {gpu_count()} GPUs of this node; --run.device cpu uses none"
@@ -120,7 +120,8 @@ class IntervalTimer:
         return event
 
     def shortest_s(self) -> float:
-        """Return the shortest interval since the last call, or 0 without intervals. The device must have completed them."""
+        """Return the shortest interval since the last call, or 0 without intervals. The device must have completed the
+        intervals."""
         intervals, self._intervals = self._intervals, []
         if self.device.type != "cuda":
             return min((end - start for start, end in intervals), default=0.0)
@@ -128,7 +129,7 @@ class IntervalTimer:
 
 
 def memory_now(device: torch.device) -> int:
-    """Return the bytes allocated on the GPU, or resident in this process on a CPU."""
+    """Return the number of bytes allocated on a GPU or, on a CPU, the resident memory of this process in bytes."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if sys.platform == "linux":
@@ -138,7 +139,7 @@ def memory_now(device: torch.device) -> int:
 
 
 def memory_free(device: torch.device) -> int | None:
-    """Return the bytes of a GPU that no process uses, or None for a CPU."""
+    """Return the number of bytes of GPU memory that no process uses, or None on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
@@ -184,7 +185,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """state: as returned by rng_state; generators that it lacks keep their state."""
+    """state: result of rng_state. Generators that are missing in it keep their state."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "device" in state:

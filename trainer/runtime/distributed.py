@@ -31,7 +31,7 @@ def world_size() -> int:
 
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
-    """Join the process group described by torchrun's environment variables, or create one of a single rank without them."""
+    """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
     timeout = timedelta(seconds=config.timeout_s)
     store = _create_store(timedelta(seconds=config.init_timeout_s))
     _wait_for_all_ranks(store, config.init_timeout_s)
@@ -78,7 +78,7 @@ def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
             store.set("all_joined", f"of {len(ranks)} ranks, {shown} did not join within {timeout_s:g} s")
         else:
             store.set("all_joined", "")
-    # Twice the time, because rank 0 may have started to wait later.
+    # Wait for twice the time, because rank 0 may have started to wait later.
     store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
     if message := store.get("all_joined").decode():
         raise dist.DistStoreError(message)
@@ -102,7 +102,7 @@ def print_once_per_node(line: str) -> None:
     """Print a line on stderr, on the first calling rank of each node, because several ranks may find the same error."""
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set("failed", "")  # so that ranks that lose this peer stay silent
+        store.set("failed", "")  # so that ranks that lose the connection to this one stay silent
         count = store.add(f"reported/{node_id()}", 1)
     except (dist.DistNetworkError, dist.DistStoreError):
         return  # the rank that hosted the store has reported the error and ended
@@ -111,8 +111,8 @@ def print_once_per_node(line: str) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Print the traceback on the rank that failed. Ranks that only lost the connection to it stay silent, unless it ended
-    before it could report."""
+    """Print the traceback on the rank that failed. Ranks that only lost the connection to the failed rank stay silent, unless
+    the failed rank ended before it could report."""
     rank = os.environ.get("RANK", "0")
     text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
     if not dist.is_initialized():
@@ -144,7 +144,7 @@ def broadcast(value: Any, source: int) -> Any:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, in order of rank."""
+    """Return the value of each rank, in order of rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -183,7 +183,7 @@ def require_agreement(values: Mapping[str, Any]) -> None:
 def once_per_node(work: Callable[[], str]) -> str:
     """Run work on rank 0, then on the first rank of every other node. Return the result of this node on all its ranks.
 
-    The work should leave files that later calls find: it is then done once on a shared file system, else once per node.
+    The work should create files that later calls find. On a shared file system it is then done once, otherwise once per node.
     """
     store = dist.distributed_c10d._get_default_store()
     call = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)
@@ -201,12 +201,12 @@ def once_per_node(work: Callable[[], str]) -> str:
 
 
 def clone_store() -> dist.Store:
-    """Return a separate connection to the ranks' store for a thread: requests on a shared connection block each other."""
+    """Return a separate connection to the ranks' store, for use in a thread. Requests on a shared connection block each other."""
     return dist.PrefixStore("side", dist.distributed_c10d._get_default_store().clone())
 
 
 def flight_recorder_dumps() -> list[str]:
-    """Return the JSON dumps of torch's flight recorders, one for each backend, with the collectives of this rank."""
+    """Return the JSON dumps of torch's flight recorders, one per backend. They contain the collectives of this rank."""
     recorders = (getattr(torch._C._distributed_c10d, name, None) for name in _RECORDERS)
     return [recorder() for recorder in recorders if recorder is not None]
 

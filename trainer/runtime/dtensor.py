@@ -15,8 +15,8 @@ def to_local(tensor: Tensor) -> Tensor:
 def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with the parameter's placements that shares memory with `local` and stays on its device.
 
-    local: this rank's shard, of the shape of the parameter's shard or with dims that are smaller by a factor. Scalars are
-    replicated and returned unchanged.
+    local: this rank's shard. It has the shape of the parameter's shard, or its dims are smaller by an integer factor. Scalars
+    are replicated and returned unchanged.
     """
     if local.dim() == 0 or not isinstance(parameter, DTensor):
         return local
@@ -30,7 +30,7 @@ def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return this rank's shard, the global shape, and the offset of the shard in it."""
+    """Return this rank's shard, the global shape, and the offset of the shard in the global tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(parameter.shape), (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

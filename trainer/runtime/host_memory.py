@@ -15,7 +15,7 @@ Event = torch.cuda.Event | torch.cpu.Event
 def pin(buffer: Tensor, device: torch.device) -> None:
     """Register host memory for asynchronous copies by the device. Raise MemoryError if that fails.
 
-    Not torch's own pinned memory: it rounds sizes up to powers of two, which takes up to twice the memory.
+    torch's own pinned memory is not used, because it rounds sizes up to powers of two and takes up to twice the memory.
     """
     if device.type == "cuda":
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
@@ -43,7 +43,7 @@ class HostTransfer:
         self.stream = self.module.Stream()
 
     def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a buffer of the tensor's shape, pinned for the device's copies until the process ends."""
+        """Return a buffer in host memory with the tensor's shape. It stays pinned until the process ends."""
         if self.device.type == "cpu":
             return torch.empty(tensor.shape, dtype=dtype)
         return pinned(tensor.shape, dtype, self.device)

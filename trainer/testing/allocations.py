@@ -37,7 +37,7 @@ class Buffer:
     address: int
     num_bytes: int
     born: int
-    """Nanoseconds."""
+    """Time of allocation, in nanoseconds."""
     died: float = float("inf")
     category: str = ""
 
@@ -47,7 +47,7 @@ class Measured:
     peak: int
     """Bytes."""
     by_category: dict[str, int]
-    """Bytes at the peak, of MEMORY_CATEGORIES."""
+    """Category (one of MEMORY_CATEGORIES) -> number of bytes at the peak."""
 
 
 def _label(tensor: Tensor, category: str) -> None:
@@ -66,7 +66,7 @@ _run_backward = torch.autograd._engine_run_backward
 
 class _WaitForRelease(TorchDispatchMode):
     """Sleeps after each collective until the communication thread has released its buffers. On a busy machine the thread would
-    do so later, and the buffers would be counted."""
+    release them later, and they would be counted."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -98,7 +98,8 @@ def silence_profiler() -> None:
 
 
 def measure(argv: Sequence[str], repeats: int) -> Measured:
-    """Run on each rank: measure the memory of `repeats` steps, without the first, and return the one with the smallest peak."""
+    """Measure the memory of `repeats` steps after the first one, and return the measurement with the smallest peak. Run on each
+    rank."""
     engine, step = build_step(load_config(argv))
 
     def measured() -> Measured:
@@ -125,7 +126,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
 
 
 def _allocated_buffers() -> list[Buffer]:
-    """Return what is allocated now: the profiler only has events of later allocations."""
+    """Return the buffers that are allocated now. The profiler only has events of later allocations."""
     gc.collect()
     num_bytes: dict[int, int] = {}
     for tensor in gc.get_objects():
@@ -213,7 +214,7 @@ def _inputs(event) -> Iterator[int]:
 
 
 def _backward_intervals(events: Iterable) -> Callable[[float], bool]:
-    """Return a function: whether a time is in backward."""
+    """Return a function that returns whether a time is in backward."""
     intervals = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == BACKWARD]
     starts = [start for start, _ in intervals]
 

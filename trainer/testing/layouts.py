@@ -1,4 +1,4 @@
-"""Layouts as text, settings of small runs, and tables: shared by scripts/parity.py, the maintainers' scripts and the tests."""
+"""Layouts as text, settings of small runs, and tables, which scripts/parity.py, scripts/dev/ and the tests share."""
 
 import math
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ PARITY_MATRIX = [
 ]  # fmt: skip
 
 LAYOUT_SECTIONS = ("parallel", "activation_checkpoint", "compile")
-"""Sections whose settings do not change the result."""
+"""Sections of the configuration whose settings do not change the result."""
 
 LLAMA_100M = {
     **{"model.overrides.dim": "768", "model.overrides.n_layers": "12", "model.overrides.n_heads": "12"},
@@ -73,8 +73,8 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parse "tp=2 activation_checkpoint.mode=full". Settings of [parallel] need no section; dp_shard defaults to 1. Raises
-        ConfigError."""
+        """Parse "tp=2 activation_checkpoint.mode=full". Settings of [parallel] are written without section. dp_shard defaults
+        to 1. Raises ConfigError."""
         parallel = {field.name for field in fields(ParallelConfig)}
         settings: dict[str, str] = {}
         for word in text.split():
@@ -96,7 +96,7 @@ class Layout:
 
     @property
     def single_rank_settings(self) -> dict[str, str]:
-        """The settings that change the result, which a run on one rank must share."""
+        """Settings that change the result. The reference run on one rank must have the same values."""
         return {k: v for k, v in self.settings.items() if k.split(".")[0] not in LAYOUT_SECTIONS}
 
 
@@ -119,8 +119,8 @@ def num_ranks(parallel: ParallelConfig) -> int:
 
 
 def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
-    """Return the local batch size that makes `factor` times the smallest possible number of microbatches, as a setting, and this
-    number. Raises ConfigError if the global batch size is not divisible."""
+    """Return the setting of the local batch size that gives `factor` times the smallest possible number of microbatches, and
+    this number of microbatches. Raises ConfigError if the global batch size is not divisible."""
     parallel, batch = config.parallel, config.training.global_batch_size
     microbatches = factor * min_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches
@@ -138,6 +138,6 @@ class Table:
         self.row(*(heading.replace("_", " ") for heading in columns))
 
     def row(self, *cells: object) -> None:
-        """Print a row. Cells may be fewer than columns; cells after the last column are unformatted."""
+        """Print a row. There may be fewer cells than columns. Cells after the last column are not formatted."""
         specs = [*self.specs, *[""] * len(cells)]
         print(*(f"{cell!s:{spec}}" for cell, spec in zip(cells, specs, strict=False)), flush=True)

@@ -19,7 +19,7 @@ TIMEOUT_S = 120
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
-    torch.set_num_threads(1)  # there may be more ranks than cores
+    torch.set_num_threads(1)  # because there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
@@ -39,8 +39,8 @@ class RankError(Exception):
 
 
 class LocalRanks:
-    """Starts new processes for each function. They start in 0.05 s, and in a reused process the thread of each old process group
-    would wake up 100 times a second."""
+    """Runner that starts new processes for each function. They start in 0.05 s. In a reused process, the thread of each old
+    process group would wake up 100 times a second."""
 
     def __init__(self, size: int):
         self.size = size
