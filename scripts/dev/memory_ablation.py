@@ -61,8 +61,8 @@ def fastest_step_s(argv: Sequence[str]) -> float:
 
 
 def cumulative(levers: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
-    """Yield (name, flags, configuration) of the baseline and of each lever on top of the levers before it. Raises ConfigError
-    that names the lever."""
+    """Yield (name, flags, configuration) of the baseline and of each lever, added to those before it. Raises ConfigError that
+    names the lever."""
     settings = with_default_model(BASELINE | settings_of(argv))
     yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
     for lever in levers:

@@ -30,8 +30,7 @@ class CachedAttention(nn.Module):
         self.length = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """q, k, v: queries, keys and values of the new tokens, shapes (1, heads, new, head_dim) and (1, kv heads, new,
-        head_dim)."""
+        """q: (1, heads, new tokens, head_dim); k, v: (1, kv heads, new tokens, head_dim)."""
         start, self.length = self.length, self.length + k.shape[2]
         self.kv_cache[:, :, :, start : self.length] = torch.stack((k, v))
         keys, values = self.kv_cache[:, :, :, : self.length]

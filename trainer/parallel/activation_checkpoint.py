@@ -88,8 +88,7 @@ def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forw
 def _is_partial_product(args: tuple) -> bool:
     """Whether an operator is the product with a row-wise matrix under tensor parallelism, which is a partial sum. The sum has
     the full width of the hidden state. Its reduction over the ranks is saved instead, so the partial sum is recomputed. (A
-    compiler does not see DTensors. But it saves only tensors that backward needs, and backward does not need these partial
-    sums.)"""
+    compiler does not see DTensors. But it saves only tensors that backward needs, and these are not needed.)"""
     first = args[0] if args else None
     return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
 

@@ -125,8 +125,7 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 def _weights(model: nn.Module, plan: ParallelPlan) -> tuple[list[int], int, int]:
     """Return the number of parameters of each block, of the modules before the blocks, and of those after them. The embedding
-    table costs memory, not time. It is counted because the first stage also holds the activations of the largest number of
-    microbatches."""
+    table costs memory, not time. It counts because the first stage also holds the activations of most microbatches."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())

@@ -76,8 +76,7 @@ class OutcomeReader:
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
-    """Return whether to roll back to a checkpoint. Raise TrainingDiverged where the run must stop. rollbacks: number of
-    rollbacks so far."""
+    """Return whether to roll back to a checkpoint. Raise TrainingDiverged if the run must stop. rollbacks: number so far."""
     if not (outcome.spike and config.on_loss_spike == "rollback"):
         if outcome.consecutive_skips < config.max_consecutive_skips:
             return False

@@ -74,8 +74,8 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """times: seconds for the data of all steps of a window and for one block's forward, shape (ranks, 2). elapsed_s: duration
-    of the window."""
+    """times: seconds for the data of all steps and for one block's forward, shape (ranks, 2). elapsed_s: duration of these
+    steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):

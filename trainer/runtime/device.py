@@ -120,8 +120,7 @@ class IntervalTimer:
         return event
 
     def shortest_s(self) -> float:
-        """Return the shortest interval since the last call, or 0 without intervals. The device must have completed the
-        intervals."""
+        """Return the shortest interval since the last call, or 0 without intervals. The device must have completed its work."""
         intervals, self._intervals = self._intervals, []
         if self.device.type != "cuda":
             return min((end - start for start, end in intervals), default=0.0)
