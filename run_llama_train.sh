@@ -18,7 +18,7 @@ esac
 if [ -z "${NGPU:-}" ]; then
     NGPU=0
     if command -v nvidia-smi >/dev/null; then
-        NGPU="$(cd "$ROOT" && "$PYTHON" -c 'from trainer.runtime import device; print(device.count())')"
+        NGPU="$(cd "$ROOT" && "$PYTHON" -c 'from trainer.runtime import device; print(device.gpu_count())')"
     fi
     if [ "$NGPU" = 0 ]; then NGPU=1; fi
 fi
