@@ -3,7 +3,7 @@
     python scripts/checkpoint.py list outputs/debug
     python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300
 
-The exit code is 1 if a checkpoint is damaged. Only verify compares content; list and inspect check names and sizes.
+The exit code is 1 if a checkpoint is damaged. Only `verify` compares content; `list` and `inspect` check names and sizes.
 """
 
 import json
@@ -29,7 +29,7 @@ from trainer.system.files import folder_error
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Raises ConfigError."""
+    """Return the checkpoints of a run, or the checkpoint at `path`. Raises ConfigError if the folder cannot be read."""
     if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -42,7 +42,7 @@ def size_and_time(checkpoint: Path) -> str:
 
 
 def print_list(checkpoints: list[Path]) -> Iterator[bool]:
-    """Print one line per checkpoint. Yield whether each is intact, as the other commands do."""
+    """Print one line per checkpoint, and yield whether the checkpoint is intact."""
     for checkpoint in checkpoints:
         size, problem, counts = "", "", []
         try:
@@ -52,7 +52,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
             counts = [f"{metadata[key]:,} {unit}{'s' * (metadata[key] != 1)}" for key, unit in units if key in metadata]
         except CorruptError as damage:
             problem = str(damage)
-        except OSError as error:  # possibly removed a moment ago
+        except OSError as error:  # the checkpoint may have been removed meanwhile
             problem = f"cannot be read ({error.strerror})"
         print(f"{checkpoint.name}  {size}  {problem or ', '.join(counts)}")
         yield not problem
@@ -68,7 +68,7 @@ def verify(checkpoints: list[Path]) -> Iterator[bool]:
 
 
 def describe(checkpoint: Path) -> Iterator[str]:
-    """Yield lines about metadata and tensors. Raises CorruptError."""
+    """Yield the lines that describe the metadata and tensors of a checkpoint. Raises CorruptError."""
     for key, value in manifest.read(checkpoint).metadata.items():
         yield f"{key}: {value}"
     for name in ("model.json", "train_state.json"):

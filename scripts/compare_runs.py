@@ -35,7 +35,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
 
 
 def losses(run: Path) -> dict[int, Any]:
-    """Return the loss of each logged step. An incomplete last line, of a run that was killed, is ignored."""
+    """Return step -> logged loss. If the run was killed while it wrote the last line, that line is ignored."""
     result = {}
     for line in _read(run / "metrics.jsonl").splitlines():
         try:
@@ -48,7 +48,7 @@ def losses(run: Path) -> dict[int, Any]:
 
 
 def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:
-    """Return one line, and whether all steps that both runs logged have the same loss."""
+    """Return a line for the user, and whether the losses of all steps that both runs logged are equal."""
     steps = sorted(a.keys() & b.keys())
     if not steps:
         return "no step was logged by both runs", False

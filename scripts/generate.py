@@ -33,7 +33,7 @@ from trainer.runtime import distributed
 from trainer.runtime.device import DTYPES
 
 _TIMEOUT_S = 7 * 24 * 3600.0
-"""Seconds that the other ranks wait for a line of the user."""
+"""Maximum time in seconds that the other ranks wait for a line from the user."""
 
 
 def probability(text: str) -> float:
@@ -51,7 +51,7 @@ def print_on_rank_0(text: str) -> None:
 def print_answer(
     generator: TextGenerator, prompt: Sequence[int], args: argparse.Namespace, stop: Collection[int], stream: TextStream
 ) -> str:
-    """Print the answer while it is generated. Return it without the token that ends it."""
+    """Print the answer while it is generated. Return the text of the answer without the token that ends the answer."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     answer = ""
     for token in generator.generate(prompt, sampling, args.seed, stop, args.max_new_tokens):
@@ -64,7 +64,7 @@ def print_answer(
 
 
 def user_lines() -> Iterator[str]:
-    """Yield the lines that rank 0 reads from stdin, on all ranks."""
+    """Yield, on all ranks, the lines that rank 0 reads from stdin."""
     on_terminal = sys.stdin.isatty()
     sys.stdin.reconfigure(errors="replace")
     while True:
@@ -134,8 +134,8 @@ def main() -> None:
         origin = f"--chat-template {args.chat_template}: " if of_template and args.chat_template else ""
         die(origin + (error.message if isinstance(error, ConfigError) else str(error)))
     sys.stdout.flush()
-    os._exit(0)  # without the interpreter's clean-up, in which gloo's threads sometimes abort
+    os._exit(0)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
 
 
 if __name__ == "__main__":
-    run_to_end(main, "")  # an empty line after the text that was printed
+    run_to_end(main, "")  # if interrupted, print an empty line after the generated text

@@ -2,8 +2,8 @@
 
     python scripts/inspect_samples.py outputs/debug 100
 
-One line per sample: position in the global order, dataset, index in the dataset, beginning of the text. The order follows from
-config.toml, the first sample of the step from metrics.jsonl, and skipped samples from the newest checkpoint.
+Each line describes one sample: position in the global order, dataset, index in the dataset, beginning of the text. The order
+follows from config.toml, the step's first sample from metrics.jsonl, and skipped samples from the newest checkpoint.
 """
 
 import itertools
@@ -24,11 +24,11 @@ from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
 
 _TEXT_LENGTH = 60
-"""Characters of each text that are printed."""
+"""Number of characters of each text that are printed."""
 
 
 def samples_of_step(run: Path, step: int, seq_len: int) -> range:
-    """Return the positions that a step consumed, from the run's metrics. Raises ConfigError."""
+    """Return the positions in the global order that a step consumed, from metrics.jsonl. Raises ConfigError."""
     records = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     consumed = [(0, 0), *((r["step"], r["tokens_seen"] // seq_len) for r in records if r["kind"] == "train")]
     for (first, before), (last, after) in itertools.pairwise(consumed):

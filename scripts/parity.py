@@ -1,9 +1,9 @@
 """Compare training under each parallel layout with training on one rank.
 
-Runs the configuration on one rank and then under each layout, as gloo ranks on this machine's CPU, and prints the largest
-relative deviations of the loss and of the gradient norm over all steps. The last row, a negative control, injects a wrong
-reduction of gradients, which must exceed the limits. Sections [parallel], [activation_checkpoint] and [compile] of the file are
-replaced by the layouts.
+The script runs the configuration on one rank and then under each layout, with gloo on this machine's CPU. It prints the largest
+relative deviations of loss and gradient norm over all steps. The last row is a negative control: it injects a wrong reduction of
+gradients, whose deviations must exceed the limits. The layouts replace the sections [parallel], [activation_checkpoint] and
+[compile] of the file.
 
 exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting is wrong
 
@@ -50,7 +50,7 @@ from trainer.testing.layouts import (
 from trainer.testing.ranks import LocalRanks, RankError
 
 LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}
-"""Largest relative deviations that are rounding errors."""
+"""Maximum relative deviations that count as rounding errors, by compute_dtype."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Deviation:
 
 
 def train(argv: Sequence[str], inject_error: bool) -> None:
-    """Run on each rank. inject_error: average gradients over the shards instead of summing them."""
+    """Train, on each rank. inject_error: whether to average gradients over the shards instead of summing them."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config, cpu = load_config(argv), torch.device("cpu")
     trainer = build_trainer(config, resolve(config, dist.get_world_size()), cpu, None)
@@ -86,7 +86,7 @@ def train(argv: Sequence[str], inject_error: bool) -> None:
 
 
 class Runs:
-    """Training runs of one configuration, in a folder that is removed at the end."""
+    """Training runs of one configuration. Their temporary folder is removed at the end."""
 
     def __init__(self, argv: Sequence[str], steps: int, folder: Path):
         self.given = settings_of(argv)
@@ -122,7 +122,7 @@ class Runs:
         return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
     def reference(self, layout: Layout, **overrides: str) -> list[dict]:
-        """Return the metrics of one rank, with the layout's settings that change the result, and overrides."""
+        """Return the metrics of a run on one rank, with `overrides` and those of the layout's settings that change the result."""
         settings = layout.single_rank_settings | overrides
         key = tuple(sorted(settings.items()))
         if key not in self.single_rank_records:
@@ -130,7 +130,7 @@ class Runs:
         return self.single_rank_records[key]
 
     def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
-        """Return the limits of a layout. In bf16 both runs have rounding errors: where one rank deviates from its own fp32 run by
+        """Return the limits of a layout. In bf16 both runs have rounding errors: if one rank deviates from its own fp32 run by
         more than the limit, the limit is twice this deviation."""
         limits = LIMITS[dtype]
         if dtype == "fp32":
@@ -142,7 +142,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with a number of microbatches, or the reason why it does not fit."""
+    """A row of the table: a layout with a number of microbatches, or the reason why the layout cannot run."""
 
     layout: Layout
     config: Config | None
@@ -152,7 +152,7 @@ class Row:
 
     @classmethod
     def build(cls, runs: Runs, layout: Layout, factor: int) -> "Row":
-        """factor: multiple of the smallest number of microbatches."""
+        """factor: ratio of the number of microbatches to the minimum number."""
         try:
             batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
             config = load_config(runs.flags(layout.settings | batch))
@@ -173,7 +173,7 @@ class Row:
             limits = runs.limits(self.layout, dtype)
         except RankError as error:
             table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
-            return inject_error  # an exception does not count as caught
+            return inject_error  # the layout fails; the negative control counts as not caught
         passed = deviation.within(limits)
         verdict = ("NOT CAUGHT" if passed else "caught") if inject_error else ("pass" if passed else "FAIL")
         raised = "" if limits == LIMITS[dtype] else f"(limits {limits['loss']:.1e} {limits['grad_norm']:.1e})"
@@ -225,7 +225,7 @@ def main() -> None:
         help="microbatches of a step on each rank, as multiples of the smallest number that a pipeline schedule accepts",
     )  # fmt: skip
     args, argv = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the ranks too
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         try:
             layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]

@@ -1,7 +1,7 @@
 """Estimate memory, communication and speed of a run before starting it.
 
-Simulates the trainer's own step for the first rank of the first, a middle and the last pipeline stage, on one CPU, with fake
-tensors. Datasets, tokenizer and checkpoints need not exist.
+The script simulates the trainer's own step with fake tensors on one CPU, for the first rank of the first, a middle and the last
+pipeline stage. Datasets, tokenizer and checkpoints need not exist.
 
 exit codes: 0: the run fits; 1: it does not fit; 2: it cannot run
 
@@ -41,11 +41,11 @@ RATES = {
     "pcie": ("pcie_bandwidth", "bandwidth between host and device memory, in each direction"),
     "host-memory-bandwidth": ("host_memory_bandwidth", "bandwidth of host memory: a device's share"),
 }
-"""Flag without "--" and "-gbs" -> field of AcceleratorSpec, help."""
+"""Name of a flag (without "--" and "-gbs") -> field of AcceleratorSpec, and help text of the flag."""
 
 
 def this_machine() -> AcceleratorSpec:
-    """Return rates of a typical core for each core of this machine's CPU; flags replace them by measured ones."""
+    """Return rates of this machine's CPU, estimated from a typical core. Flags replace them by measured rates."""
     memory_gib = meminfo("MemTotal") / GIB
     return AcceleratorSpec(
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},

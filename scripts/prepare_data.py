@@ -3,7 +3,7 @@
     python scripts/prepare_data.py --config my.toml [--section.key value ...]
     python scripts/prepare_data.py --config my.toml --shard 3/16 --data.store_folder stores/    # on one of 16 nodes
 
-Stores of several shards are read together with data.dataset = "prepared" and their folder as data.path.
+To read the stores of several shards together, set data.dataset = "prepared" and data.path to their folder.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def shard(text: str) -> tuple[int, int]:
-    """Parse I/N into (I - 1, N)."""
+    """Parse I/N, with I from 1 to N, into (I - 1, N)."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})", text)
     if not match or int(match[1]) > int(match[2]):
         raise argparse.ArgumentTypeError(f"{text}: expected I/N, from 1/N to N/N")
@@ -30,7 +30,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def summary(folder: Path, seconds: float | None) -> str:
-    """Describe a store. seconds: duration of its preparation, None if it existed."""
+    """Return a description of a store. seconds: duration of its preparation, or None if the store existed."""
     description = read_description(folder)
     train, held_out = description["splits"]["train"], description["splits"]["held_out"]
     tokens = train["tokens"] + held_out["tokens"]

@@ -1,9 +1,9 @@
 """Train a byte-pair tokenizer on a dataset and write it as a tiktoken rank file.
 
     python scripts/train_tokenizer.py my.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
-    python scripts/train_tokenizer.py trainer/data/tokenizer/default.tiktoken --vocab-size 2048    # the shipped default
+    python scripts/train_tokenizer.py trainer/data/tokenizer/default.tiktoken --vocab-size 2048    # the shipped tokenizer
 
-Needs the optional package `tokenizers` (pip install tokenizers). The trainer's settings select the dataset.
+The optional package `tokenizers` is needed (pip install tokenizers). The trainer's settings select the dataset.
 """
 
 import base64
@@ -61,7 +61,7 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
 
 
 def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
-    """Return the tokens in rank order: the 256 bytes, then the merges in the order of training."""
+    """Return the bytes of each token in rank order: the 256 single bytes, then the merges in the order of training."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

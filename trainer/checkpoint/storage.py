@@ -1,7 +1,7 @@
 """Storage of sharded tensors for torch.distributed.checkpoint: safetensors files and a JSON index. torch's own writer
 uses pickles, which can run code when they are loaded.
 
-    rank-00000.safetensors ...    the chunks of a rank: "<name>" for a full tensor, "<name>@<offsets>" for a part of one
+    rank-00000.safetensors ...    chunks written by one rank: "<name>" is a full tensor, "<name>@<offsets>" a part of it
     index.json                    dtype, shape and chunks of each tensor
 """
 
@@ -71,7 +71,7 @@ DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_NAMES}
 
 _TRANSIENT_ERRNOS = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
-"""File system errors that a retry may resolve."""
+"""File system errors after which a retry may succeed."""
 _ATTEMPTS = 4
 
 
@@ -86,7 +86,7 @@ class TensorWrite:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Tensor]]
-    """Yields the content in row-major order when the file is written."""
+    """Function that yields the content in row-major order. It is called when the file is written."""
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ class TensorWrite:
 
 
 def write_safetensors(path: Path, entries: Iterable[TensorWrite], metadata: Mapping[str, str]) -> File:
-    """Stream tensors to a file, sync it and read it back. Raises OSError."""
+    """Stream tensors to a file, sync the file and read it back. Raises OSError."""
     entries = list(entries)
     end, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
@@ -123,7 +123,7 @@ def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]
 
 
 def retry_transient(write: Callable[[], Any]) -> Any:
-    """Call write, again after transient errors, and return its result. Raises OSError."""
+    """Call `write`, retry it after transient errors, and return its result. Raises OSError."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return write()
@@ -140,7 +140,7 @@ def retry_transient(write: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor in a file."""
+    """A part of a tensor, stored in one file."""
 
     file: str
     offsets: tuple[int, ...]
@@ -152,7 +152,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """An entry of the index."""
+    """An entry of the index: dtype, shape and chunks of one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -173,7 +173,7 @@ def index_text(index: Mapping[str, TensorMetadata]) -> str:
 
 
 def local_save_plan(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
-    """Plan which chunks of the tensors, which may be DTensors, this rank writes."""
+    """Plan which chunks this rank writes. tensors: may be DTensors."""
     return create_default_local_save_plan(dict(tensors), is_coordinator)
 
 
@@ -183,7 +183,7 @@ def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Planner(DefaultSavePlanner):
-    """Writes a local_save_plan from this rank's local tensors or copies of them."""
+    """Planner that follows a local_save_plan and writes this rank's local tensors or copies of them."""
 
     def __init__(self, plan: SavePlan, contents: Mapping[str, Tensor]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -201,10 +201,10 @@ class Planner(DefaultSavePlanner):
 
 
 class ShardWriter(StorageWriter):
-    """Writes one safetensors file per rank, and the index."""
+    """Storage writer that writes one safetensors file per rank, and the index."""
 
     def __init__(self, folder: Path, commit: Callable[[dict[str, File]], None]):
-        """commit: called on the coordinator with the files of all ranks, after they are written."""
+        """commit: called on the coordinator with the files of all ranks, after all files are written."""
         self.folder = folder
         self.commit = commit
         self.rank = 0
@@ -262,7 +262,7 @@ class ShardWriter(StorageWriter):
 
 
 def read_index(folder: Path) -> dict[str, TensorMetadata]:
-    """Read the index: name -> metadata. Raises CorruptError if it is invalid or names a file outside the folder."""
+    """Return tensor name -> metadata. Raises CorruptError if index.json is invalid or names a file outside the folder."""
     text = read_text(folder / INDEX, _LARGEST_INDEX)
     try:
         return {name: _stored(raw) for name, raw in json.loads(text).items()}
@@ -289,7 +289,7 @@ def _integers(raw: Any) -> tuple[int, ...]:
 
 
 class ShardReader(StorageReader):
-    """Reads only the ranges that this rank needs. Raises CorruptError."""
+    """Storage reader that reads only the ranges that this rank needs. Raises CorruptError."""
 
     def __init__(self, folder: Path, index: Mapping[str, TensorMetadata]):
         self.folder = folder
@@ -372,7 +372,7 @@ def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop:
         target = [slice(first - start, last - start)]
         target += [slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
         try:
-            # The file is opened for each range because mapped pages count as memory of the process.
+            # The file is opened for each range, because mapped pages count as memory of the process.
             with safe_open(folder / chunk.file, framework="pt") as tensors:
                 rows[tuple(target)] = tensors.get_slice(chunk.key(name, stored.shape))[tuple(source)]
         except (SafetensorError, OSError) as error:

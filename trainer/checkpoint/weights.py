@@ -1,4 +1,4 @@
-"""Initial weights of a new run, from a checkpoint or a model in Hugging Face format."""
+"""Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,15 +25,15 @@ from trainer.system import logging
 from trainer.system.files import folder_error
 
 _KEY = "checkpoint.init_from"
-_ROWS = 4096  # read at once
+_ROWS = 4096  # maximum number of rows read at once
 
 
 class WeightSource:
-    """The parameters in a checkpoint or in a model folder of Hugging Face."""
+    """The parameters in a checkpoint or in a Hugging Face model folder."""
 
     def __init__(self, folder: Path, spec: ModelSpec | None = None):
-        """Verify the folder, collectively. spec: the expected model family, or None for any. Raises ConfigError if the folder is
-        damaged or contains no model."""
+        """Verify the folder, collectively. spec: expected model family, or None for any family. Raises ConfigError if the folder
+        is damaged or contains no model."""
         self.folder = folder
         self.hf_folder: HfModelFolder | None = None
         if (folder / manifest.NAME).exists():
@@ -54,8 +54,8 @@ class WeightSource:
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
         """Load the parameters in place, collectively; each rank reads only its shards.
 
-        resize: set rows beyond the stored vocabulary to the mean of the stored rows (Hewitt 2021, "Initializing New Word
-        Embeddings"). Raises ConfigError for missing parameters and other shapes.
+        resize: whether to set rows beyond the stored vocabulary to the mean of the stored rows (Hewitt 2021, "Initializing New
+        Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
         """
         if self.hf_folder is None:
             index = self.index
@@ -97,7 +97,7 @@ class WeightSource:
 
 
 def resolve_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint of a run folder, or any other folder itself. Raises ConfigError if it does not exist."""
+    """Return the newest checkpoint if `folder` is a run folder, otherwise `folder`. Raises ConfigError if it does not exist."""
     if problem := folder_error(folder):
         raise ConfigError("", f"{folder}: {problem}")
     steps = resume.list_checkpoints(folder / "checkpoints")
@@ -105,18 +105,18 @@ def resolve_checkpoint(folder: Path) -> Path:
 
 
 def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
-    """Return which of the model's parameters a new run loads instead of drawing them. Raises ConfigError."""
+    """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
     return set(names) - _excluded(config.init_exclude, names) if config.init_from else set()
 
 
 def init_weights_from(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:
-    """Load this rank's parameters from checkpoint.init_from, collectively. names: of all parameters of the model. Raises
+    """Load this rank's parameters from checkpoint.init_from, collectively. names: names of all parameters. Raises
     ConfigError if the source is damaged or belongs to another model."""
     excluded = _excluded(config.init_exclude, names)
     try:
-        # Only rank 0 resolves the folder: a run that still trains may write a newer checkpoint meanwhile.
+        # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
         weights = WeightSource(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
         stored = asdict(weights.sizes)
         if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:

@@ -24,7 +24,7 @@ _FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
 
 
 class Timers:
-    """Seconds since the last reset, and how many of them each named section took."""
+    """Timers of the seconds since the last reset and of the seconds that each named section took."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -36,7 +36,7 @@ class Timers:
 
     @contextmanager
     def section(self, name: str, synchronize: bool = True) -> Iterator["Section"]:
-        """synchronize: wait for the device before and after, so that its work counts in the right section."""
+        """Time a section. synchronize: whether to wait for the device before and after the section, so as to time its work."""
         if synchronize:
             devices.synchronize(self.device)
         start = time.perf_counter()
@@ -56,11 +56,11 @@ class Timers:
 @dataclass
 class Section:
     seconds: float = 0.0
-    """Set when the section has ended."""
+    """Duration of the section, set when the section ends."""
 
 
 class Metrics:
-    """Records of a run. A resumed run continues the files; records of steps after the resumed one are removed."""
+    """Writer of a run's records. A resumed run continues the files, without the records after the step it resumes from."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Metrics:
         flops_per_token: int,
         peak_flops: float | None,
     ):
-        """folder: run folder, None on ranks that write nothing. first_step: step that the run resumes from. tokens_per_step: over
-        all ranks. flops_per_token: of the complete model. peak_flops: of one device, None if unknown."""
+        """folder: run folder, or None on ranks that write nothing. first_step: step that the run resumes from. tokens_per_step:
+        number over all ranks. flops_per_token: for the complete model. peak_flops: for one device, or None if unknown."""
         self.config = config
         self.folder = folder
         self.device = device
@@ -102,7 +102,7 @@ class Metrics:
                 self.summary_writer = _open_tensorboard(self.folder / "tb", first_step)
 
     def rewind(self, step: int) -> None:
-        """Continue from an earlier step: remove the records of later ones."""
+        """Remove the records of steps after `step`, from which training continues."""
         self.close()
         self._open(step)
 
@@ -123,7 +123,7 @@ class Metrics:
         return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.steps)
 
     def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, num_targets: int) -> None:
-        """num_targets: of this step, over all ranks. The outcome was read from the device, so the device's work is done."""
+        """Record a step whose device work is done: its outcome was read. num_targets: number of target tokens over all ranks."""
         step, spent = state.step, self.timers.spent
         not_training = sum(seconds for name, seconds in spent.items() if name != "data")
         num_steps = step - self.recorded_step
@@ -177,12 +177,12 @@ class Metrics:
             self.log_event({"kind": "checkpoint", "step": save.step} | seconds)
 
     def log_event(self, record: dict[str, Any]) -> None:
-        """Write a record of another kind, with "kind" and "step"."""
+        """Write a record that is not about a step. record: has the keys "kind" and "step"."""
         self._write(record, ("step",))
 
     def _write(self, record: dict[str, Any], not_plotted: tuple[str, ...]) -> None:
         if self.file:
-            # JSON has no NaN and no infinity.
+            # JSON cannot represent NaN and infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             with self._warn_on_write_error(_FILE):
                 self.file.write(json.dumps(finite) + "\n")
@@ -196,7 +196,7 @@ class Metrics:
 
     @contextmanager
     def _warn_on_write_error(self, sink: str) -> Iterator[None]:
-        """A full disk costs records, not the run. Warn once for each sink; TensorBoard's writer has ended by then."""
+        """Context that warns, once per sink, about a failed write, so that a full disk does not end the run."""
         try:
             yield
         except OSError as error:
@@ -207,7 +207,7 @@ class Metrics:
             self.failed_sinks.add(sink)
 
     def flush(self) -> None:
-        """Flush TensorBoard's files, which are otherwise written every few minutes."""
+        """Write TensorBoard's buffered records to disk, which otherwise happens every few minutes."""
         if self.summary_writer:
             with self._warn_on_write_error(_TENSORBOARD):
                 self.summary_writer.flush()
@@ -222,7 +222,7 @@ class Metrics:
 
 
 def _continue_records(path: Path, first_step: int):
-    """Open the file for appending, without the records of steps after `first_step`."""
+    """Remove the records of steps after `first_step`, and open the file for appending."""
     if path.exists():
         with path.open(errors="replace") as file:
             lines = [line for line in file if _step_of(line) <= first_step]
@@ -231,7 +231,7 @@ def _continue_records(path: Path, first_step: int):
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a record, infinity for an incomplete line."""
+    """Return the step of a record, or infinity if the line is incomplete."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -239,7 +239,7 @@ def _step_of(line: str) -> float:
 
 
 def _open_tensorboard(folder: Path, first_step: int):
-    # Not at the top: only one rank writes, and only if TensorBoard is enabled.
+    # Imported here, because only one rank writes, and only if TensorBoard is enabled.
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=first_step + 1)

@@ -1,4 +1,4 @@
-"""Preflight checks: the memory and disk space that a run needs at least, compared with what is available."""
+"""Preflight checks: whether the minimum memory and disk space that a run needs are available."""
 
 import math
 import shutil
@@ -22,14 +22,14 @@ from trainer.system.units import GIB
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes per rank."""
+    """Minimum memory of one rank, in bytes."""
 
     device: int
     host: int
 
 
 def state_bytes(training: TrainingConfig, optimizer: OptimizerConfig) -> int:
-    """Return the bytes that a checkpoint holds per parameter: itself, two moments, and an fp32 copy if there is one."""
+    """Return the bytes per parameter in a checkpoint: the parameter, two moments, and the fp32 copy if there is one."""
     parameter = DTYPES[training.parameter_dtype].itemsize
     copy = 4 if optimizer.offload != "none" and parameter < 4 else 0
     return parameter + _moment_bytes(optimizer) + copy
@@ -42,7 +42,7 @@ def _moment_bytes(optimizer: OptimizerConfig) -> int:
 def minimum_memory(
     count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
 ) -> MemoryNeed:
-    """Return the memory for parameters, gradients and optimizer state of a rank with `count` parameters, and nothing else."""
+    """Return the memory for parameters, gradients and optimizer state only, for a rank with `count` parameters."""
     parameter = DTYPES[training.parameter_dtype].itemsize
     moments = _moment_bytes(optimizer)
     gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
@@ -63,7 +63,7 @@ def check_memory(
     parallel: ParallelConfig,
     device: torch.device,
 ) -> None:
-    """Raise ConfigError on all ranks if a rank has too little memory. parameters: of this rank, on the meta device."""
+    """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's, on the meta device."""
     need = minimum_memory(sum(to_local(p).numel() for p in parameters), training, optimizer, parallel)
     if device.type == "cpu":
         need = MemoryNeed(device=0, host=need.device + need.host)
@@ -84,22 +84,22 @@ def check_memory(
 
 
 def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> int:
-    """Return how many checkpoints a run writes from a step to its end."""
+    """Return the number of checkpoints that a run writes between `step` and its end."""
     every = config.interval_steps or steps
     return steps // every - step // every + (steps % every > 0)
 
 
 def check_disk(folder: Path, config: CheckpointConfig, num_bytes: int, step: int, steps: int) -> None:
-    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_bytes: of one checkpoint. step: completed
-    steps."""
+    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_bytes: size of one checkpoint. step: number of
+    completed steps."""
     remaining = remaining_checkpoints(config, step, steps)
 
     def needed(keep: int, existing: int) -> int:
-        """Return the largest number of new checkpoints that exist at a time: an old one is removed after a new one is written."""
+        """Return the maximum number of new checkpoints on disk: old ones are deleted only after a new one is written."""
         count = max(1, keep + 1 - existing) if keep else remaining
         if keep and config.keep_interval_steps:
             every = config.interval_steps or steps
-            interval = math.lcm(every, config.keep_interval_steps)  # only what is due is saved
+            interval = math.lcm(every, config.keep_interval_steps)  # only checkpoints that are due are saved
             count += max(0, (steps - keep * every) // interval - step // interval)
         return min(remaining, count)
 

@@ -1,4 +1,4 @@
-"""A configuration resolved for a number of ranks, before any process group exists."""
+"""Resolution of a configuration for a number of ranks, before any process group exists."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -35,15 +35,15 @@ class ResolvedRun:
     """Names of the complete model's parameters."""
     num_parameters: int
     grad_accum: int
-    """Microbatches per step and rank."""
+    """Number of microbatches per step and rank."""
     flops_per_token: int
     tokenizer: Tokenizer
     chat: ChatFormat | None
-    """Set if the run trains on conversations."""
+    """Chat format, or None if the run does not train on conversations."""
     fingerprint: dict[str, Any]
-    """Values that a resumed run must have in common with its checkpoint, by setting."""
+    """Setting -> value that must be equal in the checkpoint and in the run that resumes from it."""
     shared: dict[str, Any]
-    """Settings that must be equal on all ranks."""
+    """Setting -> value that must be equal on all ranks."""
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
@@ -78,11 +78,11 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         )
     chats = any(member.dataset == "chat" for member in dataset_configs(config.data).values())
     chat = chat_format(config.data, tokenizer) if chats else None
-    # Not the model settings, but the sizes that they lead to.
+    # The fingerprint contains the resulting model sizes instead of the model settings.
     fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
     fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
     if training.parameter_dtype == "bf16":
-        # The copy would be lost, or missing, in a resumed run.
+        # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     return ResolvedRun(
         spec=spec,
@@ -102,19 +102,19 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
 
 
 def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
-    """Return the names of the complete model's parameters. A shared parameter has one name."""
+    """Return the names of the complete model's parameters. A parameter shared by two modules is listed once."""
     with torch.device("meta"):
         return frozenset(name for name, _ in spec.model(sizes).named_parameters())
 
 
 def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:
-    """Return the values of the selected settings by "section.name"."""
+    """Return "section.name" -> value of the settings for which `select` is true."""
     keys = (f"{s.section}.{s.name}" for members in settings().values() for s in members.values() if select(s))
     return {key: config.value(key) for key in keys}
 
 
 def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
-    """Return the model family and its named size with the overrides applied."""
+    """Return the model family, and the dimensions of the named size after overrides."""
     if config.name not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(config.name, MODELS)}")
     spec = MODELS[config.name]

@@ -37,8 +37,8 @@ def run_folder(config: Config) -> Path:
 
 
 def acquire_lock(config: Config) -> TextIO | None:
-    """Lock the run folder for as long as the file that rank 0 gets stays open. Raise ConfigError if another process holds the
-    lock or the folder cannot be written."""
+    """Lock the run folder, and return on rank 0 the lock file, which holds the lock until it is closed. Raise ConfigError if
+    another process holds the lock or the folder cannot be written."""
     folder = run_folder(config)
     lock = None
 
@@ -59,16 +59,16 @@ def acquire_lock(config: Config) -> TextIO | None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a ConfigError."""
+    """Context that turns an OSError into a ConfigError."""
     try:
         yield
     except OSError as error:
-        path = error.filename or folder  # ENOSPC names no file
+        path = error.filename or folder  # an ENOSPC error contains no file name
         raise ConfigError("run.output_folder", f"{path} cannot be written ({error.strerror})") from None
 
 
 def release_if_empty(config: Config, lock: TextIO | None) -> None:
-    """Remove the folder of a rejected run if it is empty. lock: from `acquire_lock`; None on ranks other than 0."""
+    """Remove the folder of a rejected run if it is empty. lock: result of `acquire_lock`."""
     if lock is None:
         return
     folder = run_folder(config)
@@ -86,8 +86,8 @@ def release_if_empty(config: Config, lock: TextIO | None) -> None:
 
 
 def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
-    """Return the checkpoint that this run resumes from, None for a new run. Raise ConfigError if it belongs to an incompatible
-    run."""
+    """Return the checkpoint that this run resumes from, or None for a new run. Raise ConfigError if the checkpoint belongs to
+    an incompatible run."""
     saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
         resume.require_compatible(saved, resolved.fingerprint)
@@ -95,7 +95,7 @@ def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
 
 
 def create_run_folder(folder: Path) -> None:
-    """Create the folder, its subfolders and files. Raise ConfigError if one of them cannot be written."""
+    """Create the run folder with its subfolders and files. Raise ConfigError if one of them cannot be written."""
 
     def work() -> None:
         with _writing(folder):
@@ -148,7 +148,7 @@ def save_run_info(config: Config, device: torch.device) -> None:
 
 
 def log_summary(config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, data: str) -> None:
-    """Log the model, device and data of the run. data: name and number of samples."""
+    """Log the model, device and data of the run. data: description of the training data."""
     dims, training = resolved.dims, config.training
     logging.info(
         f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "

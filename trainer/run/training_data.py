@@ -1,4 +1,4 @@
-"""The training data of a run: its datasets, the order of their samples, and this rank's part of each batch."""
+"""The training data of a run: the datasets, the sample order, and this rank's part of each batch."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ class TrainingData:
         seq_len: int,
         seed: int,
     ):
-        """Prepare the datasets that do not exist yet, once per node, and open all. evaluation: datasets for evaluation only.
+        """Prepare, once per node, the datasets that do not exist yet, and open all. evaluation: evaluation-only datasets.
 
         Raises ConfigError if a dataset cannot be prepared or is smaller than one sample."""
         stores = once_per_node(lambda: prepare_datasets(config, evaluation, tokenizer_config, tokenizer, seq_len))
@@ -45,7 +45,7 @@ class TrainingData:
 
     @property
     def mixture(self) -> list[list[int]]:
-        """Start and quotas of each phase, for TrainState."""
+        """Start and quotas of each phase of the mixture, as TrainState saves them."""
         return [[phase.start, *phase.quotas] for phase in self.datasets.phases]
 
     def order(self, state: TrainState) -> SampleOrder:
@@ -54,7 +54,7 @@ class TrainingData:
         )
 
     def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Return this rank's microbatches from the state's cursor, without end, on the device."""
+        """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor."""
         pin_memory = self.device.type != "cpu"
         for batch in training_batches(
             self.datasets.training, self.order(state), self.partition, state.cursor, self.config, pin_memory

@@ -1,4 +1,4 @@
-"""The software and hardware that a process runs on, for the record of a run."""
+"""Description of the software and hardware of a process, for the record of a run."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def environment(repository: Path) -> dict[str, Any]:
-    """Return command line, git commit, packages, platform and CPU. repository: folder of the code."""
+    """Return command line, git commit, packages, platform and CPU. repository: root folder of the code."""
     return {
         "command": sys.orig_argv,
         **_git(repository),
@@ -23,7 +23,7 @@ def environment(repository: Path) -> dict[str, Any]:
 
 
 def _git(repository: Path) -> dict[str, Any]:
-    """Return the commit and whether the working tree is clean, None for both outside a repository."""
+    """Return the commit and whether the working tree is clean. Both are None outside a repository."""
 
     def git(*args: str) -> str | None:
         try:

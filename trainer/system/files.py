@@ -17,11 +17,11 @@ from typing import Any, TextIO
 import xxhash
 
 _CHUNK_BYTES = 2**22
-_SUFFIX = ".tmp-" + 8 * "[0-9a-f]"  # a glob pattern
+_SUFFIX = ".tmp-" + 8 * "[0-9a-f]"  # glob pattern of the suffix of temporary names
 
 
 def folder_error(path: str | Path) -> str:
-    """Return why the path is not a folder, or "" if it is one."""
+    """Return the reason why the path is not a folder, or "" if it is a folder."""
     if os.path.isdir(path):
         return ""
     return "is a file, not a folder" if os.path.exists(path) else "no such folder"
@@ -49,13 +49,13 @@ def temporary_path(path: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether `temporary_path` made the name: the content is unfinished."""
+    """Whether `temporary_path` created the name, so that the content is unfinished."""
     return path.match(f"*{_SUFFIX}")
 
 
 @contextmanager
 def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
-    """Open a new file that replaces `path` when the block ends, or is removed after an error. durable: sync it and the folder."""
+    """Open a new file that replaces `path` when the block ends, or is removed after an error. durable: whether to sync it."""
     temporary = temporary_path(path)
     try:
         with temporary.open("w") as file:
@@ -71,16 +71,16 @@ def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
 
 
 def atomic_write(path: Path, text: str, durable: bool = True) -> None:
-    """Replace the content of a file."""
+    """Replace the content of a file atomically. durable: whether to sync the file and its folder."""
     with atomic_file(path, durable) as file:
         file.write(text)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Make a new folder that is synced and replaces `path` when the block ends, or is removed after an error.
+    """Create a new folder, which is synced and replaces `path` when the block ends, or is removed after an error.
 
-    What killed processes left unfinished is removed first, so the caller must be the only writer of `path`.
+    Unfinished folders of killed processes are removed first, so the caller must be the only writer of `path`.
     """
     for leftover in path.parent.glob(glob.escape(path.name) + _SUFFIX):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -115,7 +115,7 @@ class HashingFile:
 
     def __init__(self, path: Path):
         self.size = 0
-        """Bytes written so far."""
+        """Number of bytes written so far."""
         self._file = path.open("wb")
         self._hasher = xxhash.xxh3_128()
 
@@ -125,13 +125,13 @@ class HashingFile:
         self.size += len(content) if isinstance(content, bytes) else content.nbytes
 
     def close(self) -> dict[str, Any]:
-        """Close the file and return its size and digest."""
+        """Close the file and return the size and digest of its content."""
         self._file.close()
         return {"size": self.size, "digest": self._hasher.hexdigest()}
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Raises ValueError for anything but a JSON object."""
+    """Parse JSON text. Raises ValueError if it is not a JSON object."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -142,13 +142,13 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Raises ValueError for anything but a JSON object, and OSError."""
+    """Read a JSON file. Raises OSError, and ValueError if the content is not a JSON object."""
     return parse_json_object(Path(path).read_bytes())
 
 
 def try_lock(path: Path, timeout_s: float) -> TextIO | str:
-    """Lock a file until the returned file is closed or this process ends, however it ends. Return who holds the lock if it
-    is not free within timeout_s. Raises OSError."""
+    """Lock a file until the returned file is closed or this process ends in any way. If the lock is not free within
+    timeout_s, return a description of its holder instead. Raises OSError."""
     end = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def try_lock(path: Path, timeout_s: float) -> TextIO | str:
             file.seek(0)
             return file.read().strip() or "another process"
         if not _is_named(file, path):
-            file.close()  # the previous holder has removed it
+            file.close()  # the previous holder of the lock has removed the file
             continue
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -180,7 +180,7 @@ def _is_named(file: TextIO, path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Wait for the lock of a file, and hold it in the block."""
+    """Context that waits for the lock of a file and holds the lock in the block."""
     file = try_lock(path, math.inf)
     assert not isinstance(file, str)
     with file:

@@ -1,4 +1,4 @@
-"""Log lines, printed by the ranks in LOG_RANK (default: 0; several as 0,3; or all)."""
+"""Logging to the console by the ranks that the environment variable LOG_RANK lists (default: 0; for example 0,3, or all)."""
 
 import os
 import sys

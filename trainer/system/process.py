@@ -9,28 +9,28 @@ from pathlib import Path
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def local_rank() -> int:
-    """Index of this process on its node."""
+    """Return the index of this process among the ranks of its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def node_id() -> str:
-    """Identifier of this node: torchrun's index, or the host name without torchrun."""
+    """Return an identifier of this node: its index if torchrun started this process, otherwise the host name."""
     return os.environ.get("GROUP_RANK") or socket.gethostname()
 
 
 def meminfo(name: str) -> int:
-    """Return an entry of /proc/meminfo, in bytes. Raises OSError on other systems than Linux."""
+    """Return an entry of /proc/meminfo, in bytes. Raises OSError on systems other than Linux."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 def memory_available() -> int | None:
-    """Bytes of memory available on this node, or in its container, without swapping; None if unknown."""
+    """Return the bytes of memory available without swapping on this node or in its container, or None if unknown."""
     try:
         free = meminfo("MemAvailable")
     except OSError:
@@ -41,13 +41,13 @@ def memory_available() -> int | None:
         cached = next(
             line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
         )
-    except (OSError, ValueError, StopIteration):  # not in a container, or in one without a limit
+    except (OSError, ValueError, StopIteration):  # this process is not in a container, or the container has no limit
         return free
     return min(free, limit - used + int(cached.split()[1]))
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent exits for any reason (Linux)."""
+    """On Linux, have the kernel kill this process when its parent exits for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -57,7 +57,7 @@ def in_child_of(parent: int) -> bool:
 
 
 def detach_signals(*_: object) -> None:
-    """Ignore SIGINT and SIGTERM, which the parent handles, and exit with the parent."""
+    """Ignore SIGINT and SIGTERM, because the parent handles them, and exit when the parent exits."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -17,7 +17,7 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Sender in ShareGPT data -> role."""
+"""Name of a sender in ShareGPT data -> role."""
 
 Message = dict[str, Any]
 
@@ -25,11 +25,11 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     messages: tuple[Message, ...]
-    """Each has a role of ROLES. Its content is text, and optional if it has tool_calls."""
+    """Messages, each with a role of ROLES. The content of a message is text; with tool_calls, it may be missing."""
     loss_mask: tuple[bool, ...]
-    """(messages,), whether a message is trained on. Always False for messages that are not the assistant's."""
+    """Whether each message is trained on, shape (messages,). False for all messages but the assistant's."""
     tools: tuple[Mapping[str, Any], ...] | None = None
-    """Descriptions of the tools, for templates that render them."""
+    """Descriptions of the tools that the assistant may call, for templates that render them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Malformed(Exception):
 
 
 def parse_conversation(document: Any) -> Conversation | PromptCompletion | str:
-    """Parse a JSON value. Returns the reason if it is not a conversation.
+    """Parse a JSON value. Returns the reason as text if the value is not a conversation.
 
     Formats, in order of precedence: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]};
     {"prompt", "completion"}, both text or both lists of messages. An assistant's message is not trained on if it has
@@ -104,7 +104,7 @@ def _from_sharegpt(turn: Any, label: str) -> Any:
 
 
 def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Conversation:
-    """prompt_length: number of messages that belong to a prompt."""
+    """Parse messages. prompt_length: number of leading messages that belong to a prompt."""
     if not messages:
         raise _Malformed("no messages")
     parsed = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
@@ -136,7 +136,7 @@ def _message(message: Any, label: str) -> Message:
     calls = message.get("tool_calls")
     if calls:
         _check_calls(calls, role, label)
-    # Fields that are null are dropped, as in transformers, since templates test whether a field exists.
+    # Null fields are dropped, as in transformers, because templates test whether a field exists.
     parsed = {name: value for name, value in message.items() if value is not None}
     if "content" in parsed:
         parsed["content"] = _text(parsed["content"], label)
@@ -148,7 +148,7 @@ def _message(message: Any, label: str) -> Message:
 
 
 def _text(content: Any, label: str) -> str:
-    """Return the text of a message's content: text, or a list of content parts of type "text"."""
+    """Return the text of a message's content, which is text or a list of content parts of type "text"."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -174,7 +174,7 @@ def _check_calls(calls: Any, role: str, label: str) -> None:
 
 
 def _pop_weight(message: Message, label: str) -> int:
-    """Remove the weight from a message, since templates do not expect it, and return it."""
+    """Remove and return the weight of a message, which templates do not expect."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise _Malformed(f"{label} has the weight {_abbreviated(weight)}; expected 0 or 1")

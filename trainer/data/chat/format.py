@@ -20,34 +20,34 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
 
 TRAINING_DATE = datetime(2024, 7, 26)
-"""Date that strftime_now() returns in training, so that tokens do not depend on the day (the default of Llama 3.1)."""
+"""Date that strftime_now() returns in training, so that tokens do not depend on the day. It is Llama 3.1's default."""
 
 _VERSION = 1
-"""Version of the encoding, part of the fingerprint."""
+"""Version of the encoding, which is part of the fingerprint."""
 _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
 _NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
-_ANCHOR = "\ue000"  # in no vocabulary, so it never merges with adjacent text
+_ANCHOR = "\ue000"  # a character of no vocabulary, which therefore never merges with adjacent text
 
 TokensAndMask = tuple[list[int], list[bool]]
-"""Tokens, and for each whether it is a target."""
+"""Token ids, and for each token whether it is a target."""
 
 
 @dataclass(frozen=True)
 class _Rendered:
     text: str
     turns: list[tuple[int, int]]
-    """(start, stop) of each answer, in characters of the text."""
+    """Half-open range (start, stop) of each answer, in characters of the text."""
     separator: str
-    """See SpecialNames."""
+    """Character that is inserted into names of special tokens to escape them (SpecialNames)."""
 
 
 class ChatFormat:
     """A chat template combined with a tokenizer.
 
-    end_of_turn: tokens that end an answer.
-    fingerprint: changes when any conversation could be encoded differently.
+    end_of_turn: ids of the tokens that end an answer.
+    fingerprint: text that changes whenever a conversation may be encoded differently.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class ChatFormat:
         allowed_special: Collection[str] = (),
         today: datetime = TRAINING_DATE,
     ):
-        """template: Jinja text. names: template variables such as bos_token -> text; default: the tokenizer's BOS and EOS.
-        allowed_special: special tokens that are also recognized in messages.
+        """template: Jinja text. names: template variable such as bos_token -> text; default: the tokenizer's BOS and EOS.
+        allowed_special: special tokens that are recognized in messages too.
 
         Raises ConfigError for a template that is invalid, needs special tokens that the tokenizer does not have, or ends an
         answer without a special token.
@@ -71,7 +71,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.template = template
         self._names = default_names if names is None else dict(names)
-        self._special = {name: token for name, token in special.items() if len(name) > 1}  # a single character is text
+        self._special = {name: token for name, token in special.items() if len(name) > 1}  # one character is text
         self._special_ids = frozenset(self._special.values())
         for name in allowed_special:
             if name not in self._special:
@@ -91,7 +91,7 @@ class ChatFormat:
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
-        """Return the template with its token names defined in it, for use with any tokenizer configuration."""
+        """Return a template that defines its token names itself, for use with any tokenizer configuration."""
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'
 
@@ -101,7 +101,7 @@ class ChatFormat:
         tools: Sequence[Mapping] | None = None,
         loss_mask: Sequence[bool] | None = None,
     ) -> TokensAndMask:
-        """Encode a complete conversation. loss_mask: (messages,), which answers are targets; default: all.
+        """Encode a complete conversation. loss_mask: whether each message is a target, shape (messages,); default: all answers.
 
         Raises TemplateFailure if the template cannot render the conversation or the answers cannot be located in its text.
         """
@@ -126,7 +126,7 @@ class ChatFormat:
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> TokensAndMask | str:
-        """Encode a JSON value in any format of parse_conversation. Returns the reason if it cannot be trained on."""
+        """Encode a JSON value in any format of parse_conversation. Returns the reason as text if it cannot be trained on."""
         parsed = parse_conversation(document)
         if isinstance(parsed, str):
             return parsed
@@ -141,7 +141,7 @@ class ChatFormat:
     def validate_template(self) -> None:
         """Raise ConfigError if training inputs would differ from inference prompts.
 
-        That is so for a template that rewrites earlier turns, or emits the assistant's header only with its answer.
+        They differ if the template rewrites earlier turns, or emits the assistant's header only together with an answer.
         """
         try:
             rendered = self._render(_PROBE, None, add_generation_prompt=False, strict=True)
@@ -173,7 +173,7 @@ class ChatFormat:
         return self._template.render({**self._names, **variables, BEGIN_MARK: marks[0], END_MARK: marks[1]})
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, strict: bool) -> _Rendered:
-        """strict: raise TemplateFailure if an answer cannot be located in the text."""
+        """Render messages. strict: whether to raise TemplateFailure if an answer cannot be located in the text."""
         if tools and not self._template.uses_tools:
             raise TemplateFailure("the template does not support tools")
         begin, end, separator = _unused_characters(self.template, messages, tools)
@@ -198,7 +198,7 @@ class ChatFormat:
     # ---------------------------------------------------------------- tokens
 
     def _encode_rendered(self, rendered: _Rendered, turn_mask: Sequence[bool]) -> TokensAndMask:
-        """turn_mask: (turns,), which turns are targets."""
+        """Encode a rendered text. turn_mask: whether each turn is a target, shape (turns,)."""
         tokens: list[int] = []
         targets: list[bool] = []
         end = 0
@@ -212,7 +212,7 @@ class ChatFormat:
         return tokens, targets + [False] * (len(tokens) - len(targets))
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
-        """Return the end of the last special token in the turn [start, stop), or, in a marked turn, directly after it."""
+        """Return the end of the last special token in the turn [start, stop). A marked turn may have it directly after `stop`."""
         pieces = list(self._special_names.pieces(text[start:stop]))
         tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
         if pieces and not tail.strip():
@@ -230,12 +230,14 @@ class ChatFormat:
                     raise self._missing_tokens_error([piece])
                 tokens.append(self._special[piece])
             else:
-                plain = piece.replace(separator, "").replace(ascii(separator)[1:-1], "")  # JSON may escape it as ASCII
+                plain = piece.replace(separator, "").replace(
+                    ascii(separator)[1:-1], ""
+                )  # JSON may escape the separator
                 at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
                 tokens += self._encode_text(plain, at_start)
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
-        """Encode plain text. at_start: whether a tokenizer that prepends a space does so here."""
+        """Encode plain text. at_start: whether a tokenizer that prepends a space to texts may prepend it."""
         tokens = self.tokenizer.encode(text)
         if self._adds_space and not at_start:
             anchor, anchored = self.tokenizer.encode(_ANCHOR), self.tokenizer.encode(_ANCHOR + text)
@@ -248,7 +250,7 @@ class ChatFormat:
     # ---------------------------------------------------------------- checks of a template
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
-        """Raises TemplateFailure if the template cannot render one question and answer, or does not end the answer."""
+        """Return the end-of-turn tokens. Raises TemplateFailure if a question and answer cannot be rendered or has no end."""
         text = self._run_template(_PROBE[:2], None, add_generation_prompt=False)
         special = [name for name, is_special in self._special_names.pieces(text) if is_special]
         missing = [name for name in special if name not in self._special]
@@ -280,7 +282,7 @@ class ChatFormat:
 
 
 def _unused_characters(*values: Any) -> list[str]:
-    """Return three private-use characters that do not occur in these values, also not as JSON escapes."""
+    """Return three private-use characters that occur in none of the values, neither directly nor as JSON escapes."""
     used = json.dumps(values, ensure_ascii=False, default=str).lower()
     unused = (chr(c) for c in range(0xE001, 0xF900) if chr(c) not in used and f"\\u{c:04x}" not in used)
     characters = list(itertools.islice(unused, 3))
@@ -290,7 +292,7 @@ def _unused_characters(*values: Any) -> list[str]:
 
 
 def _remove_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without marks, and (start, stop) of each marked range in it."""
+    """Return the text without marks, and the (start, stop) of each marked range in the returned text."""
     text = ""
     turns = []
     for i, piece in enumerate(marked.split(begin)):
@@ -310,6 +312,6 @@ def load_chat_format(
     allowed_special: Collection[str] = (),
     today: datetime = TRAINING_DATE,
 ) -> ChatFormat:
-    """choice: see read_template. Raises ConfigError if the template cannot be read or does not fit the tokenizer."""
+    """Load a chat format. choice: as in read_template. Raises ConfigError if the template cannot be read or does not fit the tokenizer."""
     text, names = read_template(choice)
     return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, today=today)

@@ -17,10 +17,10 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000
-"""Loop iterations in one rendering. A call counts as _STEPS_OF_A_CALL iterations, since it takes as long."""
+"""Maximum number of loop iterations in one rendering. A call counts as _STEPS_OF_A_CALL, since it takes as long."""
 _STEPS_OF_A_CALL = 10
 MAX_CHARACTERS = 10_000_000
-"""Limit on the output of one rendering, and on each text that it concatenates or repeats."""
+"""Maximum length of the output of one rendering, and of each text that a template concatenates or repeats."""
 
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
@@ -34,7 +34,7 @@ class TemplateFailure(Exception):
 
 
 class _Generation(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which encloses an answer with its end of turn."""
+    """The block {% generation %} ... {% endgeneration %}, which encloses an answer and the end of the turn."""
 
     tags = {"generation"}  # noqa: RUF012  the type is Jinja's
 
@@ -46,7 +46,7 @@ class _Generation(Extension):
 
 
 class _Bounds(NodeTransformer):
-    """Counts loop iterations and measures concatenated texts, since Jinja's sandbox does neither."""
+    """Transformation that counts loop iterations and limits concatenated texts, since Jinja's sandbox does neither."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -85,7 +85,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.steps = 0
         self.filters |= {"tojson": _to_json, "counted": self._counted, "measured": _measured}
-        del self.filters["random"], self.globals["lipsum"]  # they are random
+        del self.filters["random"], self.globals["lipsum"]  # these two are random
         self.filters = {name: _bounded(function) for name, function in self.filters.items()}
         self.globals |= {
             "raise_exception": _raise_exception,
@@ -140,7 +140,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(function: Callable) -> Callable:
-    """Wrap a filter to reject large numbers and wide formats."""
+    """Wrap a filter so that it rejects large numbers and wide formats."""
 
     @functools.wraps(function)  # Jinja stores the calling convention as attributes
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def _measured(value: Any) -> Any:
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own filter writes <, > and & for HTML.
+    # Jinja's own filter escapes <, > and & for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -181,12 +181,12 @@ def _raise_exception(message: str) -> None:
 
 
 def _make_dict(*args: Any, **kwargs: Any) -> dict:
-    # Not the class itself, since its methods give access to other classes.
+    # A function is used, because the methods of the class dict give access to other classes.
     return dict(*args, **kwargs)
 
 
 class ChatTemplate:
-    """A compiled template."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, today: datetime):
         """today: date that strftime_now() returns. Raises TemplateFailure if the text is not a valid template."""
@@ -204,7 +204,7 @@ class ChatTemplate:
         self.uses_tools = "tools" in loaded
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text. Raises TemplateFailure."""
+        """Return the text that the template renders. Raises TemplateFailure."""
         self._environment.steps = 0
         written: list[str] = []
         size = 0

@@ -13,7 +13,7 @@ _MAX_BYTES = 1_000_000
 
 
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
-    """Return Jinja text and its variables bos_token, eos_token, ...; None means those of the tokenizer.
+    """Return Jinja text, and its variables such as bos_token, or None if the tokenizer defines them.
 
     choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (preferred) or
     tokenizer_config.json. Raises ConfigError.
@@ -56,7 +56,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _template(config: dict[str, Any], path: Path) -> str:
-    """Return the template of a configuration: text, or the default one of a list of named templates."""
+    """Return the template of a configuration. From a list of named templates, return the default one."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -69,7 +69,7 @@ def _template(config: dict[str, Any], path: Path) -> str:
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Return every special token of a configuration, such as bos_token, as transformers passes them to a template."""
+    """Return name -> text of every special token, such as bos_token, as transformers passes them to a template."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,4 +1,4 @@
-"""Encoders: from a document of each dataset format to tokens."""
+"""Encoders, which convert the documents of each dataset format to tokens."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from trainer.data.store.store import Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
 
 Encode = Callable[[Document], Encoded]
-"""Raises InvalidDocument for a document that cannot be encoded."""
+"""Function that encodes a document. It raises InvalidDocument if the document cannot be encoded."""
 
 
 def _text(config: DataConfig, tokenizer: Tokenizer) -> Encode:
@@ -50,7 +50,7 @@ def _chat(config: DataConfig, tokenizer: Tokenizer) -> Encode:
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
-    """Load and validate the chat template. Raises ConfigError if it cannot be trained on."""
+    """Load and validate the chat template. Raises ConfigError if the template cannot be used for training."""
     chat = load_chat_format(config.chat_template, tokenizer, allowed_special=config.allowed_special)
     chat.validate_template()
     return chat
@@ -65,4 +65,4 @@ ENCODERS: dict[str, Callable[[DataConfig, Tokenizer], Encode]] = {
     "tokens": _pretokenized,
     "chat": _chat,
 }
-"""Encoders by dataset format, the keys of DATASETS in sources/__init__.py."""
+"""Dataset format -> function that returns its encoder. The keys are those of DATASETS in sources/__init__.py."""

@@ -14,8 +14,8 @@ from trainer.system.progress import progress
 
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:
-    """Return a hash of the files' names and contents and of `shape`, the other inputs of a store. caches: folder for the cache
-    of file digests."""
+    """Return a hash of the names and contents of the files. shape: other inputs of the store, hashed too. caches: folder for
+    the cache of file digests."""
     hasher = hashlib.sha256(json.dumps(shape).encode())
     cache = caches / f"digests-{hashlib.sha256(source.root.encode(errors='surrogateescape')).hexdigest()[:16]}.jsonl"
     with progress(None, "B", "hashing the corpus") as bar:
@@ -26,8 +26,8 @@ def fingerprint(source: Source, shape: list, caches: Path) -> str:
 
 
 def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield name, digest and size of each file, in order. Files whose size and modification time match the cache are not read.
-    The cache has the order of the files and is read alongside them, so that millions of files need no memory."""
+    """Yield name, digest and size of each file, in order. If size and modification time of a file match the cache, the
+    file is not read. The cache has the order of the files, and both are streamed, so that millions of files need no memory."""
     cached = _read_cache(cache)
     entry = next(cached, None)
     with atomic_file(cache, durable=False) as out:
@@ -47,7 +47,7 @@ def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _read_cache(cache: Path) -> Iterator[list]:
-    """Yield [name, size, modification time in ns, digest] of each file, up to the first line that is damaged."""
+    """Yield [name, size, modification time in ns, digest] of each file, up to the first damaged line."""
     try:
         with cache.open() as lines:
             for line in lines:

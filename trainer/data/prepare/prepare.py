@@ -1,4 +1,4 @@
-"""Preparation of a token store from documents: parallel, resumable after a kill, and reused while its inputs do not change.
+"""Preparation of a token store from documents. It is parallel and resumable after a kill; an existing store is reused.
 
 There are two passes. The first one tokenizes each shard of the source into its own files (tokenize.py, runs.py) and never
 repeats a finished shard. The second one writes the documents of all shards in one shuffled order (shuffle.py). One rename then
@@ -34,9 +34,9 @@ def prepare(
 ) -> Path:
     """Return the folder of the token store of a dataset under a tokenizer; build the store if it does not exist.
 
-    tokenizer: loaded from tokenizer_config, which the worker processes load again. file_shard: (i, n) selects every n-th file
-    from the i-th on, the share of one of n nodes. Raises ConfigError if the source has no documents or too many bad ones, or if
-    the store cannot be written.
+    tokenizer: loaded from tokenizer_config, from which worker processes load it again. file_shard: (i, n) selects every n-th
+    file from file i on, for one of n nodes. Raises ConfigError if the source has no documents or too many bad documents, or
+    if the store cannot be written.
     """
     stores = Path(data.store_folder)
     with writing(stores):
@@ -64,7 +64,7 @@ def _file_shard(source: Source, index: int, num_shards: int) -> Source:
 
 @contextlib.contextmanager
 def writing(stores: Path) -> Iterator[None]:
-    """Raise ConfigError for data.store_folder if a file below it cannot be written."""
+    """Context that raises a ConfigError about data.store_folder if a file below it cannot be written."""
     try:
         yield
     except OSError as error:
@@ -76,7 +76,7 @@ def writing(stores: Path) -> Iterator[None]:
 
 
 def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
-    """Return a hash of the names and contents of the files, the tokenizer, and every setting that shapes the store."""
+    """Return a hash of the names and contents of the files, the tokenizer, and every setting that affects the store."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
     chat = chat_format(data, tokenizer).fingerprint if data.dataset == "chat" else ""
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.SHARD_BYTES], stores)

@@ -1,5 +1,5 @@
-"""Shards of a store under construction: the tokenized documents of a part of the source, as runs sorted by random key. A run
-fits in memory; a shard may be larger.
+"""Shards of a store under construction. A shard contains the tokenized documents of a part of the source, as runs sorted by
+random key. A run fits in memory; a shard may be larger.
 
     shard-000000.runs           for each run: keys (uint64), lengths (int64), tokens, and targets (uint8) if any
     shard-000000.bad_documents  bad documents, one JSON object per line
@@ -25,10 +25,10 @@ from trainer.system.files import HashingFile, atomic_write, digest_of, read_json
 _FILES = ("runs", "bad_documents")
 _RUN_TOKENS = 2**24
 _RUN_DOCUMENTS = 2**17
-"""Limits of a run, which bound the memory of a worker process."""
+"""Maximum numbers of tokens and documents in a run. They bound the memory of a worker process."""
 
 _SHUFFLE_KEY = 0x6D657368
-"""A constant, because the order of documents belongs to the store and not to the seed of a training run."""
+"""Key of the random order of documents. It is constant: the order must not depend on the seed of a training run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SortedRun:
 
     split: str
     offset: int
-    """Start in the file, in bytes."""
+    """Offset of the run in the file, in bytes."""
     documents: int
     tokens: int
     has_targets: bool
@@ -50,7 +50,7 @@ class ShardInfo:
     runs: tuple[SortedRun, ...]
     bad_documents: int
     files: Mapping[str, Mapping[str, Any]]
-    """Size and digest of the .runs and the .bad_documents file."""
+    """Name of the .runs or .bad_documents file -> size and digest."""
 
 
 def shard_file(folder: Path, index: int, suffix: str) -> Path:
@@ -58,7 +58,7 @@ def shard_file(folder: Path, index: int, suffix: str) -> Path:
 
 
 def read_shard(folder: Path, index: int, verify: bool) -> ShardInfo | None:
-    """Return a finished shard, or None. verify: return None for a shard whose files do not match their digests."""
+    """Return a finished shard, or None. verify: whether to return None if a file does not match its digest, too."""
     try:
         values = read_json_object(shard_file(folder, index, "json"))
         shard = ShardInfo(tuple(SortedRun(*run) for run in values["runs"]), values["bad_documents"], values["files"])
@@ -78,7 +78,7 @@ def read_bad_documents(folder: Path, index: int) -> Iterator[BadDocument]:
 
 
 class ShardWriter:
-    """Writes a shard. The documents are added in the order of the source."""
+    """Writer of a shard. Documents are added in the order of the source."""
 
     def __init__(self, folder: Path, index: int, dtype: np.dtype):
         self.bad_documents = 0
@@ -86,7 +86,7 @@ class ShardWriter:
         shard_file(folder, index, "json").unlink(missing_ok=True)
         self._runs, self._bad_documents = (HashingFile(shard_file(folder, index, suffix)) for suffix in _FILES)
         self._written: list[SortedRun] = []
-        self._num_written = 0  # documents in the written runs
+        self._num_written = 0  # number of documents in the written runs
         self._documents: list[Encoded] = []
         self._held_out: list[bool] = []
         self._tokens = 0
@@ -127,7 +127,7 @@ class ShardWriter:
         self._written.append(SortedRun(split, offset, len(documents), int(lengths.sum()), has_targets))
 
     def close(self) -> None:
-        """Close the files. A shard that is closed without `finish` does not count."""
+        """Close the files. A shard that is closed without `finish` remains unfinished."""
         self._runs.close()
         self._bad_documents.close()
 
@@ -142,17 +142,17 @@ class ShardWriter:
 
 
 class RunReader:
-    """Reads the documents of a run in the order of their keys."""
+    """Reader of the documents of a run, in the order of their keys."""
 
     def __init__(self, run: SortedRun, dtype: np.dtype):
         self._run, self._dtype = run, dtype
         self._lengths = run.offset + 8 * run.documents
         self._tokens = self._lengths + 8 * run.documents
         self._targets = self._tokens + dtype.itemsize * run.tokens
-        self._document = self._token = 0  # next to be read
+        self._document = self._token = 0  # indices of the next document and token to read
 
     def read_below(self, file: BinaryIO, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return keys, lengths, tokens and targets of the next documents, up to key `limit`. file: the shard's .runs file."""
+        """Return keys, lengths, tokens and targets of the next documents with keys below `limit`. file: the .runs file."""
         first, last = self._document, self._find(file, limit)
         keys = _read(file, self._run.offset + 8 * first, "<u8", last - first)
         lengths = _read(file, self._lengths + 8 * first, "<i8", last - first)
@@ -163,7 +163,7 @@ class RunReader:
         return keys, lengths, tokens, targets
 
     def _find(self, file: BinaryIO, limit: int) -> int:
-        """Return the next document with a key of at least `limit`, by binary search in the file."""
+        """Return the index of the first unread document with a key of at least `limit`, by binary search in the file."""
         low, high = self._document, self._run.documents
         while low < high:
             middle = (low + high) // 2

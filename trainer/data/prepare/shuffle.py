@@ -1,8 +1,8 @@
-"""External sort: merges the sorted runs of all shards into the files of a store, in one shuffled order.
+"""External sort, which merges the sorted runs of all shards into the files of a store, in one shuffled order.
 
 Documents are ordered by their random keys in [0, 2**64). Each window of that range reads one contiguous slice of every run, and
-appends the documents of all slices to the files. So the disk sees large sequential reads and writes only, and memory is bounded
-by one window for a corpus of any size.
+appends the documents of all slices to the files. So all disk accesses are large and sequential, and one window bounds the
+memory for a corpus of any size.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from trainer.system.files import HashingFile
 _WINDOW_BYTES = 2**27
 _MAX_WINDOW_BYTES = 2**30
 _MAX_WINDOWS = 1024
-"""Windows grow up to the maximum size before their number exceeds the maximum, because each window reads from every run."""
+"""Maximum number of windows: with more data, windows first grow to _MAX_WINDOW_BYTES, since each reads every run."""
 _WINDOW_DOCUMENTS = 2**19
 
 
@@ -29,12 +29,14 @@ def write_split(
     dtype: np.dtype,
     progress: Callable[[int], None],
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Write the files of one split to `folder`. Returns its numbers of tokens and documents, and the sizes and digests of its
+    """Write the files of one split to `folder`. Returns the numbers of tokens and documents, and the sizes and digests of the
     files. progress: called with the number of tokens of each window."""
     runs = [run for shard in shards for run in shard.runs if run.split == split]
     counts = {"tokens": sum(run.tokens for run in runs), "documents": sum(run.documents for run in runs)}
     names = ["documents", "tokens"]
-    if any(run.has_targets for shard in shards for run in shard.runs):  # of either split, so that both have the file
+    if any(
+        run.has_targets for shard in shards for run in shard.runs
+    ):  # if in either split, then both splits have the file
         names.append("targets")
     files = {name: HashingFile(folder / f"{split}.{name}") for name in names}
     files["documents"].write(np.zeros(1, "<i8").data)
@@ -60,7 +62,7 @@ def _key_limits(num_bytes: int, documents: int) -> list[int]:
 
 
 def _write_window(files: dict[str, HashingFile], slices: list[tuple], end: int) -> int:
-    """Append the documents in the order of their keys. end: number of tokens written before; returns the new number."""
+    """Append the documents in the order of their keys. end: number of tokens written before. Returns the number after."""
     keys, lengths = (np.concatenate([s[i] for s in slices]) for i in (0, 1))
     order = np.argsort(keys, kind="stable")
     offsets = end + np.cumsum(lengths[order])
@@ -70,7 +72,7 @@ def _write_window(files: dict[str, HashingFile], slices: list[tuple], end: int) 
     spans = list(zip(slice_of[order].tolist(), starts[order].tolist(), lengths[order].tolist(), strict=True))
     for name, column in (("tokens", 2), ("targets", 3)):
         if name in files and spans:
-            # A run without targets has targets everywhere.
+            # In a run without a target mask, all tokens are targets.
             arrays = [np.ones(len(s[2]), np.uint8) if s[column] is None else s[column] for s in slices]
             files[name].write(np.concatenate([arrays[i][start : start + n] for i, start, n in spans]).data)
     return int(offsets[-1]) if len(offsets) else end

@@ -28,8 +28,8 @@ from trainer.system.progress import progress
 SHARD_BYTES = 4 * 2**20
 _MAX_SHARD_BYTES = 2**28
 _MAX_SHARDS = 1024
-"""Bytes of the source in a shard: the unit of parallel work, and the work that a kill can lose. Shards grow up to the maximum
-size before their number exceeds the maximum."""
+"""Maximum number of shards: with a larger source, shards first grow from SHARD_BYTES to _MAX_SHARD_BYTES bytes of source. A
+shard is the unit of parallel work, and of the work that a kill can lose."""
 
 _SHOWN_BAD_DOCUMENTS = 3
 
@@ -52,7 +52,7 @@ def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[Ba
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """The inputs of all shards; sent to each worker process once."""
+    """The inputs of all shards. They are sent to each worker process once."""
 
     source: Source
     data: DataConfig
@@ -65,7 +65,7 @@ def _shard_bytes(total: int) -> int:
 
 
 def _shards(source: Source, shard_bytes: int) -> Iterator[list[Span]]:
-    """Yield the spans of each shard, about shard_bytes together, in the order of the files."""
+    """Yield, in the order of the files, a list of spans for each shard. shard_bytes: approximate total size of the spans."""
     shard: list[Span] = []
     remaining = shard_bytes
     for path in source.files:
@@ -83,7 +83,7 @@ _worker: tuple[TokenizeJob, Tokenizer, Encode] | None = None
 
 
 def _start_worker(job: TokenizeJob) -> None:
-    # A process pool has no other place for the tokenizer that a worker process reuses from shard to shard.
+    # A worker process reuses its tokenizer from shard to shard. A process pool can keep it only in a global variable.
     global _worker
     detach_signals()
     parent = multiprocessing.parent_process()
@@ -99,8 +99,8 @@ def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, int]:
 
 
 def _tokenize(job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]) -> tuple[int, int]:
-    """Write a shard. Returns the bytes of its spans and the number of its bad documents. A shard with more bad documents than
-    allowed remains unfinished."""
+    """Write a shard. Returns the number of bytes in its spans and of its bad documents. If there are more bad documents than
+    allowed, the shard remains unfinished."""
     num_bytes = sum(span.stop - span.start for span in spans)
     shard = read_shard(job.folder, index, verify=True)
     if shard is not None:
@@ -154,8 +154,8 @@ def _is_held_out(document: Document, fraction: float) -> bool:
 
 
 def tokenize_shards(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[ShardInfo]:
-    """Tokenize all shards and return them in order. total: bytes of the source. Raises ConfigError as soon as there are more bad
-    documents than allowed."""
+    """Tokenize all shards and return them in order. total: size of the source in bytes. Raises ConfigError as soon as there are
+    more bad documents than allowed."""
     tasks = enumerate(_shards(job.source, _shard_bytes(total)))
     first = list(itertools.islice(tasks, 2))
     num_workers = (job.data.prepare_workers or cores()) if len(first) > 1 else 1
@@ -170,7 +170,7 @@ def tokenize_shards(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
         else:
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
-            # Not a context manager: at Ctrl-C it would wait for the shards in progress.
+            # The pool is not used as a context manager, which would wait for the shards in progress after Ctrl-C.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             results = _in_order(pool, tasks, max_pending=4 * num_workers)
         for index, (num_bytes, bad_in_shard) in enumerate(results):
@@ -188,7 +188,7 @@ def tokenize_shards(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
 def _in_order(
     pool: ProcessPoolExecutor, tasks: Iterator[tuple[int, list[Span]]], max_pending: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the results of the tasks in order. max_pending bounds memory: a large corpus has many tasks."""
+    """Yield the results of the tasks in order. max_pending: maximum number of submitted tasks, which bounds memory."""
     pending = deque()
     try:
         for task in tasks:
