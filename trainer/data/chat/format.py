@@ -230,9 +230,7 @@ class ChatFormat:
                     raise self._missing_tokens_error([piece])
                 tokens.append(self._special[piece])
             else:
-                plain = piece.replace(separator, "").replace(
-                    ascii(separator)[1:-1], ""
-                )  # JSON may escape the separator
+                plain = piece.replace(separator, "").replace(ascii(separator)[1:-1], "")  # JSON may escape it as ASCII
                 at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
                 tokens += self._encode_text(plain, at_start)
 
@@ -312,6 +310,6 @@ def load_chat_format(
     allowed_special: Collection[str] = (),
     today: datetime = TRAINING_DATE,
 ) -> ChatFormat:
-    """Load a chat format. choice: as in read_template. Raises ConfigError if the template cannot be read or does not fit the tokenizer."""
+    """Load a chat format. choice: as in read_template. Raises ConfigError if the template is unreadable or does not fit."""
     text, names = read_template(choice)
     return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, today=today)

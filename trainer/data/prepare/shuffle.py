@@ -34,9 +34,7 @@ def write_split(
     runs = [run for shard in shards for run in shard.runs if run.split == split]
     counts = {"tokens": sum(run.tokens for run in runs), "documents": sum(run.documents for run in runs)}
     names = ["documents", "tokens"]
-    if any(
-        run.has_targets for shard in shards for run in shard.runs
-    ):  # if in either split, then both splits have the file
+    if any(run.has_targets for shard in shards for run in shard.runs):  # of either split: both have the file or none
         names.append("targets")
     files = {name: HashingFile(folder / f"{split}.{name}") for name in names}
     files["documents"].write(np.zeros(1, "<i8").data)

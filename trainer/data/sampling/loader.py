@@ -23,31 +23,31 @@ from trainer.data.sampling.samples import Samples
 from trainer.system.process import detach_signals
 
 _INDEX_CHUNK = 64
-"""Microbatches whose sample indices are computed together: permuting a few indices costs as much as permuting hundreds."""
+"""Number of microbatches whose sample indices are computed at once: permuting a few indices costs as much as hundreds."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An endless order of samples: one permutation per epoch of each dataset, keyed by (seed, epoch, dataset), mixed by the
-    weights of the phases."""
+    """An endless order of samples. Each epoch of a dataset is a permutation keyed by (seed, epoch, dataset), and the weights of
+    the phases mix the datasets."""
 
     sizes: tuple[int, ...]
-    """Number of samples of each dataset. Sample indices run through the datasets one after the other."""
+    """Number of samples of each dataset. A sample index counts through the datasets one after the other."""
     phases: tuple[MixturePhase, ...]
     seed: int
     shuffle: bool
     skipped_samples: tuple[tuple[int, int], ...] = ()
-    """Half-open ranges of global indices that are skipped on purpose, ascending."""
+    """Half-open ranges of the global indices to skip, in ascending order."""
 
     def global_index(self, cursor: np.ndarray) -> np.ndarray:
-        """Return the global index at each cursor, int64. A cursor counts only the samples that are not skipped."""
+        """Return the int64 global index at each cursor position. A cursor counts only samples that are not skipped."""
         index = cursor.copy()
         for start, stop in self.skipped_samples:
             index += (index >= start) * (stop - start)
         return index
 
     def __call__(self, cursor: np.ndarray) -> np.ndarray:
-        """Return the sample index at each cursor, int64, in the shape of `cursor`."""
+        """Return the int64 sample index at each cursor position, in the shape of `cursor`."""
         dataset, count = self._dataset_and_count(self.global_index(cursor.ravel()))
         epoch, index = np.divmod(count, np.array(self.sizes)[dataset])
         offsets = np.cumsum([0, *self.sizes])
@@ -60,7 +60,7 @@ class SampleOrder:
         return result.reshape(cursor.shape)
 
     def _dataset_and_count(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset at each global index and the number of its samples before that index, over all phases."""
+        """Return the dataset at each global index, and the number of samples of this dataset before that index."""
         dataset, count = np.empty_like(index), np.empty_like(index)
         phase_of = np.searchsorted([phase.start for phase in self.phases], index, side="right") - 1
         before = np.zeros(len(self.sizes), np.int64)
@@ -78,17 +78,17 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """The partition of a global batch over ranks."""
+    """The partition of a global batch into microbatches of the ranks."""
 
     global_batch_size: int
     local_batch_size: int
     rank: int
-    """Rank on the batch axis."""
+    """Index of this rank on the batch axis of the mesh."""
     ranks: int
 
     @property
     def grad_accum(self) -> int:
-        """Microbatches per step."""
+        """Number of microbatches per step."""
         return self.global_batch_size // (self.local_batch_size * self.ranks)
 
     def microbatch_starts(self, cursor: int) -> Iterator[int]:
@@ -100,7 +100,7 @@ class BatchPartition:
 
 
 class _MicrobatchDataset(Dataset):
-    """Microbatches, keyed by the indices of their samples."""
+    """Dataset of microbatches. The key of a microbatch is the tuple of its sample indices."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
@@ -125,22 +125,22 @@ class _MicrobatchSampler(Sampler):
 def training_batches(
     samples: Samples, order: SampleOrder, partition: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches from the cursor on, endlessly; `grad_accum` of them make a step.
+    """Yield this rank's microbatches from the cursor on, endlessly. A step consumes `grad_accum` of them.
 
-    The state of the loader is never saved: the cursor determines the batches, for any number of workers and prefetched batches.
+    The loader has no state to save: the cursor determines the batches, for any number of workers and prefetched batches.
     """
     workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".*set_vital.*"
-        )  # torchdata 0.11 calls a deprecated function of torch
+        )  # torchdata 0.11 calls a function that torch has deprecated
         loader = StatefulDataLoader(
             _MicrobatchDataset(samples),
             batch_size=None,
             sampler=_MicrobatchSampler(order, partition, cursor),
             pin_memory=pin_memory,
             worker_init_fn=detach_signals,
-            generator=torch.Generator(),  # the default is the rank's generator, whose state is part of a checkpoint
+            generator=torch.Generator(),  # by default the loader would use the rank's generator, which checkpoints save
             **workers,
         )
     return iter(loader)
@@ -148,7 +148,7 @@ def training_batches(
 
 def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
     """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
-    microbatches; samples that pad the last ones have no targets."""
+    microbatches; the last microbatches are padded with samples that have no targets."""
     step = partition.local_batch_size * partition.ranks
     for start in range(0, num_samples, step):
         index = start + partition.rank * partition.local_batch_size + np.arange(partition.local_batch_size)

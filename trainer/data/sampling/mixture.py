@@ -1,4 +1,4 @@
-"""A mixture of datasets with exact weights, computed for any global index without history."""
+"""Mixture of datasets with exact weights. The dataset at a global index is computed without iterating."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _KEY = "data.mixture"
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """A span of the global order with constant weights of the datasets."""
+    """A range of the global sample order in which the weights of the datasets are constant."""
 
     start: int
-    """Global index of its first sample."""
+    """Global index of the phase's first sample."""
     names: tuple[str, ...]
     quotas: tuple[int, ...]
-    """Number of samples of each dataset per PERIOD."""
+    """Number of samples of each dataset per PERIOD samples."""
 
     def __str__(self) -> str:
         pairs = zip(self.names, self.quotas, strict=True)
@@ -33,8 +33,8 @@ class MixturePhase:
 
     @cached_property
     def pattern(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each slot of a period: the dataset, and the number of its samples before the slot. The samples of each dataset
-        are spaced evenly, so that the weights hold approximately over any span."""
+        """Dataset of each slot of a period, and number of samples of this dataset before the slot. The samples of each dataset
+        are spaced evenly, so that the weights hold approximately over any range."""
         ideal = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas if quota])
         dataset = np.repeat(np.arange(len(self.quotas)), self.quotas)
         count = np.concatenate([np.arange(quota) for quota in self.quotas])
@@ -42,15 +42,15 @@ class MixturePhase:
         return dataset[order], count[order]
 
     def consumed(self, num_samples: int) -> np.ndarray:
-        """Return the number of samples of each dataset among the first num_samples of the phase, (datasets,)."""
+        """Return the number of each dataset's samples in the first num_samples of the phase, shape (datasets,)."""
         periods, remainder = divmod(num_samples, PERIOD)
         dataset, _ = self.pattern
         return periods * np.array(self.quotas) + np.bincount(dataset[:remainder], minlength=len(self.quotas))
 
 
 def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[MixturePhase, ...]:
-    """Parse "START: NAME=WEIGHT NAME=WEIGHT ..." for each phase, START in samples. An empty mixture gives all datasets equal
-    weights. Raises ConfigError."""
+    """Parse the phases, each written "START: NAME=WEIGHT NAME=WEIGHT ..."; START is a sample index. If the mixture is empty, all
+    datasets have equal weights. Raises ConfigError."""
     if not mixture:
         return (MixturePhase(0, tuple(names), _quotas(dict.fromkeys(names, 1.0), names, "")),)
     phases: list[MixturePhase] = []
@@ -100,7 +100,7 @@ def _quotas(weights: Mapping[str, float], names: Sequence[str], text: str) -> tu
 def require_unchanged_phases(saved: Sequence[Sequence[int]], phases: Sequence[MixturePhase], consumed: int) -> None:
     """Raise ConfigError if a phase that started within the first `consumed` samples differs from the saved one.
 
-    saved: start and quotas of each phase.
+    saved: start and quotas of each phase in the checkpoint.
     """
     limit = max(consumed, 1)
     before = [MixturePhase(start, phases[0].names, tuple(quotas)) for start, *quotas in saved if start < limit]
@@ -125,7 +125,7 @@ class CombinedSamples:
         return int(self.offsets[-1])
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """See Samples."""
+        """Implement Samples.batch."""
         dataset = np.maximum(np.searchsorted(self.offsets, samples, side="right") - 1, 0)
         if (dataset == dataset[0]).all():
             i = int(dataset[0])

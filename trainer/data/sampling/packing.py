@@ -18,14 +18,14 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class PackedIndex:
-    """Spans of documents and the samples that contain them."""
+    """Spans of documents, and the sample that contains each span."""
 
     starts: np.ndarray
-    """(spans,): first token of each span."""
+    """Index of the first token of each span, shape (spans,)."""
     lengths: np.ndarray
-    """(spans,): positions of each span. The token after the last position is its label."""
+    """Number of positions of each span, shape (spans,). The token after a span is the label of its last position."""
     samples: np.ndarray
-    """(samples + 1,): first span of each sample, and the end of the last."""
+    """Index of the first span of each sample, then the number of spans, shape (samples + 1,)."""
 
     def __len__(self) -> int:
         return len(self.samples) - 1
@@ -37,13 +37,13 @@ class PackedIndex:
 
 def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the starts and lengths of the spans of all documents, and the number of incomplete documents. A document of more
-    than seq_len positions gives several spans ("split"), only the first one ("truncate") or none ("drop")."""
-    positions = np.diff(store.documents) - 1  # the last token is a label only
+    than seq_len positions becomes several spans ("split"), only its first span ("truncate") or no span ("drop")."""
+    positions = np.diff(store.documents) - 1  # the last token of a document is only a label
     if long_documents == "split":
         counts = -(-positions // seq_len)
     else:
         counts = (positions > 0) * (positions <= seq_len if long_documents == "drop" else 1)
-    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of a span in its document
+    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # index of a span in its document
     starts = np.repeat(store.documents[:-1], counts) + index * seq_len
     lengths = np.minimum(np.repeat(positions, counts) - index * seq_len, seq_len)
     incomplete = int((positions > seq_len).sum()) if long_documents != "split" else 0
@@ -51,11 +51,11 @@ def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tup
 
 
 def has_target(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return whether each span has a target token, (spans,) bool."""
+    """Return whether each span contains a target token, bool of shape (spans,)."""
     if store.targets is None:
         return np.ones(len(starts), bool)
     result = np.zeros(len(starts), bool)
-    chunk_of = np.cumsum(lengths) // 2**22  # bounds memory
+    chunk_of = np.cumsum(lengths) // 2**22  # chunks bound memory
     for chunk in _equal_ranges(chunk_of):
         sizes = lengths[chunk]
         index = (
@@ -76,16 +76,16 @@ def _equal_ranges(values: np.ndarray) -> Iterator[slice]:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the bin of each span, (spans,). lengths: at most `capacity` each.
+    """Return the index of the bin of each span, shape (spans,). lengths: lengths of the spans, at most `capacity` each.
 
     Best-fit decreasing (Johnson 1974, "Fast algorithms for bin packing"): spans are placed in order of decreasing length, each
-    into the fullest bin with enough space. Spans of equal length for which the same bins are best are placed together, so time
-    grows with the number of distinct lengths rather than of spans.
+    into the fullest bin with enough space. Spans of equal length that belong in the same bins are placed together, so that the
+    time depends on the number of distinct lengths, not on the number of spans.
     """
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), np.int64)
-    bins_by_space: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # indexed by remaining space
-    any_bin = np.zeros(capacity + 1, bool)  # whether bins_by_space has an entry
+    bins_by_space: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # indexed by remaining space of a bin
+    any_bin = np.zeros(capacity + 1, bool)  # whether bins_by_space has an entry for a space
     num_bins = 0
 
     def put_back(bin_ids: np.ndarray, space: int) -> None:
@@ -104,7 +104,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 space = capacity
                 bin_ids = num_bins + np.arange(-(-len(spans) // (capacity // length)))
                 num_bins += len(bin_ids)
-            per_bin = space // length  # the bin that took a span remains the fullest for the next of equal length
+            per_bin = space // length  # a bin that took a span remains the fullest for the next equal span
             num_used = -(-len(spans) // per_bin)
             put_back(bin_ids[num_used:], space)
             bin_ids = bin_ids[:num_used]
@@ -120,7 +120,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def _pack_documents(
     store: TokenStore, seq_len: int, packing: str, long_documents: str
 ) -> tuple[PackedIndex, dict[str, int]]:
-    """Return the packing and its counts of documents, spans, and dropped documents and spans."""
+    """Return the packing, and the numbers of documents, spans, dropped documents and dropped spans."""
     starts, lengths, incomplete = split_documents(store, seq_len, long_documents)
     targeted = has_target(store, starts, lengths)
     starts, lengths = starts[targeted], lengths[targeted]
@@ -161,7 +161,7 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
 
 
 def read_packing(folder: Path) -> PackedIndex:
-    """Raises ConfigError for a folder that `pack` did not write, or that is damaged."""
+    """Read a packing. Raises ConfigError if `pack` did not write the folder, or if the folder is damaged."""
     try:
         counts = read_json_object(folder / "packing.json")
         starts, lengths, samples = (

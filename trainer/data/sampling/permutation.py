@@ -9,14 +9,14 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014), on uint64."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea & Flood 2014) to uint64 values."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _keys(key: Sequence[int]) -> np.ndarray:
-    """Return a key for each round, (rounds,) uint64."""
+    """Return the uint64 key of each round, shape (rounds,)."""
     keys = np.zeros(_ROUNDS, dtype=np.uint64)
     for value in key:
         keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP + np.uint64(value))
@@ -29,10 +29,10 @@ def hash_index(index: np.ndarray, *key: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, *key: int) -> np.ndarray:
-    """Return the image of each index under the permutation of range(size) that the key selects. int64 in and out.
+    """Return the image of each index under the permutation of range(size) that the key selects. index: int64.
 
-    A balanced Feistel network over the next even power of two, walked until the image is inside range(size)
-    (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
+    The permutation is a balanced Feistel network over the next even power of two, applied repeatedly until the image is in
+    range(size) (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

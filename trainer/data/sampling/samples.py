@@ -1,4 +1,4 @@
-"""Samples of a fixed length from a token store: wrapped, packed, or one document each."""
+"""Samples of fixed length from a token store. A sample is wrapped, packed, or contains one document."""
 
 import functools
 from typing import Protocol
@@ -12,7 +12,7 @@ from trainer.data.sampling.packing import PackedIndex
 from trainer.data.store.store import TokenStore
 
 PADDING = 0
-"""Token at the positions outside all documents; they have no label and belong to document -1."""
+"""Token id at positions outside all documents. These positions have no label and belong to document -1."""
 
 
 class Samples(Protocol):
@@ -21,7 +21,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """Return the samples with these indices, (batch,); index -1 gives a sample without targets."""
+        """Return samples. samples: their indices, shape (batch,); index -1 stands for a sample without targets."""
 
 
 class ConcatSamples:
@@ -29,7 +29,7 @@ class ConcatSamples:
     every token except the first is the label of one position. An incomplete last sample is dropped."""
 
     def __init__(self, store: TokenStore, seq_len: int, reset_positions: bool):
-        """reset_positions: positions start at 0 in each document; otherwise a sample counts as one document."""
+        """reset_positions: whether positions restart at 0 in each document; if not, a sample counts as one document."""
         self.store = store
         self.seq_len = seq_len
         self.reset_positions = reset_positions
@@ -42,7 +42,7 @@ class ConcatSamples:
         starts = np.maximum(samples, 0) * self.seq_len
         tokens, labels = (np.empty((len(samples), self.seq_len), np.int64) for _ in range(2))
         targets = self.store.targets
-        for row, start in enumerate(starts.tolist()):  # slices of a memory map cost a third of an index array
+        for row, start in enumerate(starts.tolist()):  # slicing a memory map is three times as fast as indexing
             span = slice(start, start + self.seq_len + 1)
             span_tokens = self.store.tokens[span]
             tokens[row], labels[row] = span_tokens[:-1], span_tokens[1:]
@@ -60,10 +60,10 @@ class ConcatSamples:
         return _batch(tokens, labels, positions, documents)
 
     def _documents(self, starts: np.ndarray) -> np.ndarray:
-        """Return the document index of each token of the samples that start at these tokens, (batch, seq)."""
+        """Return the document index of each token, shape (batch, seq). starts: index of each sample's first token."""
         offsets = self.store.documents
         first = np.searchsorted(offsets, starts, side="right") - 1
-        counts = np.searchsorted(offsets, starts + self.seq_len, side="left") - first  # documents per sample
+        counts = np.searchsorted(offsets, starts + self.seq_len, side="left") - first  # number of documents per sample
         before = np.cumsum(counts) - counts
         documents = np.repeat(first - before, counts) + np.arange(counts.sum())  # sample after sample
         start = np.repeat(starts, counts)
@@ -73,13 +73,13 @@ class ConcatSamples:
 
 @functools.lru_cache(maxsize=4)
 def _one_document(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return positions and documents of a batch whose samples are one document each. Cached, because creating them takes as long
-    as reading the tokens."""
+    """Return positions and document indices of a batch whose samples each count as one document. The result is cached, because
+    creating it takes as long as reading the tokens."""
     return torch.arange(shape[1]).repeat(shape[0], 1), torch.zeros(shape, dtype=torch.int64)
 
 
 def _labels(store: TokenStore, index: np.ndarray) -> np.ndarray:
-    """Return the tokens at these indices, IGNORE_INDEX where they are not targets. int64."""
+    """Return the int64 labels at these token indices: the token, or IGNORE_INDEX if it is not a target."""
     labels = store.tokens[index].astype(np.int64)
     if store.targets is not None:
         labels[store.targets[index] == 0] = IGNORE_INDEX
@@ -94,7 +94,7 @@ class PackedSamples:
     """Samples that consist of spans of documents and padding. Documents are numbered from 0 in each sample."""
 
     def __init__(self, store: TokenStore, seq_len: int, index: PackedIndex, reset_positions: bool):
-        """reset_positions: positions start at 0 in each span."""
+        """reset_positions: whether positions restart at 0 in each span."""
         self.store = store
         self.seq_len = seq_len
         self.index = index

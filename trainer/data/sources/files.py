@@ -19,7 +19,7 @@ def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the root folder and the sorted files of data.path. Raises ConfigError when there are none.
 
-    suffixes: only files with one of them are taken from folders.
+    suffixes: suffixes of the files that are taken from folders.
     """
     root, files = _from_manifest(path, suffixes) if path.endswith(MANIFEST) else _find(path, suffixes)
     if not files:
@@ -63,7 +63,7 @@ def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[
         raise ConfigError("data.path", f"{manifest}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         _raise_unreadable(error)
-    listed: dict[str, int] = {}  # file -> line
+    listed: dict[str, int] = {}  # file -> line of the manifest
     for number, line in enumerate(lines, start=1):
         entry = line.strip()
         if not entry or entry.startswith("#"):

@@ -17,7 +17,7 @@ Document = str | np.ndarray | dict[str, Any]
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, stop) of a file, readable on their own. A document belongs to the span in which it begins."""
+    """Bytes [start, stop) of a file, which can be read independently. A document belongs to the span in which it begins."""
 
     path: str
     start: int
@@ -30,7 +30,7 @@ class BadDocument:
 
     file: str
     line: int
-    """Line of a text, row of a table or document of an index, counted from 1. 0 means the entire file."""
+    """Index of the line, table row or indexed document, counted from 1; 0: the entire file is bad."""
     reason: str
 
     def __str__(self) -> str:
@@ -52,17 +52,17 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a dataset. Picklable, since worker processes receive it."""
+    """The files of a dataset. A Source can be pickled, because worker processes receive it."""
 
     root: str
     """Folder to which file names are relative."""
     files: tuple[str, ...]
-    """Sorted, so that all nodes agree. Strings rather than Paths, since there may be millions."""
+    """Names of the files, sorted so that all nodes agree. They are strings, not Paths, since there may be millions."""
     splittable: bool
     """Whether uncompressed files can be split into several spans."""
     read: Reader
     auxiliary_files: tuple[str, ...] = ()
-    """Files that belong to the content but hold no documents themselves, such as an index."""
+    """Names of files that belong to the content but contain no documents, such as an index."""
 
     def spans(self, path: str, num_bytes: int, chunk_bytes: int) -> Iterator[Span]:
         """Split a file of num_bytes into spans of at most chunk_bytes, or into a single span if it cannot be split."""

@@ -9,7 +9,7 @@ from trainer.config.packages import require_package
 
 COMPRESSED = (".gz", ".zst")
 _READ_BYTES = 2048
-"""Compressed bytes that are decompressed at a time. One byte of zstd can become 32,000, so this yields at most 64 MiB."""
+"""Number of compressed bytes that are decompressed at a time. They become at most 64 MiB: 32,000 per byte of zstd."""
 
 
 class BrokenStream(Exception):
@@ -21,7 +21,7 @@ def is_compressed(path: str) -> bool:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """Open a file, decompressed. Reading raises BrokenStream. Raises ConfigError when the package it needs is missing."""
+    """Open a file as a decompressed stream, whose reads raise BrokenStream. Raises ConfigError if a package is missing."""
     if path.endswith(".gz"):
         return io.BufferedReader(_Decompressor(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
     if path.endswith(".zst"):
@@ -32,13 +32,13 @@ def open_stream(path: str) -> BinaryIO:
 
 
 class _Decompressor(io.RawIOBase):
-    """The concatenated content of all compressed streams of a file."""
+    """Stream of the concatenated content of all compressed streams in a file."""
 
     def __init__(self, path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]):
         self._file = open(path, "rb")  # noqa: SIM115  closed with this object
         self._format, self._new_stream, self._error = format, new_stream, error
         self._stream = new_stream()
-        self._in_stream = True  # at the start too: an empty file is truncated
+        self._in_stream = True  # true at the start too, because an empty file counts as truncated
         self._out = memoryview(b"")
         self._compressed = b""
 

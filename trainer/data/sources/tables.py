@@ -14,7 +14,7 @@ from trainer.system.files import folder_error, read_json_object
 T = TypeVar("T")
 
 _BATCH_ROWS = 256
-"""Rows that are decoded at a time."""
+"""Number of rows that are decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Column:
 
 @dataclass(frozen=True)
 class ParquetFiles:
-    """Reads each row as a document. A row group belongs to the span in which it begins."""
+    """Reader of parquet files: each row is a document. A row group belongs to the span in which it begins."""
 
     column: _Column
 
@@ -82,7 +82,7 @@ class ParquetFiles:
                         row += metadata.num_rows
         except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
-                raise  # an error of the file system
+                raise  # this is a file system error
             if start >= span.start:
                 yield BadDocument(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
 
@@ -96,7 +96,7 @@ def _first_byte(group: Any) -> int:
 
 @dataclass(frozen=True)
 class ArrowFiles:
-    """Reads each row as a document. A record batch belongs to the span in which it begins."""
+    """Reader of Arrow files: each row is a document. A record batch belongs to the span in which it begins."""
 
     column: _Column
 
@@ -108,7 +108,7 @@ class ArrowFiles:
                 self.column.require_text(span.path, stream.schema)
                 while start < span.stop:
                     try:
-                        batch = stream.read_next_batch()  # mapped: only the header is read of a batch that is not used
+                        batch = stream.read_next_batch()  # mapped: of an unused batch, only the header is read
                     except StopIteration:
                         return
                     if start >= span.start:
@@ -119,7 +119,7 @@ class ArrowFiles:
         except (arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise
-            if start >= span.start:  # else the previous span reports it
+            if start >= span.start:  # otherwise the previous span reports the error
                 yield BadDocument(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
 
 

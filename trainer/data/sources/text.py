@@ -18,14 +18,14 @@ from trainer.data.tokenizer.protocol import has_lone_surrogate
 T = TypeVar("T")
 
 SHIPPED_CHATS = Path(__file__).parents[1] / "chat" / "chats.jsonl"
-"""Short conversations about this project."""
+"""Path of a file with short conversations about this project."""
 
 _CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Reads each file as one document."""
+    """Reader of text files: each file is one document."""
 
     max_bytes: int
 
@@ -47,7 +47,7 @@ class TextFiles:
 
 
 class _LineCounter:
-    """Counts newlines. Each call continues from the previous result in the same file."""
+    """Counter of newlines. A call continues from the result of the previous call for the same file."""
 
     def __init__(self) -> None:
         self._path, self._offset, self._count = "", 0, 0
@@ -65,7 +65,7 @@ class _LineCounter:
 
 
 class JsonLines:
-    """Reads each line as one record. Blank lines are ignored."""
+    """Reader of JSON lines: each line is one record. Blank lines are ignored."""
 
     def __init__(self, extract: Callable[[Any], Document], max_bytes: int):
         """extract: returns the document of a record, or raises InvalidDocument."""
@@ -76,7 +76,7 @@ class JsonLines:
     def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         with open_stream(span.path) as file:
             first = offset = _seek_line(file, span.start)
-            lines_read = 0  # in this span
+            lines_read = 0  # number of lines read in this span
 
             def bad_document(reason: str) -> BadDocument:
                 lines_before = self._lines.before(span.path, first) if first else 0
@@ -121,7 +121,7 @@ def _skip_line(file: Any) -> int:
 
 def _parse(line: bytes) -> Any:
     try:
-        # Not json.loads(line), which takes bytes that contain zeros for UTF-16.
+        # json.loads(line) without decoding would interpret bytes that contain zeros as UTF-16.
         return json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidDocument(f"not UTF-8 text (byte {error.start} of the line)") from None
@@ -138,7 +138,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TextField:
-    """Returns the text in one field of a record."""
+    """Function that returns the text in one field of a record."""
 
     name: str
 
@@ -158,7 +158,7 @@ class TextField:
 
 
 def python_stdlib(config: DataConfig) -> Source:
-    """Return the source files of the Python standard library, without installed packages: the same corpus everywhere."""
+    """Return the source files of the Python standard library, without installed packages, which differ between machines."""
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     files = (p for p in root.rglob("*.py") if not excluded.intersection(p.relative_to(root).parts))

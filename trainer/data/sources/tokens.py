@@ -17,7 +17,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 T = TypeVar("T")
 
 _CHUNK_TOKENS = 2**20
-"""Tokens that are searched for EOS at a time."""
+"""Number of tokens that are searched for EOS at a time."""
 
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, number of sequences, number of document boundaries
@@ -37,14 +37,14 @@ class _Index:
     """Megatron's index: a document consists of sequences."""
 
     lengths: np.ndarray
-    """(sequences,) tokens"""
+    """Number of tokens of each sequence, shape (sequences,)."""
     pointers: np.ndarray
-    """(sequences,) offset of each sequence in the .bin, in bytes"""
+    """Offset of each sequence in the .bin file in bytes, shape (sequences,)."""
     boundaries: np.ndarray
-    """(documents + 1,) first sequence of each document, and the number of sequences"""
+    """Index of the first sequence of each document, then the number of sequences, shape (documents + 1,)."""
 
     def start(self, document: int) -> int:
-        """Return the offset of a document in bytes, or a value beyond any file if no sequence follows."""
+        """Return the offset of a document in bytes, or a value beyond any file if all sequences belong to earlier documents."""
         sequence = int(self.boundaries[document])
         return int(self.pointers[sequence]) if sequence < len(self.pointers) else 2**63
 
@@ -52,7 +52,7 @@ class _Index:
 @dataclass(frozen=True)
 class _TokenFile:
     tokens: np.ndarray
-    """(tokens,), memory-mapped"""
+    """Memory-mapped token ids, shape (tokens,)."""
     start: int
     """Offset of the first token in bytes."""
     index: _Index | None
@@ -75,7 +75,7 @@ def _map(path: str, dtype: str, start: int) -> np.ndarray:
 
 
 def _open(path: str, raw_dtype: str) -> _TokenFile:
-    """Raises ConfigError for a file that does not hold tokens."""
+    """Open a token file. Raises ConfigError if the file does not contain tokens."""
     if path.endswith(".npy"):
         return _open_npy(path)
     idx = _index_path(path)
@@ -153,7 +153,7 @@ def _check_index(index: _Index, file: _TokenFile, path: str) -> None:
 
 
 def _check_width(file: _TokenFile, path: str, vocab_size: int) -> None:
-    """Raise ConfigError for uint32 read as uint16: every second value is the upper half of a token, nearly always 0."""
+    """Raise ConfigError if uint32 tokens are read as uint16: every second value, an upper half, is nearly always 0."""
     sample = np.asarray(file.tokens[: 2**16])
     upper = sample[1::2]
     if sample.itemsize == 2 and len(upper) >= 32 and upper.max() <= (vocab_size - 1) >> 16 and sample[::2].any():
@@ -163,7 +163,7 @@ def _check_width(file: _TokenFile, path: str, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Reads documents that end where an index says so, or else after each EOS."""
+    """Reader of token files. Documents end where the index specifies, or, without an index, after each EOS."""
 
     raw_dtype: str
     eos: int
@@ -199,7 +199,7 @@ class TokenFiles:
         return document
 
     def _by_index(self, file: _TokenFile, index: _Index, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield (number, start, end) of the documents that begin in the span. start and end count tokens."""
+        """Yield, for each document that begins in the span, its number from 1, first token, and end, counted in tokens."""
         documents = range(len(index.boundaries) - 1)
         item, num_bytes = file.tokens.itemsize, file.tokens.nbytes
         for i in documents[bisect.bisect_left(documents, span.start, key=index.start) :]:
@@ -209,7 +209,7 @@ class TokenFiles:
             yield i + 1, start // item, end // item
 
     def _by_eos(self, file: _TokenFile, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield (0, start, end) of the documents that begin in the span. start and end count tokens."""
+        """Yield, for each document that begins in the span, 0, its first token, and its end, counted in tokens."""
         first, stop = file.token_at(span.start), file.token_at(span.stop)
         if first == stop:
             return

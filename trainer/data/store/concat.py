@@ -18,8 +18,8 @@ from trainer.system.files import HashingFile, atomic_folder, is_temporary
 
 
 def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
-    """Return the folder of the concatenation of all stores of data.path, ordered by name. The folder's name is a hash of the
-    members' names and digests. Raises ConfigError for incompatible stores."""
+    """Return the folder of the concatenation of all stores of data.path, ordered by name. The name of this folder is a hash
+    of the members' names and digests. Raises ConfigError for incompatible stores."""
     folders = _member_folders(data.path)
     descriptions = [_compatible_description(folder, tokenizer) for folder in folders]
     digests = [store_digest(folder) for folder in folders]

@@ -19,9 +19,9 @@ class Encoded:
     """A tokenized document."""
 
     tokens: np.ndarray
-    """(tokens,), including BOS and EOS"""
+    """Token ids, including BOS and EOS, shape (tokens,)."""
     targets: np.ndarray | None = None
-    """(tokens,) uint8: 1 for a target token, else 0. None: all tokens are targets."""
+    """Target mask, uint8 of shape (tokens,): 1 for a target token, otherwise 0. None: all tokens are targets."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -40,7 +40,7 @@ class ConcatArray:
         return int(self._ends[-1])
 
     def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        """index: a slice, or non-negative indices in any shape."""
+        """index: a slice, or an array of non-negative indices in any shape."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             i = int(np.searchsorted(self._ends, start, side="right"))
@@ -60,14 +60,14 @@ class ConcatArray:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """One split of a store."""
+    """One split of a store: the tokens of all documents, one after the other."""
 
     tokens: np.ndarray | ConcatArray
-    """(tokens,)"""
+    """Token ids of all documents, shape (tokens,)."""
     documents: np.ndarray
-    """(documents + 1,): the first token of each document, and the end of the last."""
+    """Index of the first token of each document, then the number of tokens, shape (documents + 1,)."""
     targets: np.ndarray | ConcatArray | None = None
-    """(tokens,) uint8, as Encoded.targets."""
+    """Target mask of all documents, shape (tokens,), in the format of Encoded.targets."""
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -89,12 +89,12 @@ def _damaged(folder: Path, message: str) -> ConfigError:
 
 
 def store_digest(folder: Path) -> str:
-    """Return a digest of the content of a store: store.json lists the digests of its files."""
+    """Return a digest of the content of a store: the digest of store.json, which contains the digests of all files."""
     return digest((folder / "store.json").read_bytes())
 
 
 def open_store(folder: Path, split: str) -> TokenStore:
-    """Open one split. Raises ConfigError if file sizes do not match store.json; `check_content` checks digests too."""
+    """Open one split. Raises ConfigError if file sizes do not match store.json; `check_content` also checks digests."""
     description = read_description(folder)
     try:
         members = [(Path(member["folder"]), member["digest"]) for member in description["members"]]
@@ -148,4 +148,4 @@ def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
         raise _damaged(path.parent, f"{path.name} has {size} of {expected} bytes")
     if not length:
         return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))  # still memory-mapped, and faster to slice
+    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))  # still memory-mapped, but faster to slice

@@ -22,7 +22,7 @@ from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
-"""Byte-pair ranks, trained on the Python standard library by scripts/train_tokenizer.py."""
+"""Path of byte-pair ranks that scripts/train_tokenizer.py trained on the Python standard library."""
 
 # Llama 3 splits text with this pattern before it merges bytes: contractions, words, up to three digits, punctuation, spaces.
 LLAMA3_PATTERN = (
@@ -90,7 +90,7 @@ def _long_runs(text: str) -> Iterator[range]:
     end = 0
     for position in range(0, len(text), _LONGEST_RUN):
         if position < end:
-            continue  # within the previous sequence
+            continue  # this position is in the previous sequence
         is_space = text[position].isspace()
         start = position
         while start > end and text[start - 1].isspace() == is_space:
@@ -186,7 +186,7 @@ class SentencePieceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         result, text = [], []
         for token in tokens:
-            if token in self._control:  # the library would omit it
+            if token in self._control:  # the sentencepiece library would omit the name
                 result += [self._processor.decode(text), self._control[token]]
                 text = []
             else:
@@ -209,7 +209,7 @@ class SentencePieceTokenizer:
 # Files in which Hugging Face's formats name BOS and EOS, in order of precedence.
 _BOS_EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""Files that are saved and exported together with a tokenizer.json."""
+"""Names of the files that are saved and exported together with a tokenizer.json."""
 
 
 class HuggingFaceTokenizer:
@@ -226,9 +226,9 @@ class HuggingFaceTokenizer:
             raise ConfigError("tokenizer.path", f"not a tokenizer.json: {path}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # as plain text
+        self._tokenizer.encode_special_tokens = True  # names in text are encoded as plain text
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1  # there may be gaps
+        self.vocab_size = max(ids.values()) + 1  # the ids may have gaps
         added = sorted(self._tokenizer.get_added_tokens_decoder().items())
         self.special_tokens = {token.content: i for i, token in added if token.special}
         self.bos = self._find_token(path, "bos", ids)
@@ -302,7 +302,7 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Raises ConfigError when the file does not fit the backend."""
+    """Load the tokenizer of a configuration. Raises ConfigError if the file does not fit the backend."""
     path = Path(config.path) if config.path else DEFAULT_FILE
     try:
         backend = TOKENIZERS[config.backend]

@@ -18,11 +18,11 @@ def has_lone_surrogate(text: str) -> bool:
 class Tokenizer(Protocol):
     vocab_size: int
     bos: int
-    """Token prepended to a document."""
+    """Id of the token that is prepended to each document."""
     eos: int
-    """Token appended to a document."""
+    """Id of the token that is appended to each document."""
     fingerprint: str
-    """Changes when any text could be encoded differently."""
+    """Text that changes whenever any document may be encoded differently."""
     files: Mapping[str, bytes]
     """Name -> content of the files that recreate this tokenizer. `tokenizer.path` must name the first of them."""
     special_tokens: Mapping[str, int]
@@ -32,13 +32,13 @@ class Tokenizer(Protocol):
         """Encode plain text. Names of special tokens in it are encoded as text, and no token is added."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Encode plain text to (tokens,) uint32, without a Python object for each token."""
+        """Encode plain text to uint32 token ids, shape (tokens,), without a Python object for each token."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decode tokens to text, with special tokens as their names."""
+        """Decode tokens to text. A special token becomes its name."""
 
     def text_bytes(self) -> np.ndarray:
-        """Return (vocab_size,), the number of UTF-8 bytes of each token's text; 0 for special tokens."""
+        """Return the number of UTF-8 bytes of each token's text (0 for special tokens), shape (vocab_size,)."""
 
     def huggingface_files(self) -> dict[str, bytes]:
         """Return name -> content of the files from which Hugging Face's libraries load this tokenizer."""

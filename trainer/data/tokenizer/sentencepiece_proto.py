@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-_PIECES, _PIECE, _TYPE = 1, 1, 3  # field numbers of sentencepiece_model.proto
+_PIECES, _PIECE, _TYPE = 1, 1, 3  # field numbers in sentencepiece_model.proto
 _USER_DEFINED = 4
 
 

@@ -1,4 +1,4 @@
-"""Names of special tokens in text: recognized where a template writes them, escaped where a message contains them."""
+"""Names of special tokens in text. They are recognized in the text of a template, and escaped in messages."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -55,7 +55,7 @@ class SpecialNames:
     """
 
     def __init__(self, names: Collection[str], allowed: Collection[str]):
-        """allowed: names that mean their token in a message too."""
+        """allowed: names that are recognized as special tokens in messages too."""
         # Sorted by length, so that a name is found before its own prefix.
         self._names = names = sorted(filter(None, names), key=len, reverse=True)
         self._pattern = re.compile("|".join([*map(re.escape, names), _SPECIAL_LOOKING]))
@@ -67,7 +67,7 @@ class SpecialNames:
     def escape(self, value: Any, separator: str, at_ends: bool = True) -> Any:
         """Return a JSON value with separators in all of its texts that need them.
 
-        at_ends: also separate ends of a text that could form a name together with adjacent text of the template.
+        at_ends: whether to separate the ends of a text too, if they could form a name with adjacent text of the template.
         """
         if isinstance(value, Mapping):
             return {
@@ -86,7 +86,7 @@ class SpecialNames:
     def _escape_text(self, text: str, separator: str, at_ends: bool) -> str:
         while self._pattern.search(text):  # repeated, since names can overlap
             text = self._pattern.sub(lambda match: match[0][0] + separator + match[0][1:], text)
-        core = text.strip()  # as the template may strip it
+        core = text.strip()  # a template may strip the text too
         if not at_ends or not core:
             return text
         lengths = range(1, min(self._longest, len(core)) + 1)
