@@ -19,7 +19,8 @@ from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
-from trainer.data.build import dataset_configs, open_datasets, prepare_datasets
+from trainer.data.build import open_datasets
+from trainer.data.datasets import dataset_configs, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
-from trainer.data.build import all_dataset_configs, blame_setting, pack_splits
+from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
 from trainer.data.prepare.prepare import prepare
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer

@@ -12,7 +12,8 @@ from tests.training_runs import records, train
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
-from trainer.data.build import open_datasets, prepare_datasets
+from trainer.data.build import open_datasets
+from trainer.data.datasets import prepare_datasets
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.testing.ranks import RankError
 

@@ -26,6 +26,7 @@ DATA_LAYERS: tuple[set[str], ...] = (
     {"trainer.data.chat", "trainer.data.sources", "trainer.data.store"},
     {"trainer.data.sampling"},
     {"trainer.data.prepare"},
+    {"trainer.data.datasets"},
     {"trainer.data.build"},
 )
 LIBRARIES = {  # beside the standard library; a folder that is not listed may import any dependency

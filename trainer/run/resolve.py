@@ -10,8 +10,8 @@ from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
-from trainer.data.build import dataset_configs
 from trainer.data.chat.format import ChatFormat
+from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer

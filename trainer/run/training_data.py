@@ -7,7 +7,8 @@ import torch
 
 from trainer.batch import Batch
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.data.build import open_datasets, prepare_datasets
+from trainer.data.build import open_datasets
+from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_unchanged_phases
 from trainer.data.tokenizer.protocol import Tokenizer

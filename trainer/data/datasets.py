@@ -1,0 +1,95 @@
+"""The datasets of a configuration: their configs, and the preparation of their token stores and packings (no torch)."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.config.fields import did_you_mean
+from trainer.data.prepare.prepare import prepare, writing
+from trainer.data.sampling.packing import pack
+from trainer.data.sources import DATASETS
+from trainer.data.store.store import open_store, store_digest
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.files import file_lock
+
+SINGLE = "data"
+"""Name of the only dataset of a configuration that does not set [data] datasets."""
+FORMATS = (*DATASETS, "prepared")
+
+
+def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
+    """Return, for each training dataset, a configuration with only this dataset. Raises ConfigError."""
+    if not data.datasets:
+        return {SINGLE: data}
+    return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
+
+
+def eval_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> dict[str, DataConfig]:
+    """Return the configurations of the evaluation-only datasets, whose documents are all evaluated."""
+    configs = {name: _dataset_config(data, f"evaluation.datasets.{name}", text) for name, text in sets.items()}
+    return {name: replace(config, held_out_fraction=0.0) for name, config in configs.items()}
+
+
+def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
+    """Yield a unique name, the setting that names the path, and the configuration of each dataset. Raises ConfigError."""
+    for name, config in dataset_configs(data).items():
+        yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
+    for name, config in eval_dataset_configs(data, sets).items():
+        yield f"evaluation/{name}", f"evaluation.datasets.{name}", config
+
+
+@contextmanager
+def blame_setting(setting: str) -> Iterator[None]:
+    """Context that attributes a ConfigError about data.path to the setting that contains the path."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != "data.path":
+            raise
+        raise ConfigError(setting, error.message) from None
+
+
+def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:
+    dataset, _, path = text.partition(":")
+    if dataset not in FORMATS:
+        formats = ", ".join(FORMATS)
+        raise ConfigError(key, f"expected FORMAT:PATH with FORMAT one of {formats}{did_you_mean(dataset, FORMATS)}")
+    if bool(path) == (dataset == "python_stdlib") and dataset != "chat":
+        raise ConfigError(key, "python_stdlib does not take a path" if path else f"expected a path after {dataset}:")
+    return replace(data, dataset=dataset, path=path, datasets={}, mixture=())
+
+
+def prepare_datasets(
+    data: DataConfig, sets: Mapping[str, str], tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, seq_len: int
+) -> str:
+    """Build the missing stores and packings. Returns the folders of the stores as JSON (name -> folder), for open_datasets."""
+    stores = {}
+    for name, setting, config in all_dataset_configs(data, sets):
+        with blame_setting(setting):
+            folder = prepare(config, tokenizer_config, tokenizer)
+            pack_splits(config, folder, seq_len)
+        stores[name] = str(folder)
+    return json.dumps(stores)
+
+
+def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
+    """Build the packings of a store that do not exist yet. With data.packing = wrapped, do nothing."""
+    if config.packing != "wrapped":
+        with writing(Path(config.store_folder)):
+            for split in splits(config):
+                folder = packing_folder(store, split, config, seq_len)
+                if not folder.exists():
+                    with file_lock(folder.with_name(f"{folder.name}.lock")):
+                        pack(open_store(store, split), folder, seq_len, config)
+
+
+def splits(config: DataConfig) -> tuple[str, ...]:
+    return ("train", "held_out") if config.held_out_fraction or config.dataset == "prepared" else ("train",)
+
+
+def packing_folder(store: Path, split: str, data: DataConfig, seq_len: int) -> Path:
+    name = f"{store_digest(store)}-{split}-{seq_len}-{data.packing}-{data.long_documents}"
+    return Path(data.store_folder) / "packings" / name
