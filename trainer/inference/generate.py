@@ -90,7 +90,7 @@ class TextGenerator:
             self.model = spec.model(sizes).to(dtype)
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
-            apply_tensor(self.model, plan, mesh, sequence_parallel=False, recompute_gathers=lambda block: False)
+            apply_tensor(self.model, plan, mesh, sequence_parallel=False, recompute_gathers=())
         tied = tied_names(self.model)
         self.model.to_empty(device=device).eval()
         retie(self.model, tied)

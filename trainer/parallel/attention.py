@@ -4,7 +4,7 @@ The mask is computed once per forward, for all blocks. On a CPU it is a dense te
 the block mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -106,15 +106,15 @@ def apply_attention(
     by_document: bool,
     dtype: torch.dtype,
     attention_backend: AttentionBackend,
-    recompute_gathers: Callable[[str], bool],
+    recompute_gathers: Collection[str],
 ) -> None:
     """Replace the model's attention kernels and mask, in place, if sequences are split or attention ends at document boundaries
-    (by_document). recompute_gathers: name of a block -> whether its backward repeats the gather."""
+    (by_document). recompute_gathers: names of the blocks whose backward repeats the gather."""
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))
     for name, block in model.get_submodule(plan.blocks).named_children():
         kernel = attention_backend.attention(block.get_submodule(plan.attention))
         if cp.size() > 1:
-            kernel = AllGatherAttention(kernel, cp, recompute_gathers(name))
+            kernel = AllGatherAttention(kernel, cp, name in recompute_gathers)
         block.set_submodule(plan.attention, kernel)

@@ -1,9 +1,6 @@
-"""torch.compile, block by block: all blocks share one compiled graph."""
-
-from collections.abc import Callable
+"""Options of torch.compile."""
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -25,7 +22,3 @@ def configure(activation_checkpoint: ActivationCheckpointConfig, overlapped: Pro
     inductor._micro_pipeline_tp = overlapped is not None
     if overlapped is not None:
         enable_symm_mem_for_group(overlapped.group_name)
-
-
-def compile_block(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(forward, fullgraph=True)

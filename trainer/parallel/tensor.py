@@ -5,11 +5,11 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full 
 degree.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,15 +21,9 @@ from torch.distributed.tensor.parallel import (
 from models.spec import ParallelPlan
 from trainer.parallel.recompute import call_with_gathered
 
-SEQUENCE = Shard(1)
-"""Placement of a hidden state (batch, seq, dim) that is split along the sequence."""
-
 
 class _Embedding(RowwiseParallel):
     """An embedding table that is sharded along the vocabulary. Each rank looks up its own rows. The results are summed."""
-
-    def __init__(self, residual: Placement):
-        super().__init__(input_layouts=Replicate(), output_layouts=residual)
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, mesh)
@@ -39,14 +33,12 @@ class _Embedding(RowwiseParallel):
         return module
 
 
-class _ReplicatedNorm(ParallelStyle):
-    """A norm with the same weights on all ranks. Each rank normalises the full sequence."""
+class _Norm(SequenceParallel):
+    """A norm with the same weights on all ranks. Each rank normalizes its part of the residual stream."""
 
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def as_replicated(module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-
-        return distribute_module(module, mesh, input_fn=as_replicated)
+    def __init__(self, residual: Placement):
+        super().__init__()
+        self.sequence_sharding = (residual,)
 
 
 class _Gather(ParallelStyle):
@@ -89,10 +81,10 @@ def _replicate(x: DTensor) -> DTensor:
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style for each value of ParallelPlan.tensor and tensor_block."""
-    residual = SEQUENCE if sequence_parallel else Replicate()
+    residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
     return {
-        "embedding": _Embedding(residual),
-        "norm": SequenceParallel() if sequence_parallel else _ReplicatedNorm(),
+        "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
+        "norm": _Norm(residual),
         "gather": _Gather(recompute_all_gather and sequence_parallel),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=residual),
@@ -105,19 +97,19 @@ def apply_tensor(
     plan: ParallelPlan,
     mesh: DeviceMesh,
     sequence_parallel: bool,
-    recompute_gathers: Callable[[str], bool],
+    recompute_gathers: Collection[str],
 ) -> None:
-    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: name of a block -> whether its
+    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks whose
     backward repeats the gather of inputs."""
     tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
     for name, style in plan.tensor.items():
         module = model.get_submodule(name)
-        if any(True for _ in module.parameters()):  # a pipeline stage does not have all modules of the plan
+        if list(module.parameters()):  # a pipeline stage does not have all modules of the plan
             parallelize_module(module, mesh, outside[style], src_data_rank=None)
     retie(model, tied)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
-        inside = styles(sequence_parallel, recompute_gathers(block_name))
+        inside = styles(sequence_parallel, block_name in recompute_gathers)
         for name, style in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)
 
