@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from models.spec import Head
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
 
-MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
-"""Function from labels (batch, seq) to a head. Inside the output module, the head maps (hidden, weight) to the summed loss."""
+MakeHead = Callable[[Tensor], Head]
+"""Function from labels (batch, seq) to a head."""
 
 ShardSequence = Callable[[Batch], Batch]
 """Function from a batch of full sequences to this rank's shard of each sequence."""

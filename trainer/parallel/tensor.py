@@ -5,7 +5,7 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full 
 degree.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.spec import ParallelPlan
+from models.spec import Head, ParallelPlan
 from trainer.parallel.recompute import call_with_gathered
 
 
@@ -67,7 +67,7 @@ class _Output(ParallelStyle):
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
         original_forward = module.forward
 
-        def forward(hidden: DTensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        def forward(hidden: DTensor, head: Head | None = None) -> Tensor:
             result = original_forward(_replicate(hidden), head)
             return _replicate(result).to_local() if isinstance(result, DTensor) else result
 
