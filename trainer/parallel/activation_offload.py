@@ -53,16 +53,16 @@ class _OffloadedInput:
         self.prefetched: tuple[Tensor, Event] | None = None
         self.consumed = False
 
-    def prefetch(self) -> None:
-        """Start the copy to the device."""
+    def prefetch(self) -> tuple[Tensor, Event]:
+        """Start the copy to the device, unless it has started. Return its target and the event of its completion."""
         if self.prefetched is None:
             target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.transfer.device)
             self.prefetched = target, self.transfer.copy([target], [self.buffer])
+        return self.prefetched
 
     def restore(self) -> Tensor:
-        self.prefetch()
-        assert self.prefetched is not None
-        (tensor, event), self.prefetched, self.consumed = self.prefetched, None, True
+        tensor, event = self.prefetch()
+        self.prefetched, self.consumed = None, True
         # A zero-bubble schedule traverses backward twice, the second time in another order.
         if (previous := self.previous()) is not None and not previous.consumed:
             previous.prefetch()

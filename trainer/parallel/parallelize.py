@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
-from trainer.parallel import compile
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
@@ -40,7 +41,7 @@ def parallelize(
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
-    compile.configure(checkpointing, tp.get_group() if overlapped else None)
+    configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
@@ -63,3 +64,18 @@ def parallelize(
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         model_parts[stage] = model
     return model_parts
+
+
+def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
+    """Set the compiler options of this run, which are global to the process. overlapped: group of ranks whose gathers and
+    reductions overlap with adjacent matrix products."""
+    functorch = torch._functorch.config
+    by_budget = checkpointing.mode == "budget"
+    functorch.activation_memory_budget = checkpointing.memory_budget if by_budget else 1.0
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        # Since torch 2.12 the mesh of a DTensor is an input of the graph, without a size that the budget could count.
+        functorch.unsafe_treat_script_objects_as_zero_size = by_budget
+    functorch.unsafe_allow_optimization_of_collectives = by_budget and checkpointing.recompute_all_gather
+    torch._inductor.config._micro_pipeline_tp = overlapped is not None
+    if overlapped is not None:
+        enable_symm_mem_for_group(overlapped.group_name)

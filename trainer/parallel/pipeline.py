@@ -213,18 +213,12 @@ class PipelineStep(Step):
 
     def _torch_stage(self, part: nn.Module, stage: Stage) -> PipelineStage:
         """Return torch's stage with the shapes of its input and output, so that torch does not run the model to infer them."""
-        hidden = self.hidden
-        tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        loss = torch.empty((), dtype=torch.float32, device=hidden.device, requires_grad=True)
-        return PipelineStage(
-            part,
-            stage.index,
-            stage.count,
-            hidden.device,
-            input_args=tokens if stage.is_first else hidden,
-            output_args=loss if stage.is_last else hidden,
-            group=self.pipeline_group,
-        )
+        group, device = self.pipeline_group, self.hidden.device
+        tokens = torch.empty(self.hidden.shape[:2], dtype=torch.int64, device=device)
+        loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
+        x = tokens if stage.is_first else self.hidden
+        out = loss if stage.is_last else self.hidden
+        return PipelineStage(part, stage.index, stage.count, device, input_args=x, output_args=out, group=group)
 
     def _labels_to_head(self, part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         labels = kwargs.pop("labels")

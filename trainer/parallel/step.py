@@ -13,19 +13,15 @@ from models.spec import Head
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
 
-MakeHead = Callable[[Tensor], Head]
-"""Function from labels (batch, seq) to a head."""
-
-ShardSequence = Callable[[Batch], Batch]
-"""Function from a batch of full sequences to this rank's shard of each sequence."""
-
 
 @dataclass(kw_only=True, eq=False)
 class Step(ABC):
     """Forward and backward over microbatches. Results are global values, identical on every rank."""
 
-    make_head: MakeHead
-    shard_sequence: ShardSequence
+    make_head: Callable[[Tensor], Head]
+    """Function from labels (batch, seq) to a head."""
+    shard_sequence: Callable[[Batch], Batch]
+    """Function from a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
     """The ranks that read different samples."""
     loss_group: ProcessGroup

@@ -5,7 +5,9 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full 
 degree.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,12 +43,12 @@ class _Norm(SequenceParallel):
         self.sequence_sharding = (residual,)
 
 
+@dataclass
 class _Gather(ParallelStyle):
     """A module whose parameters all belong to its submodules. Its input, a DTensor, is gathered once for all submodules."""
 
-    def __init__(self, recompute: bool):
-        """recompute: whether to save only this rank's shard of the input for backward, which then repeats the gather."""
-        self.recompute = recompute
+    recompute: bool
+    """Whether to save only this rank's shard of the input for backward, which then repeats the gather."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         original_forward = module.forward
@@ -101,28 +103,25 @@ def apply_tensor(
 ) -> None:
     """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks whose
     backward repeats the gather of inputs."""
-    tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
-    for name, style in plan.tensor.items():
-        module = model.get_submodule(name)
-        if list(module.parameters()):  # a pipeline stage does not have all modules of the plan
-            parallelize_module(module, mesh, outside[style], src_data_rank=None)
-    retie(model, tied)
+    with kept_ties(model):
+        for name, style in plan.tensor.items():
+            module = model.get_submodule(name)
+            if list(module.parameters()):  # a pipeline stage does not have all modules of the plan
+                parallelize_module(module, mesh, outside[style], src_data_rank=None)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
         inside = styles(sequence_parallel, block_name in recompute_gathers)
         for name, style in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)
 
 
-def retie(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Register tied parameters under both names again after a change of the model. tied: from tied_names."""
-    for name, first in tied.items():
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the second name of each tied parameter -> its first name."""
+@contextmanager
+def kept_ties(model: nn.Module) -> Iterator[None]:
+    """Register tied parameters under both names again after the body has replaced the parameters of the model."""
     first_names: dict[nn.Parameter, str] = {}
-    names = ((name, first_names.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: first for name, first in names if name != first}
+    names = [(name, first_names.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    yield
+    for name, first in names:
+        if name != first:
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
