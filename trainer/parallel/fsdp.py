@@ -19,15 +19,11 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     dtype, and gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by the
     number of target tokens.
     """
-    shard = partial(
-        fully_shard,
-        mesh=mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"],
-        # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-        offload_policy=CPUOffloadPolicy(mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy(),
-    )
+    # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
+    axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
+    shard = partial(fully_shard, mesh=mesh[axes], mp_policy=policy, offload_policy=offload)
     reshard, reshard_last = _reshard(config)
     blocks = list(model.get_submodule(plan.blocks).children())
     for block in blocks:
