@@ -142,7 +142,7 @@ def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -
     """Return the stages that a rank holds. rank: index on the pp axis."""
     ranks = list(range(config.pp))
     if SCHEDULES[config.pipeline_schedule].v_shape:
-        ranks += reversed(ranks)
+        ranks += ranks[::-1]
     return [stage for stage in all_stages if ranks[stage.index % len(ranks)] == rank]
 
 
