@@ -8,6 +8,7 @@ from trainer.batch import Batch
 from trainer.checkpoint.commit import SaveFailed
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume import find_resume_point
 from trainer.config import Config
 from trainer.engine import Engine, StepResult
 from trainer.evaluate import Evaluator
@@ -121,7 +122,6 @@ class Trainer:
         """Start to save the state. Raise TrainingDiverged if the run ends with several skipped steps."""
         if last:
             self.monitor.require_good_end(outcome)
-        self._wait_for_saves()
         self.metrics.flush()
         devices.synchronize(self.engine.device)
         with self.watchdog.paused(), self.metrics.timers.section("checkpoint", synchronize=False):
@@ -133,7 +133,7 @@ class Trainer:
         state = self.state
         self._wait_for_saves()
         with self.watchdog.paused():
-            point = self.checkpoints.latest()
+            point = find_resume_point(self.checkpoints.folder)
             if point is None:
                 raise TrainingDiverged(f"{outcome}; there is no checkpoint to roll back to")
             # Samples before the checkpoint's cursor are part of its state or were skipped by an earlier rollback.

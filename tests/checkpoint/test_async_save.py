@@ -10,27 +10,31 @@ import torch.distributed as dist
 
 from tests.checkpoint.test_commit import load, names
 from trainer.checkpoint import commit, storage
-from trainer.checkpoint.async_save import AsyncCheckpointer, WriterDied
+from trainer.checkpoint.async_save import WRITERS, WriterDied
+from trainer.checkpoint.commit import SaveRequest
 from trainer.checkpoint.storage import read_index
-from trainer.config import CheckpointConfig
 from trainer.testing.ranks import RankError
 
 MODES = ["off", "thread", "process"]
 FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "fingerprint": {}}'}
 
 
-def saver_of(mode, folder, tensors):
-    return AsyncCheckpointer(CheckpointConfig(async_mode=mode), folder, torch.device("cpu"), tensors)
+def saver_of(mode, tensors):
+    return WRITERS[mode](torch.device("cpu"), tensors)
+
+
+def request_of(folder, step):
+    return SaveRequest(folder, step, FILES, {}, keep=0, keep_interval_steps=0, keep_best=0)
 
 
 def two_saves(mode, folder):
     """Change the tensors as soon as a save allows it; return the stored tensors and the results."""
     tensors = {"model/w": torch.full((4,), 1.0), "model/b": torch.arange(3)}
-    saver = saver_of(mode, folder, tensors)
+    saver = saver_of(mode, tensors)
     reported = []
     for step in (1, 2):
-        saver.save(step, tensors, FILES, {})
-        reported += saver.poll()
+        reported += saver.wait()
+        saver.save(request_of(folder, step), tensors)
         saver.before_update()
         tensors["model/w"] += 1
         tensors["model/b"] += 1
@@ -60,8 +64,8 @@ def odd_tensors(mode, folder):
         "half": torch.ones(3, 5, dtype=torch.bfloat16),
         "transposed": torch.arange(12.0).view(3, 4).t(),
     }
-    saver = saver_of(mode, folder, tensors)
-    saver.save(1, tensors, FILES, {})
+    saver = saver_of(mode, tensors)
+    saver.save(request_of(folder, 1), tensors)
     saver.wait()
     saver.close()
     index = read_index(folder / "step-00000001")
@@ -82,17 +86,18 @@ def no_space(*args):
 def failing(mode, folder, known_before):
     """Fail one save and succeed with the next. known_before: the rank that polls the failure before the next save starts."""
     tensors = {"model/w": torch.ones(4), "model/b": torch.arange(3)}
-    saver = saver_of(mode, folder, tensors)
+    saver = saver_of(mode, tensors)
     original, storage.write_safetensors = storage.write_safetensors, no_space
     results = []
     try:
-        saver.save(1, tensors, FILES, {})
-        saver.pending.committed.exception()
+        saver.save(request_of(folder, 1), tensors)
+        saver.pending[-1].exception()
     finally:
         storage.write_safetensors = original
     if known_before == dist.get_rank():
         results = saver.poll()
-    saver.save(1, tensors, FILES, {})
+    results += saver.wait()
+    saver.save(request_of(folder, 1), tensors)
     results += saver.wait()
     saver.close()
     return [(result.step, str(result.failure)) for result in results]
@@ -108,19 +113,19 @@ def test_failure_is_reported_and_the_next_save_succeeds(ranks, tmp_path, size, m
 
 def killed(folder):
     tensors = {"model/w": torch.ones(4)}
-    saver = saver_of("process", folder, tensors)
-    saver.save(1, tensors, FILES, {})
+    saver = saver_of("process", tensors)
+    saver.save(request_of(folder, 1), tensors)
     assert saver.wait()[0].failure is None
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
-        os.kill(saver.writer.process.pid, signal.SIGKILL)
-        saver.writer.process.join()
+        os.kill(saver.process.pid, signal.SIGKILL)
+        saver.process.join()
     try:
         saver.before_update()
         before = ""
     except WriterDied as error:
         before = str(error)
-    saver.save(2, tensors, FILES, {})
+    saver.save(request_of(folder, 2), tensors)
     (result,) = saver.wait()
     saver.close()
     return before, type(result.failure).__name__, str(result.failure)
@@ -138,8 +143,8 @@ def test_killed_writer_is_reported_on_all_ranks(ranks, tmp_path, size):
 
 def bug(folder):
     tensors = {"model/w": torch.ones(4, dtype=torch.complex64)}
-    saver = saver_of("off", folder, tensors)
-    saver.save(1, tensors, FILES, {})
+    saver = saver_of("off", tensors)
+    saver.save(request_of(folder, 1), tensors)
 
 
 def test_unexpected_exceptions_are_not_reported_as_failed_saves(ranks, tmp_path):

@@ -22,12 +22,12 @@ def save(folder, step, value=1.0, keep=0, keep_interval_steps=0, tensors=None, k
     """Save on all ranks, as the trainer does."""
     tensors = tensors or TENSORS | {"model/w": torch.full((4,), float(value))}
     state = STATE | {"step": step}
-    staging_dir = commit.make_staging_dir(folder, step)
     files = {"train_state.json": json.dumps(state).encode(), "config.toml": b"[run]\n"}
-    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_best, staging_dir)
+    request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_best)
+    staging_dir = commit.make_staging_dir(request.final)
     single_rank = dist.get_world_size() == 1
-    plan = storage.local_save_plan(tensors, dist.get_rank() == 0)
-    commit.save(request, plan, storage.local_tensors(tensors), None if single_rank else dist.group.WORLD)
+    plan = storage.local_save_plan(tensors)
+    commit.save(request, staging_dir, plan, tensors, None if single_rank else dist.group.WORLD)
     return request.final
 
 
@@ -198,7 +198,7 @@ def test_failed_removal_is_a_warning(monkeypatch, tmp_path):
     messages = []
     monkeypatch.setattr(commit.logging, "warning", messages.append)
     monkeypatch.setattr(commit, "latest_per_step", fails)
-    commit.prune(SaveRequest(tmp_path, 9, {}, {}, 1, 0, 0, tmp_path / "staging"))
+    commit.prune(SaveRequest(tmp_path, 9, {}, {}, 1, 0, 0))
     assert messages == ["old checkpoints were not removed: shard: No space left on device"]
 
 

@@ -24,9 +24,9 @@ def save_with_crash(folder, point):
         change(MODULES[name])
     tensors = {"model/w": torch.zeros(4), "model/b": torch.zeros(4)}
     for value in (b"1", b"2"):
-        staging_dir = commit.make_staging_dir(folder, 1)
-        request = SaveRequest(folder, 1, {"train_state.json": value}, {}, 0, 0, 0, staging_dir)
-        commit.save(request, storage.local_save_plan(tensors, True), tensors, None)
+        request = SaveRequest(folder, 1, {"train_state.json": value}, {}, 0, 0, 0)
+        staging_dir = commit.make_staging_dir(request.final)
+        commit.save(request, staging_dir, storage.local_save_plan(tensors), tensors, None)
 
 
 @pytest.mark.parametrize("point", [*POINTS, "old renamed"])

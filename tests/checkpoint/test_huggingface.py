@@ -186,7 +186,7 @@ def test_excluded_parameters_keep_their_random_values(ranks, tiny, tmp_path, hf_
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--model.overrides.n_layers", "3"], "checkpoint.init_from: is a different model: n_layers is 2, expected 3"),
+        (["--model.overrides.n_layers", "3"], "contains a different model: n_layers is 2, expected 3"),
         (
             ["--checkpoint.init_exclude", "outptu.weight"],
             "outptu.weight matches no parameter; did you mean 'output.weight'",

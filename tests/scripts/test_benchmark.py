@@ -36,7 +36,7 @@ def test_loading_weights_reports_the_memory_of_each_rank(monkeypatch, capsys, hf
 
 def test_an_invalid_argument_is_one_line(monkeypatch, capsys, tmp_path):
     for argv, line in (
-        (("load-weights", tmp_path), f"{tmp_path}: is neither a checkpoint"),
+        (("load-weights", tmp_path), f"{tmp_path} is neither a checkpoint"),
         (("loss", "--vocab", "9", "--tp", "8"), "--tp 8: a rank would have no rows"),
     ):
         with pytest.raises(SystemExit) as end:

@@ -18,23 +18,24 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, SavePlan, StorageReader
+from torch.distributed.checkpoint import CheckpointException, SavePlan
 
-from trainer.checkpoint import manifest
+from trainer.checkpoint import manifest, storage
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
-from trainer.checkpoint.storage import Planner, ShardReader, ShardWriter, TensorMetadata, read_index, retry_transient
+from trainer.checkpoint.storage import TensorMetadata
 from trainer.config import ConfigError
-from trainer.runtime.distributed import run_on_rank_0
+from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+from trainer.runtime.dtensor import local_region
 from trainer.system import logging
 from trainer.system.files import is_temporary, sync, temporary_path
 
@@ -44,10 +45,6 @@ Tensors = Mapping[str, Tensor]
 
 
 # ---------------------------------------------------------------- names
-
-
-def path_of(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
 
 
 def parse_step(name: str) -> int | None:
@@ -92,96 +89,76 @@ class SaveRequest:
     metadata: Mapping[str, Any]
     """Metadata to write to the manifest."""
     keep: int
-    """Number of newest checkpoints to keep; 0: keep all."""
+    """Number of newest checkpoints to keep. 0 keeps all checkpoints."""
     keep_interval_steps: int
-    """Checkpoints whose step is a multiple of this number are kept too; 0: none."""
+    """Interval of the steps whose checkpoints are kept too. 0 keeps none."""
     keep_best: int
-    """Step of the best checkpoint, which is kept too; 0: none."""
-    staging_dir: Path
-    """Folder from make_staging_dir, which the commit renames."""
+    """Step of the best checkpoint, which is kept too, or 0."""
 
     @property
     def final(self) -> Path:
-        return path_of(self.folder, self.step)
+        return self.folder / f"step-{self.step:08d}"
 
 
 class SaveFailed(Exception):
     """Failure of a save. The message is one line with the step and the reason. Earlier checkpoints are unaffected."""
 
 
-def make_staging_dir(folder: Path, step: int) -> Path:
-    """Create the staging folder for a step, and remove those of interrupted saves, collectively. Raises SaveFailed."""
+def make_staging_dir(final: Path) -> Path:
+    """Create the staging folder of a checkpoint, and remove those of interrupted saves, collectively. Raises SaveFailed."""
 
     def work() -> Path | str:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.iterdir():
+            final.parent.mkdir(parents=True, exist_ok=True)
+            for path in final.parent.iterdir():
                 if path.name.startswith("step-") and is_temporary(path):
                     shutil.rmtree(path, ignore_errors=True)
-            staging_dir = temporary_path(path_of(folder, step))
-            retry_transient(staging_dir.mkdir)
+            staging_dir = temporary_path(final)
+            storage.retry_transient(staging_dir.mkdir)
             return staging_dir
         except OSError as error:
-            return f"{error.filename}: {error.strerror}"
+            return storage.describe(error)
 
     result = run_on_rank_0(work)
     if isinstance(result, str):
-        raise SaveFailed(f"step {step} could not be saved: {result}")
+        raise SaveFailed(f"step {step_of(final)} could not be saved: {result}")
     return result
 
 
-def save(request: SaveRequest, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None) -> None:
-    """Write and commit a checkpoint, collectively. plan: result of local_save_plan. contents: this rank's local tensors, or
-    copies of them. group: process group of the writers, or None for a single rank. Raises SaveFailed."""
-    commit = partial(_commit, request)
+def save(
+    request: SaveRequest, staging_dir: Path, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None
+) -> None:
+    """Write a checkpoint to its staging folder and commit it, collectively. plan: result of local_save_plan. contents: this
+    rank's local tensors, or copies of them. group: process group of the writers, or None for a single rank. Raises SaveFailed."""
+    rank = 0 if group is None else dist.get_rank(group)
+    writer = storage.ShardWriter(staging_dir, partial(_commit, request, staging_dir))
+    planner = storage.Planner(plan)
     try:
-        with _no_dist_warning():
-            dcp.save(
-                {},
-                storage_writer=ShardWriter(request.staging_dir, commit),
-                planner=Planner(plan, contents),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except (CheckpointException, OSError) as error:
+        with warnings.catch_warnings():
+            # A single rank saves without collectives. They would run in a gloo thread with a separate OpenMP team: with more
+            # teams than cores libgomp stops spinning, and each step after a save took 1.7 times as long (torch 2.13, 2 cores).
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(dict(contents), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
         # The exception is raised after all ranks have finished writing, so no file appears after the removal.
-        if group is None or dist.get_rank(group) == 0:
-            shutil.rmtree(request.staging_dir, ignore_errors=True)
-        cause = _cause(error)
-        if not cause:
-            raise
-        raise SaveFailed(f"step {request.step} could not be saved: {cause}") from error
-    if group is None or dist.get_rank(group) == 0:
+        if rank == 0:
+            shutil.rmtree(staging_dir, ignore_errors=True)
+        for failed_rank, (cause, _) in sorted(error.failures.items()):
+            if isinstance(cause, OSError) and cause.strerror:
+                reason = f"rank {failed_rank}: {storage.describe(cause)}"
+                raise SaveFailed(f"step {request.step} could not be saved: {reason}") from error
+        raise
+    if rank == 0:
         prune(request)
 
 
-def _cause(error: Exception) -> str:
-    """Return the file system's error message, or "" for other errors."""
-    if isinstance(error, CheckpointException):
-        causes = ((rank, _cause(cause)) for rank, (cause, _) in sorted(error.failures.items()))
-        return next((f"rank {rank}: {cause}" for rank, cause in causes if cause), "")
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return ""
-
-
-@contextmanager
-def _no_dist_warning() -> Iterator[None]:
-    """Silence torch's warning that a single rank saves and loads without collectives. Collectives would run in a gloo thread
-    with a separate OpenMP team: with more teams than cores libgomp stops spinning, and each step after a save took 1.7 times as
-    long (torch 2.13, 2 cores)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def _commit(request: SaveRequest, files: dict[str, File]) -> None:
+def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> None:
     """Write the remaining files and the manifest, then rename the staging folder to its final name."""
-    staging_dir, final = request.staging_dir, request.final
+    final = request.final
     for name, content in request.files.items():
-        files[name] = retry_transient(partial(manifest.write_file, staging_dir / name, content))
-    retry_transient(lambda: manifest.write(staging_dir, Manifest(files, request.metadata)))
-    retry_transient(partial(sync, staging_dir))
+        files[name] = storage.retry_transient(partial(manifest.write_file, staging_dir / name, content))
+    storage.retry_transient(lambda: manifest.write(staging_dir, Manifest(files, request.metadata)))
+    storage.retry_transient(partial(sync, staging_dir))
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
         if replaced.exists():
@@ -198,22 +175,21 @@ def prune(request: SaveRequest) -> None:
     remain: they exist if the run resumed from before a damaged one. File system errors are logged as a warning."""
     if not request.keep:
         return
+    interval = request.keep_interval_steps
     try:
         complete = 1
         for path in latest_per_step(request.folder):
-            if step_of(path) >= request.step:
+            step = step_of(path)
+            if step >= request.step:
                 continue
-            if complete >= request.keep and not _is_protected(request, step_of(path)):
+            is_protected = step == request.keep_best or (interval > 0 and step % interval == 0)
+            if complete >= request.keep and not is_protected:
                 if not path.is_symlink():
                     _remove(path)
             elif _has_all_files(path):
                 complete += 1
     except OSError as error:
-        logging.warning(f"old checkpoints were not removed: {error.filename}: {error.strerror}")
-
-
-def _is_protected(request: SaveRequest, step: int) -> bool:
-    return step == request.keep_best or (request.keep_interval_steps > 0 and step % request.keep_interval_steps == 0)
+        logging.warning(f"old checkpoints were not removed: {storage.describe(error)}")
 
 
 def _has_all_files(checkpoint: Path) -> bool:
@@ -234,28 +210,29 @@ def _remove(checkpoint: Path) -> None:
 # ---------------------------------------------------------------- loading
 
 
-def load(checkpoint: Path, tensors: Tensors, expected: Collection[str]) -> None:
+def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
     """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: names, or prefixes of names
     up to a slash, that a checkpoint may contain. Raises ConfigError that lists the tensors that do not match."""
     try:
-        index = read_index(checkpoint)
+        index = storage.read_index(checkpoint)
     except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
-    problems = [f"{name} is not a tensor of this run" for name in index if not _is_expected(name, expected)]
-    load_into(checkpoint, ShardReader(checkpoint, index), index, tensors, problems=problems)
+    unexpected = [name for name in index if expected.isdisjoint(accumulate(name.split("/"), "{}/{}".format))]
+    problems = [f"{name} is not a tensor of this run" for name in unexpected]
+    load_into(checkpoint, index, tensors, problems=problems)
 
 
 def load_into(
     folder: Path,
-    reader: StorageReader,
     index: Mapping[str, TensorMetadata],
     tensors: Tensors,
+    read: storage.Read = storage.read_slice,
     *,
     cast: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Load the tensors in place through the reader, collectively. cast: whether to convert stored dtypes. Raises ConfigError
-    that lists `problems` and the tensors that do not match."""
+    """Load the tensors in place, collectively; each rank reads only its shards. read: as in read_regions. cast: whether to
+    convert stored dtypes. Raises ConfigError that lists `problems` and the tensors that do not match."""
     problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)
@@ -268,18 +245,15 @@ def load_into(
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    damage = ""
     try:
-        with _no_dist_warning():
-            dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=dist.get_world_size() == 1)
-    except CheckpointException as error:
-        damage = next((cause for cause, _ in error.failures.values() if isinstance(cause, CorruptError)), None)
-        if damage is None:
-            raise
-        raise ConfigError("", f"{folder}: {damage}") from None
+        storage.read_regions(folder, index, {name: local_region(tensor)[::2] for name, tensor in tensors.items()}, read)
+    except CorruptError as error:
+        damage = str(error)
+    if damage := first_problem(damage):
+        raise ConfigError("", f"{folder}: {damage}")
 
 
-def _is_expected(name: str, expected: Collection[str]) -> bool:
-    """Whether the name, or a prefix of the name up to a slash, is in `expected`."""
-    words = name.split("/")
-    return any("/".join(words[:n]) in expected for n in range(1, len(words) + 1))
+def first_problem(problem: str) -> str:
+    """Return the problem of the first rank that has one, or "", on all ranks. problem: this rank's problem, or ""."""
+    return next(filter(None, all_gather_objects(problem)), "")

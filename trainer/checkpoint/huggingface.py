@@ -21,7 +21,6 @@ from trainer.checkpoint.storage import (
     DTYPE_OF,
     INDEX,
     Chunk,
-    ShardReader,
     TensorMetadata,
     TensorWrite,
     index_text,
@@ -169,7 +168,19 @@ class HfModelFolder:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows [start, stop) of a parameter, in the row order of this project."""
         with _open_tensors(self.files[self.spec.huggingface.name(name)]) as tensors:
-            return _permuted_rows(tensors, name, self.spec, self.sizes.head_dim, (slice(start, stop),))
+            return self.read(tensors, name, (slice(start, stop),))
+
+    def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+        """Read ranges of a parameter from an open file, in the row order of this project. Rows permuted for RoPE are read by
+        full heads. key: name of the parameter, with or without the prefix model/."""
+        name, head_dim = key.removeprefix("model/"), self.sizes.head_dim
+        tensor = tensors.get_slice(self.spec.huggingface.name(name))
+        if not self.spec.huggingface.is_rope_permuted(name):
+            return tensor[ranges]
+        start, stop = ranges[0].start, ranges[0].stop
+        first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
+        rows = self.spec.huggingface.permute_from_hf(tensor[(slice(first, last), *ranges[1:])], head_dim)
+        return rows[start - first : stop - first]
 
 
 def _open_tensors(path: Path):
@@ -177,30 +188,6 @@ def _open_tensors(path: Path):
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError("", f"{path}: {error}") from None
-
-
-def _permuted_rows(tensors: Any, name: str, spec: ModelSpec, head_dim: int, ranges: tuple[slice, ...]) -> Tensor:
-    """Read a range of a parameter, in the row order of this project. Rows permuted for RoPE are read by full heads."""
-    tensor = tensors.get_slice(spec.huggingface.name(name))
-    if not spec.huggingface.is_rope_permuted(name):
-        return tensor[ranges]
-    start, stop = ranges[0].start, ranges[0].stop
-    first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
-    rows = spec.huggingface.permute_from_hf(tensor[(slice(first, last), *ranges[1:])], head_dim)
-    return rows[start - first : stop - first]
-
-
-class HfReader(ShardReader):
-    """Storage reader of torch.distributed.checkpoint for a model folder."""
-
-    def __init__(self, source: HfModelFolder, index: Mapping[str, TensorMetadata]):
-        """index: parameter name with the prefix model/, as in a checkpoint -> metadata."""
-        super().__init__(source.folder, index)
-        self.source = source
-
-    def read_chunk(self, tensors: Any, name: str, chunk: Chunk, ranges: tuple[slice, ...]) -> Tensor:
-        name = name.removeprefix("model/")
-        return _permuted_rows(tensors, name, self.source.spec, self.source.sizes.head_dim, ranges)
 
 
 # ---------------------------------------------------------------- writing

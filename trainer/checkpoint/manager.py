@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint import resume
-from trainer.checkpoint.async_save import AsyncCheckpointer, SaveResult, WriterDied
+from trainer.checkpoint.async_save import WRITERS, SaveResult, WriterDied
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.commit import load, step_of
+from trainer.checkpoint.commit import SaveRequest, load, step_of
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import CheckpointConfig
 from trainer.runtime import device as devices
@@ -59,15 +59,17 @@ class CheckpointManager:
         self._last_step: int | None = None
         if point is not None:
             self.restore(point, state)
-        self._checkpointer = AsyncCheckpointer(config, folder, device, self._all_tensors())
+        self.writer = WRITERS[config.async_mode](device, self._with_rng(devices.rng_state(device)))
+        self.before_update = self.writer.before_update
+        self.close = self.writer.close
 
     def due(self, step: int) -> bool:
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
 
     def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
-        """Start a save and return the results of finished saves. suspect: whether a non-finite loss suggests that parameters are
-        corrupted. If so, the save is deferred to the next step, or, at the last step, all older checkpoints are retained.
-        Raises SaveFailed under the same conditions as `poll`."""
+        """Wait for the save in flight, start a save, and return the results of finished saves. suspect: whether a non-finite loss
+        suggests that parameters are corrupted. If so, the save is deferred to the next step, or, at the last step, all older
+        checkpoints are retained. Raises SaveFailed under the same conditions as `poll`."""
         results = self.wait()
         self._deferred = suspect and not last
         if self._deferred:
@@ -75,50 +77,42 @@ class CheckpointManager:
         if last:
             self._last_step = state.step
         self.best.before_save(state.step)
-        tensors = self._all_tensors()
-        rng = sorted(name.rpartition("/")[2] for name in tensors if name.startswith("rng/"))
-        state = replace(state, best=self.best.state(), rng=rng)
-        files = {"train_state.json": state.to_json().encode(), **self.files}
-        metadata = {
-            "step": state.step,
-            "tokens_seen": state.tokens_seen,
-            "world_size": state.world_size,
-            **self.metadata,
-        }
-        self._checkpointer.save(state.step, tensors, files, metadata, self.best.step, keep_all=suspect)
+        rng = devices.rng_state(self.device)
+        state = replace(state, best=self.best.state(), rng=sorted(rng))
+        counts = {"step": state.step, "tokens_seen": state.tokens_seen, "world_size": state.world_size}
+        request = SaveRequest(
+            folder=self.folder,
+            step=state.step,
+            files={"train_state.json": state.to_json().encode(), **self.files},
+            metadata={**counts, **self.metadata},
+            keep=0 if suspect else self.config.keep,
+            keep_interval_steps=self.config.keep_interval_steps,
+            keep_best=self.best.step,
+        )
+        self.writer.save(request, self._with_rng(rng))
         return results + self.poll()
-
-    def before_update(self) -> None:
-        """Wait until the tensors may change."""
-        self._checkpointer.before_update()
 
     def poll(self) -> list[SaveResult]:
         """Return the saves that succeeded since the last call, and warn about failed ones. Raise SaveFailed instead of warning
-        if on_failure = stop, if the failed save is the last one of the run, or if the writer has died."""
-        return self._check(self._checkpointer.poll())
+        if checkpoint.on_failure is "stop", if the failed save is the last one of the run, or if the writer has died."""
+        return self._check(self.writer.poll())
 
     def wait(self) -> list[SaveResult]:
         """Wait for the save in flight. The result decides, on all ranks, which checkpoint is the best."""
-        return self._check(self._checkpointer.wait())
+        return self._check(self.writer.wait())
 
     def _check(self, results: list[SaveResult]) -> list[SaveResult]:
         for result in results:
             if result.failure is None:
                 continue
             self.best.after_failed_save(result.step)
-            if (
-                result.step == self._last_step
-                or self.config.on_failure == "stop"
-                or isinstance(result.failure, WriterDied)
-            ):
+            stops = self.config.on_failure == "stop" or result.step == self._last_step
+            if stops or isinstance(result.failure, WriterDied):
                 raise result.failure
             logging.warning(
                 f"{result.failure}; previous checkpoints are intact, and the next save is made when it is due"
             )
         return [result for result in results if result.failure is None]
-
-    def latest(self) -> ResumePoint | None:
-        return resume.find_resume_point(self.folder)
 
     def restore(self, point: ResumePoint, state: TrainState) -> None:
         """Load a checkpoint into the live tensors and `state`, on all ranks. Raises ConfigError."""
@@ -128,8 +122,7 @@ class CheckpointManager:
         names = saved.rng if dist.get_rank() < saved.world_size else []
         fresh = devices.rng_state(self.device)
         rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
-        tensors = self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}
-        load(point.path, tensors, self.stored_names | {"stability", "rng"})
+        load(point.path, self._with_rng(rng), self.stored_names | {"stability", "rng"})
         self.after_load()
         devices.set_rng_state(self.device, rng)
         state.resume_from(saved)
@@ -143,10 +136,6 @@ class CheckpointManager:
         if point.rollback:
             run_on_rank_0(lambda: resume.discard_newer(point))
 
-    def close(self) -> None:
-        self._checkpointer.close()
-
-    def _all_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save, and the states of this rank's random generators, by name."""
-        rng = devices.rng_state(self.device)
-        return self.tensors() | {f"rng/{dist.get_rank()}/{name}": t for name, t in rng.items()}
+    def _with_rng(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's tensors and the states of its random generators, by their names in a checkpoint."""
+        return self.tensors() | {f"rng/{dist.get_rank()}/{name}": state for name, state in rng.items()}

@@ -24,7 +24,7 @@ class CorruptError(Exception):
 class File:
     size: int
     digest: str
-    """Hash of the content by xxh3_128. It detects damage, not forgery: who can write a file can write the manifest too."""
+    """Hash of the content by xxh3_128, which detects damage, not forgery: whoever writes a file can write the manifest too."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,13 @@ def read(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"{NAME} is not a valid manifest") from None
     for name, file in files.items():
-        _require_file(folder, require_plain_filename(name, NAME), file.size)
+        path = folder / require_plain_filename(name, NAME)
+        if path.is_symlink():
+            raise CorruptError(f"{name} is a symbolic link")
+        if not path.is_file():
+            raise CorruptError(f"{name} is missing")
+        if path.stat().st_size != file.size:
+            raise CorruptError(f"{name} has {path.stat().st_size} bytes, expected {file.size}")
     unlisted = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, NAME}
     if unlisted:
         raise CorruptError(f"{min(unlisted)} is not in the manifest")
@@ -89,16 +95,6 @@ def require_plain_filename(name: Any, by: str) -> str:
     if not plain or not name or Path(name).name != name:
         raise CorruptError(f"{by} names {name!r}, which is not a plain file name")
     return name
-
-
-def _require_file(folder: Path, name: str, size: int) -> None:
-    path = folder / name
-    if path.is_symlink():
-        raise CorruptError(f"{name} is a symbolic link")
-    if not path.is_file():
-        raise CorruptError(f"{name} is missing")
-    if path.stat().st_size != size:
-        raise CorruptError(f"{name} has {path.stat().st_size} bytes of {size}")
 
 
 def read_text(path: Path, largest: int) -> str:

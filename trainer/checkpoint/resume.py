@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import committed, latest_per_step, step_of
+from trainer.checkpoint.commit import committed, first_problem, latest_per_step, step_of
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
 from trainer.config.render import differing_settings
@@ -52,19 +52,23 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
     damaged checkpoint is ignored with a warning. Raises ConfigError if the checkpoint of load_step is missing or damaged, and
     if all checkpoints are damaged, because a new run would overwrite data that may still be useful."""
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
-    if load_step > 0:
-        rollbacks = run_on_rank_0(lambda: _rollbacks(folder))
-        if load_step not in rollbacks[-1:]:
-            return _find_step(folder, steps, load_step)
-        if steps:
-            logging.info(
-                f"already rolled back to step {load_step}; resuming the newest checkpoint. To roll back again, remove "
-                f"{folder / _LINEAGE}"
-            )
+    rolls_back = load_step > 0 and load_step not in run_on_rank_0(lambda: _rollbacks(folder))[-1:]
+    if rolls_back:
+        available = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
+        steps = [path for path in steps if step_of(path) == load_step]
+        if not steps:
+            raise ConfigError("checkpoint.load_step", f"no such step in {folder}; available: {available}")
+    elif load_step and steps:
+        logging.info(
+            f"already rolled back to step {load_step}; resuming the newest checkpoint. To roll back again, remove "
+            f"{folder / _LINEAGE}"
+        )
     for path in steps:
         problem = verify(path, of_run=True)
         if not problem:
-            return ResumePoint(path, _read_state(path))
+            return ResumePoint(path, _read_state(path), rolls_back)
+        if rolls_back:
+            raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
         logging.warning(f"ignoring damaged checkpoint {path}: {problem}")
     if steps:
         message = f"{folder}: all {len(steps)} checkpoints are damaged; another --run.name starts a new run"
@@ -74,26 +78,13 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
     return None
 
 
-def _find_step(folder: Path, steps: list[Path], step: int) -> ResumePoint:
-    path = next((path for path in steps if step_of(path) == step), None)
-    if path is None:
-        available = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
-        raise ConfigError("checkpoint.load_step", f"no such step in {folder}; available: {available}")
-    problem = verify(path, of_run=True)
-    if problem:
-        raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
-    return ResumePoint(path, _read_state(path), rollback=True)
-
-
 def verify(checkpoint: Path, of_run: bool = False) -> str:
     """Return, collectively, a line that describes the damage of a checkpoint, or "". Each rank reads some of the files.
     of_run: whether to check train_state.json too."""
     problem = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
     if of_run and not problem and dist.get_rank() == 0:
         problem = check_train_state(checkpoint)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), "")
+    return first_problem(problem)
 
 
 def check_train_state(checkpoint: Path) -> str:
@@ -121,9 +112,8 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
         if before.get(key) != value
     ]
     if differences:
-        raise ConfigError(
-            "", f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
-        )
+        message = f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
+        raise ConfigError("", message)
 
 
 def changed_settings(saved: ResumePoint, config: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""Storage of sharded tensors for torch.distributed.checkpoint: safetensors files and a JSON index. torch's own writer
-uses pickles, which can run code when they are loaded.
+"""Storage of sharded tensors: safetensors files and a JSON index, which torch.distributed.checkpoint writes through
+ShardWriter. torch's own writer uses pickles, which can run code when they are loaded.
 
     rank-00000.safetensors ...    chunks written by one rank: "<name>" is a full tensor, "<name>@<offsets>" a part of it
     index.json                    dtype, shape and chunks of each tensor
@@ -10,46 +10,23 @@ import errno
 import itertools
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultSavePlanner,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.manifest import (
-    CorruptError,
-    File,
-    read_text,
-    require_plain_filename,
-    verify_written,
-    write_file,
-)
-from trainer.runtime.dtensor import to_local
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import CorruptError, File
 from trainer.system import logging
 from trainer.system.files import HashingFile
 
@@ -86,30 +63,26 @@ class TensorWrite:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Tensor]]
-    """Function that yields the content in row-major order. It is called when the file is written."""
+    """Function that yields the content in row-major order, called when the file is written."""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, entries: Iterable[TensorWrite], metadata: Mapping[str, str]) -> File:
+def write_safetensors(path: Path, entries: Sequence[TensorWrite], metadata: Mapping[str, str]) -> File:
     """Stream tensors to a file, sync the file and read it back. Raises OSError."""
-    entries = list(entries)
     end, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         start, end = end, end + entry.num_bytes
-        header[entry.name] = {
-            "dtype": SAFETENSORS_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
+        dtype = SAFETENSORS_NAMES[entry.dtype]
+        header[entry.name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with contextlib.closing(HashingFile(path)) as file:
         for block in _blocks(len(text).to_bytes(8, "little") + text, entries):
             file.write(block)
-    return verify_written(path, File(**file.close()))
+    return manifest.verify_written(path, File(**file.close()))
 
 
 def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]:
@@ -122,17 +95,20 @@ def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]
                 yield memoryview(flat.view(torch.uint8).numpy())
 
 
+def describe(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+
+
 def retry_transient(write: Callable[[], Any]) -> Any:
     """Call `write`, retry it after transient errors, and return its result. Raises OSError."""
-    for attempt in range(1, _ATTEMPTS + 1):
+    for attempt in itertools.count(1):
         try:
             return write()
         except OSError as error:
             if error.errno not in _TRANSIENT_ERRNOS or attempt == _ATTEMPTS:
                 raise
-            logging.warning(f"{error.filename}: {error.strerror}; attempt {attempt} of {_ATTEMPTS}")
+            logging.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS}")
             time.sleep(0.25 * 2**attempt)
-    raise AssertionError
 
 
 # ---------------------------------------------------------------- saving
@@ -160,66 +136,40 @@ class TensorMetadata:
 
 
 def index_text(index: Mapping[str, TensorMetadata]) -> str:
-    return json.dumps(
-        {
-            name: {
-                "dtype": str(stored.dtype).removeprefix("torch."),
-                "shape": stored.shape,
-                "chunks": [{"file": c.file, "offsets": c.offsets, "shape": c.shape} for c in stored.chunks],
-            }
-            for name, stored in index.items()
-        }
-    )
+    entries = {name: asdict(stored) for name, stored in index.items()}
+    return json.dumps(entries, default=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def local_save_plan(tensors: Mapping[str, Tensor], is_coordinator: bool) -> SavePlan:
-    """Plan which chunks this rank writes. tensors: may be DTensors."""
-    return create_default_local_save_plan(dict(tensors), is_coordinator)
-
-
-def local_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the local shard of every tensor."""
-    return {name: to_local(t) for name, t in tensors.items()}
+def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
+    """Plan the chunks that this rank can write: its shards, and the complete tensors that are not sharded."""
+    return create_default_local_save_plan(dict(tensors), False)
 
 
 class Planner(DefaultSavePlanner):
-    """Planner that follows a local_save_plan and writes this rank's local tensors or copies of them."""
+    """Planner that follows a local_save_plan. The state dict contains this rank's local tensors or copies of them."""
 
-    def __init__(self, plan: SavePlan, contents: Mapping[str, Tensor]):
+    def __init__(self, plan: SavePlan):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.plan = plan
-        self.contents = contents
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.contents[write_item.index.fqn]
+        return self.state_dict[write_item.index.fqn]
 
 
-class ShardWriter(StorageWriter):
-    """Storage writer that writes one safetensors file per rank, and the index."""
+class ShardWriter(FileSystemWriter):
+    """torch's storage writer with other files: one safetensors file per rank, and the index."""
 
     def __init__(self, folder: Path, commit: Callable[[dict[str, File]], None]):
         """commit: called on the coordinator with the files of all ranks, after all files are written."""
+        super().__init__(folder)
         self.folder = folder
         self.commit = commit
-        self.rank = 0
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
+        return plan  # torch's method would create the folder again if a newer run has removed it
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"rank-{self.rank:05d}.safetensors"
@@ -250,12 +200,8 @@ class ShardWriter(StorageWriter):
             name: TensorMetadata(tensor.properties.dtype, tuple(tensor.size), tuple(chunks[name]))
             for name, tensor in metadata.state_dict_metadata.items()
         }
-        files[INDEX] = retry_transient(lambda: write_file(self.folder / INDEX, index_text(index).encode()))
+        files[INDEX] = retry_transient(lambda: manifest.write_file(self.folder / INDEX, index_text(index).encode()))
         self.commit(files)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
 
 
 # ---------------------------------------------------------------- loading
@@ -263,7 +209,7 @@ class ShardWriter(StorageWriter):
 
 def read_index(folder: Path) -> dict[str, TensorMetadata]:
     """Return tensor name -> metadata. Raises CorruptError if index.json is invalid or names a file outside the folder."""
-    text = read_text(folder / INDEX, _LARGEST_INDEX)
+    text = manifest.read_text(folder / INDEX, _LARGEST_INDEX)
     try:
         return {name: _stored(raw) for name, raw in json.loads(text).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -274,7 +220,7 @@ def _stored(raw: Mapping[str, Any]) -> TensorMetadata:
     shape = _integers(raw["shape"])
     chunks = tuple(Chunk(c["file"], _integers(c["offsets"]), _integers(c["shape"])) for c in raw["chunks"])
     for chunk in chunks:
-        require_plain_filename(chunk.file, INDEX)
+        manifest.require_plain_filename(chunk.file, INDEX)
         if not len(chunk.offsets) == len(chunk.shape) == len(shape):
             raise ValueError
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
@@ -288,93 +234,51 @@ def _integers(raw: Any) -> tuple[int, ...]:
     return tuple(raw)
 
 
-class ShardReader(StorageReader):
-    """Storage reader that reads only the ranges that this rank needs. Raises CorruptError."""
-
-    def __init__(self, folder: Path, index: Mapping[str, TensorMetadata]):
-        self.folder = folder
-        self.index = index
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(
-            state_dict_metadata={
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=stored.dtype),
-                    size=torch.Size(stored.shape),
-                    chunks=[
-                        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape))
-                        for chunk in stored.chunks
-                    ],
-                )
-                for name, stored in self.index.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[str, list] = {}
-        for item in plan.items:
-            wanted.setdefault(self._chunk(item.storage_index).file, []).append(item)
-        for file, items in wanted.items():
-            try:
-                with safe_open(self.folder / file, framework="pt") as tensors:
-                    for item in items:
-                        target = planner.resolve_tensor(item).detach()
-                        target.copy_(self._read(tensors, item))
-                        planner.commit_tensor(item, target)
-            except (SafetensorError, OSError, ValueError) as error:
-                raise CorruptError(f"{file}: {error}") from None
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def _chunk(self, index: MetadataIndex) -> Chunk:
-        chunks = self.index[index.fqn].chunks
-        offsets = tuple(index.offset or ())
-        if index.index is not None and chunks[index.index].offsets == offsets:
-            return chunks[index.index]
-        return next(chunk for chunk in chunks if chunk.offsets == offsets)
-
-    def _read(self, tensors: Any, item: Any) -> Tensor:
-        ranges = zip(item.storage_offsets, item.lengths, strict=True)
-        slices = tuple(slice(start, start + length) for start, length in ranges)
-        return self.read_chunk(tensors, item.storage_index.fqn, self._chunk(item.storage_index), slices)
-
-    def read_chunk(self, tensors: Any, name: str, chunk: Chunk, ranges: tuple[slice, ...]) -> Tensor:
-        """Return ranges of a chunk from its open file."""
-        key = chunk.key(name, self.index[name].shape)
-        return tensors.get_slice(key)[ranges] if ranges else tensors.get_tensor(key)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return True
+Read = Callable[[Any, str, tuple[slice, ...]], Tensor]
+"""Function that returns ranges of a tensor in an open safetensors file. Arguments: the file, the tensor's key, the ranges."""
 
 
-def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
-    """Read rows [start, stop) of a tensor from its chunks."""
-    rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
-    for chunk in stored.chunks:
-        first, last = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.shape[0])
-        if first >= last or 0 in chunk.shape:
-            continue
-        source = [slice(first - chunk.offsets[0], last - chunk.offsets[0]), *(slice(0, n) for n in chunk.shape[1:])]
-        target = [slice(first - start, last - start)]
-        target += [slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.shape[1:], strict=True)]
+def read_slice(tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+    return tensors.get_slice(key)[ranges] if ranges else tensors.get_tensor(key)
+
+
+@torch.no_grad()
+def read_regions(
+    folder: Path,
+    index: Mapping[str, TensorMetadata],
+    targets: Mapping[str, tuple[Tensor, Sequence[int]]],
+    read: Read = read_slice,
+) -> None:
+    """Copy a region of each stored tensor to a target, reading only the ranges of the region. targets: name -> target and
+    offset of the target in the stored tensor. Raises CorruptError."""
+    wanted: dict[str, list] = {}
+    for name, (target, offset) in targets.items():
+        for chunk in index[name].chunks:
+            bounds = zip(offset, target.shape, chunk.offsets, chunk.shape, strict=True)
+            common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in bounds]
+            if all(start < stop for start, stop in common):
+                wanted.setdefault(chunk.file, []).append((name, chunk, common))
+    for file, items in wanted.items():
         try:
-            # The file is opened for each range, because mapped pages count as memory of the process.
-            with safe_open(folder / chunk.file, framework="pt") as tensors:
-                rows[tuple(target)] = tensors.get_slice(chunk.key(name, stored.shape))[tuple(source)]
-        except (SafetensorError, OSError) as error:
-            raise CorruptError(f"{chunk.file}: {error}") from None
+            with safe_open(folder / file, framework="pt") as tensors:
+                for name, chunk, common in items:
+                    target, offset = targets[name]
+                    source = read(tensors, chunk.key(name, index[name].shape), _ranges(common, chunk.offsets))
+                    target[_ranges(common, offset)].copy_(source)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptError(f"{file}: {error}") from None
+
+
+def _ranges(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the range from start to stop in each dim, relative to an origin."""
+    return tuple(slice(start - o, stop - o) for (start, stop), o in zip(bounds, origin, strict=True))
+
+
+def read_rows(
+    folder: Path, name: str, stored: TensorMetadata, start: int, stop: int, read: Read = read_slice
+) -> Tensor:
+    """Read rows [start, stop) of a tensor."""
+    rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
+    # Each call opens the files, because mapped pages of an open file count as memory of the process.
+    read_regions(folder, {name: stored}, {name: (rows, (start, *(0 for _ in stored.shape[1:])))}, read)
     return rows

@@ -1,6 +1,6 @@
 """Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,9 +14,9 @@ from models import MODELS
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors
-from trainer.checkpoint.huggingface import HfModelFolder, HfReader, ModelMetadata
+from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import ShardReader, TensorMetadata, read_index, read_rows
+from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import did_you_mean
 from trainer.runtime.distributed import run_on_rank_0
@@ -24,7 +24,6 @@ from trainer.runtime.dtensor import local_region
 from trainer.system import logging
 from trainer.system.files import folder_error
 
-_KEY = "checkpoint.init_from"
 _ROWS = 4096  # maximum number of rows read at once
 
 
@@ -49,7 +48,7 @@ class WeightSource:
             self.spec, self.sizes = self.hf_folder.spec, self.hf_folder.sizes
         else:
             message = "is neither a checkpoint (manifest.json) nor a Hugging Face model (config.json)"
-            raise ConfigError("", f"{folder}: {message}")
+            raise ConfigError("", f"{folder} {message}")
 
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
         """Load the parameters in place, collectively; each rank reads only its shards.
@@ -58,42 +57,33 @@ class WeightSource:
         Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
         """
         if self.hf_folder is None:
-            index = self.index
-            reader = ShardReader(self.folder, index)
+            index, read = self.index, read_slice
         else:
             index = {f"model/{name}": stored for name, stored in self.hf_folder.index(parameters).items()}
-            reader = HfReader(self.hf_folder, index)
+            read = self.hf_folder.read
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         for name in [name for name in wanted if resize and self._is_smaller(index.get(name), wanted[name])]:
             try:
-                self._load_rows(name.removeprefix("model/"), index[name], wanted.pop(name))
+                self._load_resized(name, index[name], wanted.pop(name), read)
             except CorruptError as damage:
                 raise ConfigError("", f"{self.folder}: {damage}") from None
-        commit.load_into(self.folder, reader, index, wanted, cast=True)
+        commit.load_into(self.folder, index, wanted, read, cast=True)
 
     def _is_smaller(self, stored: TensorMetadata | None, parameter: Tensor) -> bool:
         old, new = stored.shape if stored else (), tuple(parameter.shape)
         return old[:1] == (self.sizes.vocab_size,) and old[1:] == new[1:] and old[0] < new[0]
 
     @torch.no_grad()
-    def _load_rows(self, name: str, stored: TensorMetadata, parameter: Tensor) -> None:
+    def _load_resized(self, name: str, stored: TensorMetadata, parameter: Tensor, read: Read) -> None:
         """Load this rank's rows of a parameter that has more rows than the stored tensor."""
         local, _, offset = local_region(parameter)
-        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-        sums, num_stored = torch.zeros(stored.shape[1:], dtype=torch.float64), stored.shape[0]
+        read_regions(self.folder, {name: stored}, {name: (local, offset)}, read)
+        num_stored = stored.shape[0]
+        sums = torch.zeros(stored.shape[1:], dtype=torch.float64)
         for start in range(0, num_stored, _ROWS):
-            stop = min(start + _ROWS, num_stored)
-            rows = self._rows(name, stored, start, stop)
-            sums += rows.double().sum(0)
-            first, last = max(start, offset[0]), min(stop, offset[0] + local.shape[0])
-            if first < last:
-                local[first - offset[0] : last - offset[0]].copy_(rows[(slice(first - start, last - start), *columns)])
+            sums += read_rows(self.folder, name, stored, start, min(start + _ROWS, num_stored), read).double().sum(0)
+        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
         local[max(0, num_stored - offset[0]) :].copy_((sums / num_stored)[columns].to(local.dtype))
-
-    def _rows(self, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
-        if self.hf_folder is not None:
-            return self.hf_folder.rows(name, start, stop)
-        return read_rows(self.folder, f"model/{name}", stored, start, stop)
 
 
 def resolve_checkpoint(folder: Path) -> Path:
@@ -121,11 +111,17 @@ def init_weights_from(
         stored = asdict(weights.sizes)
         if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
             stored["vocab_size"] = sizes.vocab_size
-        _require_same(stored, asdict(sizes))
+        differences = [
+            f"{name} is {stored.get(name)}, expected {expected}"
+            for name, expected in asdict(sizes).items()
+            if stored.get(name) != expected
+        ]
+        if differences:
+            raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")
         included = {name: p for name, p in parameters.items() if name not in excluded}
         weights.load_into(included, resize=config.resize_embeddings)
     except ConfigError as error:
-        raise ConfigError(_KEY, error.message) from None
+        raise ConfigError("checkpoint.init_from", error.message) from None
     exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
     logging.info(f"loaded weights of {weights.folder}{exception}")
     dist.barrier()
@@ -136,15 +132,7 @@ def _excluded(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
-            raise ConfigError(
-                "checkpoint.init_exclude", f"{pattern} matches no parameter{did_you_mean(pattern, names)}"
-            )
+            message = f"{pattern} matches no parameter{did_you_mean(pattern, names)}"
+            raise ConfigError("checkpoint.init_exclude", message)
         excluded |= matches
     return excluded
-
-
-def _require_same(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    names = [name for name in expected if stored.get(name) != expected[name]]
-    if names:
-        differences = ", ".join(f"{name} is {stored.get(name)}, expected {expected[name]}" for name in names)
-        raise ConfigError("", f"is a different model: {differences}")
