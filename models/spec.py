@@ -6,22 +6,16 @@ from typing import Any, Protocol
 
 from torch import Generator, Tensor
 
+Head = Callable[[Tensor, Tensor], Tensor]
+"""Function (hidden, weight) -> summed loss, which the output module calls. hidden: (batch, seq, dim); weight: (vocab, dim)."""
+
 
 class Model(Protocol):
     """The interface of a model, in addition to that of torch.nn.Module."""
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        documents: Tensor,
-        head: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        """tokens, positions, documents: (batch, seq), int64.
-
-        Returns logits (batch, seq, vocab), or, with a head, `head(hidden, weight)`, called inside the output module
-        with hidden (batch, seq, dim) and weight (vocab, dim).
-        """
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
+        """Return the result of the head, or without a head, logits (batch, seq, vocab). tokens, positions, documents: (batch,
+        seq), int64."""
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """Fill `rows`, full rows of the parameter `name`, with initial values drawn from the generator."""

@@ -96,11 +96,11 @@ class Engine:
         }
         if resolved.dims.pp == 1:
             (model,) = self.model_parts.values()
-            return SpmdStep(model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
+            return SpmdStep(model=model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
         return PipelineStep(
-            self.model_parts,
-            schedule=self.config.parallel.pipeline_schedule,
-            microbatches=resolved.grad_accum,
+            model_parts=self.model_parts,
+            schedule_name=self.config.parallel.pipeline_schedule,
+            num_microbatches=resolved.grad_accum,
             hidden=torch.empty(
                 resolved.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
             ),

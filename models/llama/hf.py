@@ -52,7 +52,7 @@ def hf_name(name: str) -> str:
 
 
 def is_rope_permuted(name: str) -> bool:
-    """Whether rotary embeddings are applied to the parameter's output."""
+    """Return whether rotary embeddings are applied to the parameter's output."""
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 

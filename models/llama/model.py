@@ -5,7 +5,6 @@ Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.llama.sizes import LlamaSizes
-
-Head = Callable[[Tensor, Tensor], Tensor]
+from models.spec import Head
 
 
 def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
-    """Return the rotation of each pair of a head in radians per position (Su et al. 2021, arXiv:2104.09864), shape (head_dim /
-    2), fp32.
+    """Return the rotation of each pair of a head (Su et al. 2021, arXiv:2104.09864), radians per position, (head_dim / 2,), fp32.
 
     With rope_factor, Llama 3.1's scaling applies: the frequency of a pair with fewer than rope_low_freq_factor turns within
     original_seq_len is divided by the factor, a pair with more than rope_high_freq_factor turns is unchanged, and pairs between
@@ -55,8 +52,7 @@ class CausalMask(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """The attention kernel, without parameters. It needs the full sequence in order. It is replaced by module name, with the
-    mask."""
+    """The attention kernel. It needs the full sequence in order. Where it is replaced by module name, so is the mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, broadcast to
@@ -142,7 +138,6 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
-        """See models.spec.Model."""
         rope, mask = self.rope(positions), self.mask(positions, documents)
         h = self.tok_embeddings(tokens)  # (batch, seq, dim)
         for layer in self.layers.values():

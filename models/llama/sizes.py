@@ -1,6 +1,7 @@
 """Named sizes of the Llama families, with the dimensions that Meta published."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from models.spec import SizeError
 
@@ -37,76 +38,44 @@ class LlamaSizes:
         if self.dim % self.n_heads:
             raise SizeError(f"n_heads {self.n_heads} must divide dim {self.dim}", "n_heads", "dim")
         if self.head_dim % 2:
-            raise SizeError(
-                f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary embeddings rotate pairs",
-                "n_heads",
-                "dim",
-            )
+            message = f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary embeddings rotate pairs"
+            raise SizeError(message, "n_heads", "dim")
         if self.n_heads % self.n_kv_heads:
             raise SizeError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}", "n_kv_heads", "n_heads")
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            raise SizeError(
-                f"rope_high_freq_factor {self.rope_high_freq_factor} must be above "
-                f"rope_low_freq_factor {self.rope_low_freq_factor}",
-                "rope_high_freq_factor",
-                "rope_low_freq_factor",
-            )
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if high <= low:
+            message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
+            raise SizeError(message, "rope_high_freq_factor", "rope_low_freq_factor")
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
 
 
+_llama2 = partial(LlamaSizes, vocab_size=32000, rope_theta=10_000.0)
 LLAMA2 = {
-    "7b": LlamaSizes(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008, vocab_size=32000, rope_theta=10_000.0
-    ),
-    "13b": LlamaSizes(
-        dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824, vocab_size=32000, rope_theta=10_000.0
-    ),
-    "70b": LlamaSizes(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=32000, rope_theta=10_000.0
-    ),
+    "7b": _llama2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
+    "13b": _llama2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824),
+    "70b": _llama2(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
 }
 
+_llama3 = partial(LlamaSizes, n_kv_heads=8, vocab_size=128256)
 LLAMA3 = {
     # Small enough for a laptop, and divisible by every layout on eight ranks. The vocabulary is that of the shipped tokenizer.
     "debug": LlamaSizes(dim=128, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=352, vocab_size=2048),
-    "8b": LlamaSizes(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256),
-    "70b": LlamaSizes(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256),
+    "8b": _llama3(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),
+    "70b": _llama3(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672),
 }
 
+_llama3_1 = partial(_llama3, rope_factor=8.0)
 LLAMA3_1 = {
-    "8b": LlamaSizes(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256, rope_factor=8.0
-    ),
-    "70b": LlamaSizes(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256, rope_factor=8.0
-    ),
-    "405b": LlamaSizes(
-        dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248, vocab_size=128256, rope_factor=8.0
-    ),
+    "8b": _llama3_1(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),
+    "70b": _llama3_1(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672),
+    "405b": _llama3_1(dim=16384, n_layers=126, n_heads=128, hidden_dim=53248),
 }
 
+_llama3_2 = partial(_llama3, tied_embeddings=True, rope_factor=32.0)
 LLAMA3_2 = {
-    "1b": LlamaSizes(
-        dim=2048,
-        n_layers=16,
-        n_heads=32,
-        n_kv_heads=8,
-        hidden_dim=8192,
-        vocab_size=128256,
-        tied_embeddings=True,
-        rope_factor=32.0,
-    ),
-    "3b": LlamaSizes(
-        dim=3072,
-        n_layers=28,
-        n_heads=24,
-        n_kv_heads=8,
-        hidden_dim=8192,
-        vocab_size=128256,
-        tied_embeddings=True,
-        rope_factor=32.0,
-    ),
+    "1b": _llama3_2(dim=2048, n_layers=16, n_heads=32, hidden_dim=8192),
+    "3b": _llama3_2(dim=3072, n_layers=28, n_heads=24, hidden_dim=8192),
 }

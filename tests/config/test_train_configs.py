@@ -115,7 +115,7 @@ COMBINATIONS = {
     ),
     "--parallel.tp 4 --model.overrides.hidden_dim 350": "--parallel.tp 4: must divide hidden_dim 350 of llama3/debug",
     "--parallel.tp 4 --model.overrides.vocab_size 6": (
-        "--parallel.tp 4: would leave a rank with no vocabulary rows (vocab_size 6 of llama3/debug)"
+        "--parallel.tp 4: the last rank would have no row of the vocabulary: vocab_size of llama3/debug is 6"
     ),
     "--parallel.tp 4 --training.seq_len 130": (
         "--parallel.tp 4: must divide seq_len 130; or set sequence_parallel = false"

@@ -12,12 +12,11 @@ from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
 from tests.parallel.tiny_models import CPU, inputs, reference
-from trainer.config import ActivationCheckpointConfig, CompileConfig
+from trainer.config import ActivationCheckpointConfig
 from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
-from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, recompute_policy
+from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.init_weights import initialize
-from trainer.parallel.parallelize import block_forward
 from trainer.parallel.tensor import apply_tensor
 from trainer.planning.recorder import Recorder
 
@@ -30,14 +29,14 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16):
     with torch.device("meta"):
         model = Llama(sizes).to(dtype)
     ranks = dist.get_world_size()
-
-    def policy(block):
-        return recompute_policy(int(block), checkpointing, gathers=ranks > 1, compiled=False)
-
+    policies = {
+        name: recompute_policy(int(name), checkpointing, gathers=ranks > 1, compiled=False) for name in model.layers
+    }
     if ranks > 1:
-        apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, lambda b: policy(b) == "gathers")
+        gathers = {name for name, policy in policies.items() if policy == "gathers"}
+        apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, gathers)
     for name, block in model.layers.named_children():
-        block.forward = block_forward(block.forward, policy(name), checkpointing, CompileConfig())
+        block.forward = block_forward(block.forward, policies[name], checkpointing, compiled=False)
     initialize(model, CPU, seed=0)
     return model
 

@@ -9,7 +9,7 @@ from models.llama.sizes import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
-from trainer.parallel import compile
+from trainer.parallel.parallelize import configure_compiler
 
 SIZES = LlamaSizes(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
 
@@ -54,8 +54,8 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
 
 @pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])
 def test_every_run_sets_the_options_of_the_compiler(mode, budget):
-    compile.configure(ActivationCheckpointConfig(mode=mode, memory_budget=0.25), None)
+    configure_compiler(ActivationCheckpointConfig(mode=mode, memory_budget=0.25), None)
     assert torch._functorch.config.activation_memory_budget == budget
     assert torch._functorch.config.unsafe_allow_optimization_of_collectives == (mode == "budget")
     assert not torch._inductor.config._micro_pipeline_tp
-    compile.configure(ActivationCheckpointConfig(), None)
+    configure_compiler(ActivationCheckpointConfig(), None)

@@ -1,15 +1,20 @@
 """Context parallelism: attention over sequences that are split between ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from models.llama.model import CausalAttention
 from trainer.batch import Batch
-from trainer.parallel.attention import DenseMask, FlexAttention, FlexBlockMask
+from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask
 from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
 from trainer.planning.recorder import Recorder
+
+create_float_mask = partial(create_dense_mask, dtype=torch.float32)
 
 
 def distinct_tokens(seq):
@@ -52,7 +57,7 @@ def attention(kv_heads, recompute):
 
     shards = [local(t).requires_grad_() for t in full]
     with Recorder() as forward:
-        mask = DenseMask(mesh, False, torch.float32)(None, torch.zeros(2, 32 // size))
+        mask = Mask(mesh, False, create_float_mask)(None, torch.zeros(2, 32 // size))
         out = AllGatherAttention(CausalAttention(), mesh, recompute)(*shards, mask)
     with Recorder() as backward:
         (out * local(weights)).sum().backward()
@@ -91,9 +96,9 @@ def largest_difference_from_separate_documents(kernel):
 
     shards = [(local(t) if size > 1 else t.detach().clone()).requires_grad_() for t in full]
     if kernel == "dense":
-        mask, attend = DenseMask(mesh, True, torch.float32), CausalAttention()
+        mask, attend = Mask(mesh, True, create_float_mask), CausalAttention()
     else:
-        mask, attend = FlexBlockMask(mesh, True, compiled=False), FlexAttention(compiled=False)
+        mask, attend = Mask(mesh, True, create_block_mask), FlexAttention(flex_attention)
     if size > 1:
         attend = AllGatherAttention(attend, mesh, recompute=True)
     mask = mask(None, shard_tensor(documents, rank, size))

@@ -61,7 +61,7 @@ def test_no_partition_has_a_lighter_heaviest_stage(weights, pre, post, count):
         for end in range(start + 1, len(weights) - num_stages + 2):
             yield from ((start, *rest) for rest in all_partitions(end, num_stages - 1))
 
-    starts = _balance_stages(weights, pre, post, count)
+    starts = _balance_stages([weights[0] + pre, *weights[1:-1], weights[-1] + post], count)
     assert len(starts) == count
     assert heaviest(starts) == min(map(heaviest, all_partitions(0, count)))
 
@@ -123,13 +123,17 @@ def test_stages_keep_parameter_names_and_hold_each_parameter_once(ranks, schedul
 def build_step(name, pp, microbatches):
     """Return a step with torch's schedule for this number of microbatches."""
     model_parts, meshes = build_model_parts(SIZES, ParallelConfig(pp=pp, pipeline_schedule=name))
-    group = meshes.model["pp"].get_group()
-    hidden = torch.empty(1, 16, SIZES.dim, requires_grad=True)
-    head = lambda labels: CrossEntropyHead(labels, 64)  # noqa: E731
     return PipelineStep(
-        model_parts, name, microbatches, hidden, head, lambda batch: batch, group, meshes.data["batch"].get_group(),
-        meshes.loss["loss"].get_group(),
-    )  # fmt: skip
+        model_parts=model_parts,
+        schedule_name=name,
+        num_microbatches=microbatches,
+        hidden=torch.empty(1, 16, SIZES.dim, requires_grad=True),
+        make_head=lambda labels: CrossEntropyHead(labels, 64),
+        shard_sequence=lambda batch: batch,
+        pipeline_group=meshes.model["pp"].get_group(),
+        batch_group=meshes.data["batch"].get_group(),
+        loss_group=meshes.loss["loss"].get_group(),
+    )
 
 
 def accepted_microbatches(name, pp, maximum):

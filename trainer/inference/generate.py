@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.parallel.tensor import apply_tensor, retie, tied_names
+from trainer.parallel.tensor import apply_tensor, kept_ties
 from trainer.runtime.distributed import run_on_rank_0
 
 
@@ -90,10 +90,9 @@ class TextGenerator:
             self.model = spec.model(sizes).to(dtype)
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
-            apply_tensor(self.model, plan, mesh, sequence_parallel=False, recompute_gathers=lambda block: False)
-        tied = tied_names(self.model)
-        self.model.to_empty(device=device).eval()
-        retie(self.model, tied)
+            apply_tensor(self.model, plan, mesh, sequence_parallel=False, recompute_gathers=())
+        with kept_ties(self.model):
+            self.model.to_empty(device=device).eval()
         weights.load_into(dict(self.model.named_parameters()))
         self.caches = []
         try:

@@ -3,12 +3,12 @@ arXiv:1604.06174)."""
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from trainer.config import ActivationCheckpointConfig
 
@@ -41,7 +41,6 @@ _GATHER_OPS = {
 }
 
 Forward = Callable[..., Tensor]
-Policy = Callable[..., CheckpointPolicy]
 RecomputePolicy = Literal["nothing", "gathers", "gathers_compiled", "selected", "all"]
 
 
@@ -60,50 +59,57 @@ def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bo
     return "gathers_compiled" if compiled else "gathers"
 
 
-def recompute_all(forward: Forward) -> Forward:
-    """Save only the inputs of a block."""
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+def block_forward(
+    forward: Forward, policy: RecomputePolicy, config: ActivationCheckpointConfig, compiled: bool
+) -> Forward:
+    """Return the forward of a block with recomputation and compilation applied. The block must already be sharded."""
+    if policy == "selected":
+        forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
+    if policy == "gathers_compiled":
+        forward = recompute_gathers_compiled(forward)
+    if compiled:
+        forward = torch.compile(forward, fullgraph=True)  # all blocks share one graph
+    if policy == "all":
+        # Outside the compiled block: torch 2.13 fails on DTensors in a checkpoint inside it.
+        forward = checkpointed(forward)
+    return forward
+
+
+def checkpointed(forward: Forward, contexts: Callable[[], tuple] = noop_context_fn) -> Forward:
+    """Save only the inputs of a block. contexts: function that returns the contexts of selective checkpointing."""
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forward) -> Forward:
     """Save only the results of the operators in `save` (keys of SAVEABLE_OPS) and those of every n-th matmul."""
     saved_ops = {operator for name in save for operator in SAVEABLE_OPS[name]}
-    matmuls = set(SAVEABLE_OPS["matmuls"])
 
-    def make_policy() -> Policy:
+    def contexts() -> tuple:
         matmul_count: Counter[bool] = Counter()  # forward and recomputation count separately
 
         def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
-            save_result = operator in saved_ops and not _is_partial_product(args)
-            if operator in matmuls:
+            save_result = operator in saved_ops and not _is_partial_product(args[0])
+            if operator in SAVEABLE_OPS["matmuls"]:
                 matmul_count[ctx.is_recompute] += 1
                 save_result = save_result and matmul_count[ctx.is_recompute] % every_nth_matmul == 0
             return CheckpointPolicy.MUST_SAVE if save_result else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return policy
+        return create_selective_checkpoint_contexts(policy)
 
-    return _selective_checkpoint(make_policy, forward)
-
-
-def _is_partial_product(args: tuple) -> bool:
-    """Whether an operator is the product with a row-wise matrix under tensor parallelism, which is a partial sum. The sum has
-    the full width of the hidden state. Its reduction over the ranks is saved instead, so the partial sum is recomputed. (A
-    compiler does not see DTensors. But it saves only tensors that backward needs, and these are not needed.)"""
-    first = args[0] if args else None
-    return isinstance(first, DTensor) and first.placements[0].is_shard(first.dim() - 1)
+    return checkpointed(forward, contexts)
 
 
-def recompute_gathers(forward: Forward) -> Forward:
+def _is_partial_product(factor: Any) -> bool:
+    """Return whether the product of the factor with a matrix is a partial sum, because tensor parallelism shards the matrix by
+    rows. A partial sum has the full width of the hidden state. Its reduction over the ranks is saved instead. (A compiler does
+    not see DTensors, but it saves only tensors that backward needs, and backward needs no partial sum.)"""
+    return isinstance(factor, DTensor) and factor.placements[0].is_shard(factor.dim() - 1)
+
+
+def recompute_gathers_compiled(forward: Forward) -> Forward:
     """Recompute gathered inputs. Use this only for compiled blocks: the compiler saves all other tensors that backward needs."""
 
     def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE
 
-    return _selective_checkpoint(lambda: policy, forward)
-
-
-def _selective_checkpoint(make_policy: Callable[[], Policy], forward: Forward) -> Forward:
-    def contexts():
-        return create_selective_checkpoint_contexts(make_policy())
-
-    return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpointed(forward, lambda: create_selective_checkpoint_contexts(policy))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.activation_checkpoint import Forward
-from trainer.parallel.recompute import replace_saved
+from trainer.parallel.recompute import Restore, replace_saved
 from trainer.runtime.host_memory import Event, HostTransfer
 
 
@@ -28,10 +28,10 @@ class InputOffloader:
         def offloading_forward(hidden: Tensor, *args) -> Tensor:
             assert not isinstance(hidden, DTensor)  # blocks pass plain tensors to each other
 
-            def offload(saved: Tensor) -> _OffloadedInput:
+            def offload(saved: Tensor) -> Restore:
                 offloaded = _OffloadedInput(self, saved.detach(), (lambda: None) if is_first else self.newest)
                 self.newest = weakref.ref(offloaded)
-                return offloaded
+                return offloaded.restore
 
             with replace_saved(hidden, offload):
                 return forward(hidden, *args)
@@ -50,20 +50,19 @@ class _OffloadedInput:
         self.transfer = offloader.transfer
         self.transfer.copy([self.buffer], [tensor])
         self.previous = previous
-        self.device = tensor.device
         self.prefetched: tuple[Tensor, Event] | None = None
         self.consumed = False
 
-    def prefetch(self) -> None:
-        """Start the copy to the device."""
+    def prefetch(self) -> tuple[Tensor, Event]:
+        """Start the copy to the device, unless it has started. Return its target and the event of its completion."""
         if self.prefetched is None:
-            target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.device)
+            target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.transfer.device)
             self.prefetched = target, self.transfer.copy([target], [self.buffer])
+        return self.prefetched
 
     def restore(self) -> Tensor:
-        self.prefetch()
-        assert self.prefetched is not None
-        (tensor, event), self.prefetched, self.consumed = self.prefetched, None, True
+        tensor, event = self.prefetch()
+        self.prefetched, self.consumed = None, True
         # A zero-bubble schedule traverses backward twice, the second time in another order.
         if (previous := self.previous()) is not None and not previous.consumed:
             previous.prefetch()

@@ -4,8 +4,9 @@ The mask is computed once per forward, for all blocks. On a CPU it is a dense te
 the block mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,66 +18,45 @@ from trainer.parallel.context import AllGatherAttention, all_gather_sequence, sh
 
 
 class Mask(nn.Module):
-    """A causal mask over each sample. With by_document, it covers each document of a sample separately."""
+    """A causal mask of each sample, or with by_document, of each document of a sample."""
 
-    def __init__(self, cp: DeviceMesh, by_document: bool):
+    def __init__(self, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]):
+        """create: torch's create_block_mask, or another function with this signature."""
         super().__init__()
         self.cp = cp
         self.by_document = by_document
+        self.create = create
 
     def forward(self, positions: Tensor, documents: Tensor) -> Tensor | BlockMask:
         """positions, documents: (batch, seq / cp). The mask has one row for each token of this rank and one column for each
         token of the full sequence."""
-        ranks = self.cp.size()
-        columns = torch.arange(documents.shape[1] * ranks, device=documents.device)
-        rows = shard_tensor(columns[None], self.cp.get_local_rank(), ranks)[0]
-        if not self.by_document:
-            return self._make(rows, columns, None, None)
-        return self._make(rows, columns, documents, all_gather_sequence(documents, self.cp, dim=1))
+        ranks, num_rows = self.cp.size(), documents.shape[1]
+        tokens = torch.arange(num_rows * ranks, device=documents.device)
+        rows = shard_tensor(tokens[None], self.cp.get_local_rank(), ranks)[0]  # the token index of each row
+        column_docs = all_gather_sequence(documents, self.cp, dim=1) if self.by_document else None
 
-    def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None):
-        """rows, columns: token indices in the sequence, shapes (seq / cp,) and (seq,). row_docs, column_docs: document indices,
-        shapes (batch, seq / cp) and (batch, seq); None without a document mask."""
-        raise NotImplementedError
-
-
-class DenseMask(Mask):
-    """A mask that is added to the attention scores, shape (batch or 1, 1, seq / cp, seq)."""
-
-    def __init__(self, cp: DeviceMesh, by_document: bool, dtype: torch.dtype):
-        """dtype: dtype of the computation. Attention would convert a mask of another dtype in every block."""
-        super().__init__(cp, by_document)
-        self.dtype = dtype
-
-    def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None) -> Tensor:
-        visible = (rows[:, None] >= columns)[None]
-        if row_docs is not None:
-            visible = visible & (row_docs[:, :, None] == column_docs[:, None, :])
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
-        return mask.masked_fill_(~visible, float("-inf"))[:, None]
-
-
-class FlexBlockMask(Mask):
-    """The mask of FlexAttention. The compiled function does not materialize the dense mask."""
-
-    def __init__(self, cp: DeviceMesh, by_document: bool, compiled: bool = True):
-        super().__init__(cp, by_document)
-        self.create = torch.compile(create_block_mask) if compiled else create_block_mask
-
-    def _make(self, rows: Tensor, columns: Tensor, row_docs: Tensor | None, column_docs: Tensor | None) -> BlockMask:
         def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
             causal = rows[row] >= column
-            return causal if row_docs is None else causal & (row_docs[batch, row] == column_docs[batch, column])
+            return causal if column_docs is None else causal & (documents[batch, row] == column_docs[batch, column])
 
-        batch = None if row_docs is None else len(row_docs)
-        return self.create(is_visible, batch, None, len(rows), len(columns), device=rows.device.type)
+        batch = len(documents) if self.by_document else None
+        return self.create(is_visible, batch, None, num_rows, len(tokens), device=documents.device.type)
+
+
+def create_dense_mask(is_visible: Callable[..., Tensor], *sizes: int | None, device: str, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to the attention scores. sizes: (batch, heads, rows, columns), where None becomes 1. dtype:
+    dtype of the computation. Attention would convert a mask of another dtype in every block."""
+    batch, head, row, column = (torch.arange(size or 1, device=device) for size in sizes)
+    visible = is_visible(batch[:, None, None, None], head[:, None, None], row[:, None], column)
+    mask = torch.zeros([size or 1 for size in sizes], dtype=dtype, device=device)
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 class FlexAttention(nn.Module):
-    def __init__(self, compiled: bool = True):
-        """compiled: whether to compile FlexAttention. Without compilation it materializes all scores (for tests only)."""
+    def __init__(self, attend: Callable[..., Tensor]):
+        """attend: torch's flex_attention, which materializes all scores unless it is compiled."""
         super().__init__()
-        self.attend = torch.compile(flex_attention) if compiled else flex_attention
+        self.attend = attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq, head_dim)."""
@@ -93,9 +73,12 @@ class AttentionBackend:
     """The model's attention kernel -> a kernel that takes the mask."""
 
 
-CPU_BACKEND = AttentionBackend(DenseMask, lambda kernel: kernel)
+CPU_BACKEND = AttentionBackend(
+    lambda cp, by_document, dtype: Mask(cp, by_document, partial(create_dense_mask, dtype=dtype)), lambda kernel: kernel
+)
 GPU_BACKEND = AttentionBackend(
-    lambda cp, by_document, dtype: FlexBlockMask(cp, by_document), lambda kernel: FlexAttention()
+    lambda cp, by_document, dtype: Mask(cp, by_document, torch.compile(create_block_mask)),
+    lambda kernel: FlexAttention(torch.compile(flex_attention)),
 )
 
 
@@ -106,15 +89,15 @@ def apply_attention(
     by_document: bool,
     dtype: torch.dtype,
     attention_backend: AttentionBackend,
-    recompute_gathers: Callable[[str], bool],
+    recompute_gathers: Collection[str],
 ) -> None:
     """Replace the model's attention kernels and mask, in place, if sequences are split or attention ends at document boundaries
-    (by_document). recompute_gathers: name of a block -> whether its backward repeats the gather."""
+    (by_document). recompute_gathers: names of the blocks whose backward repeats the gather."""
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))
     for name, block in model.get_submodule(plan.blocks).named_children():
         kernel = attention_backend.attention(block.get_submodule(plan.attention))
         if cp.size() > 1:
-            kernel = AllGatherAttention(kernel, cp, recompute_gathers(name))
+            kernel = AllGatherAttention(kernel, cp, name in recompute_gathers)
         block.set_submodule(plan.attention, kernel)

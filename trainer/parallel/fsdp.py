@@ -1,6 +1,6 @@
 """Fully sharded data parallelism (FSDP2): units, resharding, prefetching and precision."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,58 +19,44 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     dtype, and gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by the
     number of target tokens.
     """
-    axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = OffloadPolicy()
-    if config.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-
-    def shard(modules: list[nn.Module], reshard: bool | int) -> None:
-        unit = modules if len(modules) > 1 else modules[0]
-        fully_shard(unit, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
+    axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
+    shard = partial(fully_shard, mesh=mesh[axes], mp_policy=policy, offload_policy=offload)
     reshard, reshard_last = _reshard(config)
-    units: list[tuple[list[nn.Module], bool | int]] = []
-    if config.fsdp_units == "separate":
-        for names in plan.fsdp_units:
-            modules = [model.get_submodule(name) for name in names]
-            modules = [module for module in modules if any(True for _ in module.parameters())]  # of this pipeline stage
-            if modules:
-                units.append((modules, reshard_last if names == plan.fsdp_units[-1] else reshard))
-    blocks = [([block], reshard) for block in model.get_submodule(plan.blocks).children()]
-    for modules, unit_reshard in [*blocks, *units]:
-        shard(modules, unit_reshard)
-    shard([model], reshard_last)
+    blocks = list(model.get_submodule(plan.blocks).children())
+    for block in blocks:
+        shard(block, reshard_after_forward=reshard)
+    others = []  # one module of each unit outside the blocks
+    for names in plan.fsdp_units if config.fsdp_units == "separate" else ():
+        modules = [module for module in map(model.get_submodule, names) if list(module.parameters())]
+        if modules:  # otherwise another pipeline stage has this unit
+            shard(modules, reshard_after_forward=reshard_last if names == plan.fsdp_units[-1] else reshard)
+            others.append(modules[0])
+    shard(model, reshard_after_forward=reshard_last)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    outer = [modules[0] for modules, _ in units]
-    first = outer[0] if outer else model  # with tied embeddings the first unit is also the last one
-    last = outer[-1:] if len(outer) > 1 else []
-    _prefetch([first, *(modules[0] for modules, _ in blocks), *last], config.fsdp_prefetch)
+    # With tied embeddings the first unit is also the last one.
+    _prefetch([*(others[:1] or [model]), *blocks, *others[1:]], config.fsdp_prefetch)
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
     """Return two values of FSDP's reshard_after_forward: for all units but the last, and for the last unit."""
-    match config.reshard_after_forward:
-        case "always":
-            return True, True
-        case "never":
-            return False, False
-        case "default":
-            # Backward starts with the unit that forward ends with: freeing that unit would gather it twice in a row.
-            # A pipeline uses each unit again with every microbatch.
-            return config.pp == 1, False
-        case num_ranks:
-            return num_ranks, num_ranks
+    if config.reshard_after_forward == "default":
+        # Backward starts with the unit that forward ends with: freeing that unit would gather it twice in a row.
+        # A pipeline uses each unit again with every microbatch.
+        return config.pp == 1, False
+    reshard = {"always": True, "never": False}.get(config.reshard_after_forward, config.reshard_after_forward)
+    return reshard, reshard
 
 
-def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
+def _prefetch(units: list[nn.Module], depth: int) -> None:
     """Make each unit start the gather of the next `depth` units. units: one module of each unit, in forward order."""
     if depth == 0:
         return
     for i, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + depth]))
-        unit.set_modules_to_backward_prefetch(list(units[max(0, i - depth) : i][::-1]))
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
+        unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])

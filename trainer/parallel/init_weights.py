@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
@@ -23,24 +24,21 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
     model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
-            if name in loaded:
-                continue
             local, shape, offset = local_region(parameter)
-            if local.numel() == 0:
+            if name in loaded or local.numel() == 0:
                 continue
             last = offset[0] + local.shape[0]
             groups = range(offset[0] // ROWS_PER_SEED, -(-last // ROWS_PER_SEED))
-            draws = pool.map(lambda g, n=name, s=shape: _draw(model, n, s, g, seed), groups)
             columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
+            draws = pool.map(partial(_draw, model, seed, name, shape), groups)
             for group, rows in zip(groups, draws, strict=True):
                 first_row = group * ROWS_PER_SEED
                 start, stop = max(first_row, offset[0]), min(first_row + ROWS_PER_SEED, last)
-                local[start - offset[0] : stop - offset[0]].copy_(
-                    rows[(slice(start - first_row, stop - first_row), *columns)]
-                )
+                drawn = rows[(slice(start - first_row, stop - first_row), *columns)]
+                local[start - offset[0] : stop - offset[0]].copy_(drawn)
 
 
-def _draw(model: nn.Module, name: str, shape: tuple[int, ...], group: int, seed: int) -> Tensor:
+def _draw(model: nn.Module, seed: int, name: str, shape: tuple[int, ...], group: int) -> Tensor:
     """Return the initial values of one group of rows of the full parameter, as fp32 on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}/{group}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -33,18 +33,14 @@ class ParallelDims:
         if others * dp_shard != world_size:
             factors = " ".join(f"x {name} {degree}" for name, degree in degrees.items() if degree > 1)
             product = f"{factors} makes {others * dp_shard} ranks, but " * (others > 1)
-            raise ConfigError(
-                "parallel.dp_shard",
-                f"{product}this run has {world_size} rank{'s' * (world_size > 1)}; -1 uses all remaining ranks",
-            )
+            message = f"{product}this run has {world_size} rank{'s' * (world_size > 1)}; -1 uses all remaining ranks"
+            raise ConfigError("parallel.dp_shard", message)
         dims = cls(**degrees, dp_shard=dp_shard, world_size=world_size)
         reshard = config.reshard_after_forward
         if isinstance(reshard, int) and (dims.fsdp % reshard or reshard == dims.fsdp):
-            product = f"dp_shard {dims.dp_shard}" + (f" x cp {dims.cp} = {dims.fsdp}" if dims.cp > 1 else "")
-            raise ConfigError(
-                "parallel.reshard_after_forward",
-                f"as a number it must divide {product} and be smaller; always reshards to all of them",
-            )
+            product = f"dp_shard {dims.dp_shard}" + f" x cp {dims.cp} = {dims.fsdp}" * (dims.cp > 1)
+            message = f"as a number it must divide {product} and be smaller; always reshards to all of them"
+            raise ConfigError("parallel.reshard_after_forward", message)
         return dims
 
     @property
@@ -70,17 +66,13 @@ class ParallelDims:
 class Meshes:
     """Three device meshes over the same ranks."""
 
-    model: DeviceMesh
-    """Axes pp, dp_replicate, fsdp (= dp_shard x cp), tp: this mesh determines the placement of parameters."""
-    data: DeviceMesh
-    """Axes pp, batch (= dp_replicate x dp_shard), cp, tp: this mesh determines which rank reads which samples."""
-    loss: DeviceMesh
-    """Axes pp, loss (= batch x cp), tp: this mesh determines which ranks sum the loss."""
-
     def __init__(self, dims: ParallelDims, device: torch.device):
         def mesh(**axes: int) -> DeviceMesh:
             return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
+        """Placement of parameters."""
         self.data = mesh(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp)
+        """Assignment of samples and of their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)
+        """Groups of ranks that sum the loss."""

@@ -4,18 +4,12 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
-from trainer.parallel import compile
-from trainer.parallel.activation_checkpoint import (
-    Forward,
-    RecomputePolicy,
-    recompute_all,
-    recompute_except,
-    recompute_gathers,
-    recompute_policy,
-)
+from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
 from trainer.parallel.fsdp import apply_fsdp
@@ -47,46 +41,41 @@ def parallelize(
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
-    compile.configure(checkpointing, tp.get_group() if overlapped else None)
+    configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
-
-    def policy(block: str) -> RecomputePolicy:
-        return recompute_policy(int(block), checkpointing, gathers, compiled=compilation.enabled)
-
-    def recomputes_gathers(block: str) -> bool:
-        return policy(block) == "gathers"
-
-    offloader = InputOffloader(torch.device(meshes.model.device_type)) if checkpointing.offload_inputs else None
+    offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
+        policies = {
+            str(index): recompute_policy(index, checkpointing, gathers, compilation.enabled) for index in stage.blocks
+        }
+        recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
-            apply_tensor(model, plan, tp, parallel.sequence_parallel, recomputes_gathers)
-        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, recomputes_gathers)
-        is_first = True
+            apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
+        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
+        offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():
-            block.forward = block_forward(block.forward, policy(name), checkpointing, compilation)
-            if offloader is not None and policy(name) == "all":
-                block.forward = offloader.wrap(block.forward, is_first)
-                is_first = False
+            block.forward = block_forward(block.forward, policies[name], checkpointing, compilation.enabled)
+            if name in offloaded:
+                block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])
         apply_fsdp(model, plan, meshes.model, parallel, dtype)
         model_parts[stage] = model
     return model_parts
 
 
-def block_forward(
-    forward: Forward, policy: RecomputePolicy, checkpointing: ActivationCheckpointConfig, compilation: CompileConfig
-) -> Forward:
-    """Return the forward of a block with recomputation and compilation applied. The block must already be sharded."""
-    if policy == "selected":
-        forward = recompute_except(checkpointing.save, checkpointing.save_every_nth_matmul, forward)
-    if policy == "gathers_compiled":
-        forward = recompute_gathers(forward)
-    if compilation.enabled:
-        forward = compile.compile_block(forward)
-    if policy == "all":
-        # Outside the compiled block: torch 2.13 fails on DTensors in a checkpoint inside it.
-        forward = recompute_all(forward)
-    return forward
+def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
+    """Set the compiler options of this run, which are global to the process. overlapped: group of ranks whose gathers and
+    reductions overlap with adjacent matrix products."""
+    functorch = torch._functorch.config
+    by_budget = checkpointing.mode == "budget"
+    functorch.activation_memory_budget = checkpointing.memory_budget if by_budget else 1.0
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        # Since torch 2.12 the mesh of a DTensor is an input of the graph, without a size that the budget could count.
+        functorch.unsafe_treat_script_objects_as_zero_size = by_budget
+    functorch.unsafe_allow_optimization_of_collectives = by_budget and checkpointing.recompute_all_gather
+    torch._inductor.config._micro_pipeline_tp = overlapped is not None
+    if overlapped is not None:
+        enable_symm_mem_for_group(overlapped.group_name)

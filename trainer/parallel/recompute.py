@@ -1,22 +1,26 @@
 """Replacement of tensors that autograd saves for backward."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Restore = Callable[[], Tensor]
 
 
-def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Any]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves the object `replace(view)` instead of each view of `tensor`. The object has a
-    method `restore() -> Tensor`. Views share the storage of the tensor, so this works for every operator that saves the tensor
-    itself, a view of it or a DTensor that contains it."""
+def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Restore]) -> saved_tensors_hooks:
+    """Return a context in which autograd saves the function `replace(view)`, which restores the view, instead of each view of
+    `tensor`. Views share the storage of the tensor, so this works for every operator that saves the tensor itself, a view of it
+    or a DTensor that contains it."""
     storage = _storage_id(tensor)  # the graph holds the hook, which therefore must not hold the tensor
     return saved_tensors_hooks(
         lambda saved: replace(saved) if _storage_id(saved) == storage else saved,
-        lambda saved: saved if isinstance(saved, Tensor) else saved.restore(),
+        lambda saved: saved if isinstance(saved, Tensor) else saved(),
     )
 
 
@@ -27,9 +31,7 @@ def call_with_gathered(
     gathered = gather(shard)
     if not recompute:
         return forward(gathered, *args)
-    shard = shard.detach()
-    recomputed = _Recomputed(lambda: _local(gather(shard)))
-    with replace_saved(gathered, lambda view: _SavedView(recomputed, view)):
+    with replace_saved(gathered, _Recomputed(partial(gather, shard.detach())).save):
         return forward(gathered, *args)
 
 
@@ -38,39 +40,27 @@ class _Recomputed:
 
     def __init__(self, recompute: Callable[[], Tensor]):
         self.recompute = recompute
-        self.tensor: Tensor | None = None
+        self.local: Tensor | None = None
         self.num_saved = self.num_restored = 0
 
-    def restore(self) -> Tensor:
-        if self.tensor is None:
+    def save(self, view: Tensor) -> Restore:
+        """Return a function that restores a view of the tensor."""
+        self.num_saved += 1
+        local = _local(view)
+        geometry = local.size(), local.stride(), local.storage_offset()
+        spec = view._spec if isinstance(view, DTensor) else None
+        return partial(self._restore, geometry, spec)
+
+    def _restore(self, geometry: tuple, spec: DTensorSpec | None) -> Tensor:
+        if self.local is None:
             with torch.no_grad():
-                self.tensor = self.recompute()
-        tensor = self.tensor
+                self.local = _local(self.recompute())
+        view = self.local.as_strided(*geometry)
         self.num_restored += 1
         # A zero-bubble schedule traverses the same graph twice: for the inputs' gradients, then for the weights'.
         if self.num_restored % self.num_saved == 0:
-            self.tensor = None
-        return tensor
-
-
-class _SavedView:
-    """A view of a recomputed tensor."""
-
-    def __init__(self, base: _Recomputed, view: Tensor):
-        base.num_saved += 1
-        self.base = base
-        local = _local(view)
-        self.geometry = local.size(), local.stride(), local.storage_offset()
-        self.layout = None
-        if isinstance(view, DTensor):
-            self.layout = view.device_mesh, view.placements, view.size(), view.stride()
-
-    def restore(self) -> Tensor:
-        local = self.base.restore().as_strided(*self.geometry)
-        if self.layout is None:
-            return local
-        mesh, placements, size, stride = self.layout
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+            self.local = None
+        return view if spec is None else DTensor(view, spec, requires_grad=False)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,29 +1,37 @@
 """Steps: from microbatches to a loss and gradients."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from models.spec import Head
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
 
-MakeHead = Callable[[Tensor], Callable[[Tensor, Tensor], Tensor]]
-"""Function from labels (batch, seq) to a head. Inside the output module, the head maps (hidden, weight) to the summed loss."""
 
-ShardSequence = Callable[[Batch], Batch]
-"""Function from a batch of full sequences to this rank's shard of each sequence."""
-
-
-class Step(Protocol):
+@dataclass(kw_only=True, eq=False)
+class Step(ABC):
     """Forward and backward over microbatches. Results are global values, identical on every rank."""
 
+    make_head: Callable[[Tensor], Head]
+    """Function from labels (batch, seq) to a head."""
+    shard_sequence: Callable[[Batch], Batch]
+    """Function from a batch of full sequences to this rank's shard of each sequence."""
+    batch_group: ProcessGroup
+    """The ranks that read different samples."""
+    loss_group: ProcessGroup
+    """The ranks of one pipeline stage that compute the loss of different tokens."""
+
+    @abstractmethod
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         """Run forward and backward. Return the mean loss per target token. num_targets: global number of target tokens."""
 
+    @abstractmethod
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
         """Return the sum of the token losses and the number of target tokens."""
 
@@ -35,25 +43,12 @@ def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> T
     return sum_over(local, batch_group)
 
 
-class SpmdStep:
+@dataclass(kw_only=True, eq=False)
+class SpmdStep(Step):
     """A step in which every rank runs the full model on its share of the samples and sequences."""
 
-    def __init__(
-        self,
-        model: FSDPModule,
-        make_head: MakeHead,
-        shard_sequence: ShardSequence,
-        batch_group: ProcessGroup,
-        loss_group: ProcessGroup,
-        reduce_every_microbatch: bool,
-    ):
-        """batch_group: the ranks that read different samples; loss_group: the ranks that compute the loss of different tokens."""
-        self.model = model
-        self.make_head = make_head
-        self.shard_sequence = shard_sequence
-        self.batch_group = batch_group
-        self.loss_group = loss_group
-        self.reduce_every_microbatch = reduce_every_microbatch
+    model: FSDPModule
+    reduce_every_microbatch: bool
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         losses = []

@@ -5,11 +5,13 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full 
 degree.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,18 +20,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.spec import ParallelPlan
+from models.spec import Head, ParallelPlan
 from trainer.parallel.recompute import call_with_gathered
-
-SEQUENCE = Shard(1)
-"""Placement of a hidden state (batch, seq, dim) that is split along the sequence."""
 
 
 class _Embedding(RowwiseParallel):
     """An embedding table that is sharded along the vocabulary. Each rank looks up its own rows. The results are summed."""
-
-    def __init__(self, residual: Placement):
-        super().__init__(input_layouts=Replicate(), output_layouts=residual)
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, mesh)
@@ -39,22 +35,12 @@ class _Embedding(RowwiseParallel):
         return module
 
 
-class _ReplicatedNorm(ParallelStyle):
-    """A norm with the same weights on all ranks. Each rank normalises the full sequence."""
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        def as_replicated(module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-
-        return distribute_module(module, mesh, input_fn=as_replicated)
-
-
+@dataclass
 class _Gather(ParallelStyle):
     """A module whose parameters all belong to its submodules. Its input, a DTensor, is gathered once for all submodules."""
 
-    def __init__(self, recompute: bool):
-        """recompute: whether to save only this rank's shard of the input for backward, which then repeats the gather."""
-        self.recompute = recompute
+    recompute: bool
+    """Whether to save only this rank's shard of the input for backward, which then repeats the gather."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         original_forward = module.forward
@@ -75,7 +61,7 @@ class _Output(ParallelStyle):
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
         original_forward = module.forward
 
-        def forward(hidden: DTensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        def forward(hidden: DTensor, head: Head | None = None) -> Tensor:
             result = original_forward(_replicate(hidden), head)
             return _replicate(result).to_local() if isinstance(result, DTensor) else result
 
@@ -89,10 +75,12 @@ def _replicate(x: DTensor) -> DTensor:
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style for each value of ParallelPlan.tensor and tensor_block."""
-    residual = SEQUENCE if sequence_parallel else Replicate()
+    residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
+    norm = SequenceParallel()
+    norm.sequence_sharding = (residual,)  # with Replicate, each rank normalizes the full sequence
     return {
-        "embedding": _Embedding(residual),
-        "norm": SequenceParallel() if sequence_parallel else _ReplicatedNorm(),
+        "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
+        "norm": norm,
         "gather": _Gather(recompute_all_gather and sequence_parallel),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=residual),
@@ -105,32 +93,29 @@ def apply_tensor(
     plan: ParallelPlan,
     mesh: DeviceMesh,
     sequence_parallel: bool,
-    recompute_gathers: Callable[[str], bool],
+    recompute_gathers: Collection[str],
 ) -> None:
-    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: name of a block -> whether its
+    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks whose
     backward repeats the gather of inputs."""
-    tied = tied_names(model)
     outside = styles(sequence_parallel, recompute_all_gather=False)
-    for name, style in plan.tensor.items():
-        module = model.get_submodule(name)
-        if any(True for _ in module.parameters()):  # a pipeline stage does not have all modules of the plan
-            parallelize_module(module, mesh, outside[style], src_data_rank=None)
-    retie(model, tied)
+    with kept_ties(model):
+        for name, style in plan.tensor.items():
+            module = model.get_submodule(name)
+            if list(module.parameters()):  # a pipeline stage does not have all modules of the plan
+                parallelize_module(module, mesh, outside[style], src_data_rank=None)
     for block_name, block in model.get_submodule(plan.blocks).named_children():
-        inside = styles(sequence_parallel, recompute_gathers(block_name))
+        inside = styles(sequence_parallel, block_name in recompute_gathers)
         for name, style in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)
 
 
-def retie(model: nn.Module, tied: Mapping[str, str]) -> None:
-    """Register tied parameters under both names again after a change of the model. tied: from tied_names."""
-    for name, first in tied.items():
-        owner, _, attribute = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the second name of each tied parameter -> its first name."""
+@contextmanager
+def kept_ties(model: nn.Module) -> Iterator[None]:
+    """Register tied parameters under both names again after the body has replaced the parameters of the model."""
     first_names: dict[nn.Parameter, str] = {}
-    names = ((name, first_names.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False))
-    return {name: first for name, first in names if name != first}
+    names = [(name, first_names.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    yield
+    for name, first in names:
+        if name != first:
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner).register_parameter(attribute, model.get_parameter(first))

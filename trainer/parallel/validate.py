@@ -7,7 +7,7 @@ import torch
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, CompileConfig, ConfigError, ParallelConfig, TrainingConfig
 from trainer.parallel.mesh import ParallelDims
-from trainer.parallel.pipeline import SCHEDULES
+from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 
 
 def check_divisibility(
@@ -21,9 +21,8 @@ def check_divisibility(
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)
     if rows * (dims.tp - 1) >= sizes.vocab_size:
-        raise ConfigError(
-            "parallel.tp", f"would leave a rank with no vocabulary rows (vocab_size {sizes.vocab_size} of {model})"
-        )
+        message = f"the last rank would have no row of the vocabulary: vocab_size of {model} is {sizes.vocab_size}"
+        raise ConfigError("parallel.tp", message)
     if dims.cp > 1 and seq_len % (2 * dims.cp):
         raise ConfigError("parallel.cp", f"2 x cp = {2 * dims.cp} must divide seq_len {seq_len}")
     if config.sequence_parallel and seq_len // dims.cp % dims.tp:
@@ -53,9 +52,10 @@ def check_supported(
     if parallel.pp == 1:
         return
     name, schedule = parallel.pipeline_schedule, SCHEDULES[parallel.pipeline_schedule]
-    extra = parallel.pipeline_stages_per_rank - schedule.stages_per_rank
-    if parallel.pipeline_stages_per_rank and (extra < 0 or (extra > 0 and not schedule.allows_more_stages)):
-        message = f"{name} takes {schedule.stages_per_rank}" + " or more" * schedule.allows_more_stages
+    stages, default = stages_per_rank(parallel), schedule.stages_per_rank
+    allows_more = default > 1 and not schedule.v_shape
+    if stages < default or (stages > default and not allows_more):
+        message = f"{name} takes {default}" + " or more" * allows_more
         raise ConfigError("parallel.pipeline_stages_per_rank", message)
     if schedule.splits_backward and torch.__version__ < (2, 13):
         # 2.11 cannot split a backward that contains Python autograd functions, such as those of DTensor and the loss.
@@ -70,11 +70,3 @@ def check_supported(
         raise ConfigError("parallel.reshard_after_forward", f"must be default or never with {name}")
     if training.reduce_every_microbatch:
         raise ConfigError("training.reduce_every_microbatch", "not with pp > 1: a pipeline reduces once per step")
-
-
-def hidden_shape(
-    dims: ParallelDims, sizes: Any, config: ParallelConfig, training: TrainingConfig
-) -> tuple[int, int, int]:
-    """Return the shape (batch, seq, dim) of the hidden state between blocks, as each rank has it."""
-    shards = dims.cp * (dims.tp if config.sequence_parallel else 1)
-    return training.local_batch_size, training.seq_len // shards, sizes.dim

@@ -18,7 +18,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks
-from trainer.parallel.validate import check_divisibility, check_supported, hidden_shape
+from trainer.parallel.validate import check_divisibility, check_supported
 from trainer.runtime import device as devices
 
 
@@ -84,12 +84,13 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if training.parameter_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
+    sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
         spec=spec,
         sizes=sizes,
         dims=dims,
         stages=partition_blocks(model, plan, config.parallel),
-        hidden_shape=hidden_shape(dims, sizes, config.parallel, training),
+        hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
         parameter_names=parameter_names(spec, sizes),
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
