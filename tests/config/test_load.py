@@ -61,10 +61,11 @@ COMMAND_LINES = {
     "--training.steps 0": "--training.steps 0: must be at least 1",
     "--training.steps -5": "--training.steps -5: must be at least 1",
     "--training.steps none": "--training.steps none: expected an integer",
-    "--training.steps 5 --training.steps 6": "--training.steps 6: given twice",
+    "--training.steps 5 --training.steps 6": "--training.steps 6: --training.steps is given twice",
     "--optimizer.lr fast": "--optimizer.lr fast: expected a number",
     "--optimizer.lr 0": "--optimizer.lr 0: must be above 0",
     "--optimizer.lr nan": "--optimizer.lr nan: must be finite",
+    "--run.seed 1" + 400 * "0": "--run.seed 1" + 400 * "0" + ": must be at most 9223372036854775807",
     "--optimizer.lr inf": "--optimizer.lr inf: must be finite",
     "--optimizer.betas 0.9": "--optimizer.betas 0.9: expected a list of 2 numbers",
     "--optimizer.betas 0.9,high": "--optimizer.betas 0.9,high: expected a list of 2 numbers",
@@ -85,14 +86,14 @@ COMMAND_LINES = {
     "--evaluation.datasets.wiki jsonl:/nope": (
         "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no file matches it as a pattern"
     ),
-    f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has no effect here: only with empty [data] datasets",
+    f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has an effect only with empty [data] datasets",
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
         "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
     ),
     "--lr_schedule.decay_steps 5": (
-        "--lr_schedule.decay_steps 5: has no effect here: only with [lr_schedule] name = warmup_stable_decay"
+        "--lr_schedule.decay_steps 5: has an effect only with [lr_schedule] name = warmup_stable_decay"
     ),
     "--lr_schedule.name warmup_stable_decay": (
         "[lr_schedule] decay_steps = 0 (default): must be at least 1 with name = warmup_stable_decay"
@@ -106,22 +107,22 @@ COMMAND_LINES = {
     ),
     "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for all remaining ranks",
     "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
-    "--model.overrides 4": "--model.overrides: is a table; set an entry with --model.overrides.NAME VALUE",
+    "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE",
     "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
     "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): required with backend = tiktoken',
     "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
-    "--tokenizer.path x": "--tokenizer.path x: has no effect here: only with [tokenizer] backend != default",
+    "--tokenizer.path x": "--tokenizer.path x: has an effect only with [tokenizer] backend != default",
     "--data.dataset jsonl": '[data] path = "" (default): required with dataset = jsonl',
     "--data.dataset text --data.path no/such": (
         "--data.path no/such: no such file or folder, and no file matches it as a pattern"
     ),
-    "--data.path x": "--data.path x: has no effect here: only with [data] dataset != python_stdlib",
+    "--data.path x": "--data.path x: has an effect only with [data] dataset != python_stdlib",
     "--data.text_field body": (
-        "--data.text_field body: has no effect here: only with a jsonl, parquet or huggingface dataset"
+        "--data.text_field body: has an effect only with a jsonl, parquet or huggingface dataset"
     ),
-    "--data.subset en": "--data.subset en: has no effect here: only with a huggingface dataset",
-    "--data.split test": "--data.split test: has no effect here: only with a huggingface dataset",
-    "--data.token_dtype uint32": "--data.token_dtype uint32: has no effect here: only with a tokens dataset",
+    "--data.subset en": "--data.subset en: has an effect only with a huggingface dataset",
+    "--data.split test": "--data.split test: has an effect only with a huggingface dataset",
+    "--data.token_dtype uint32": "--data.token_dtype uint32: has an effect only with a tokens dataset",
     "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is not a valid name",
     "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
     "--data.held_out_fraction 0": (
@@ -140,8 +141,8 @@ FILES = {
     "[training]\nstpes = 5": "{f} [training] stpes: unknown key; did you mean 'steps'?",
     "[training]\nlr = 5": "{f} [training] lr: unknown key; did you mean [optimizer] lr?",
     "[trainng]\nsteps = 5": "{f} [trainng]: unknown section; did you mean [training]?",
-    "steps = 5": "{f} steps = 5: is outside any [section]; did you mean [training] steps?",
-    "training = 5": "{f} training = 5: is outside any [section]; write [training] as a table",
+    "steps = 5": "{f} steps = 5: the key is outside any [section]; did you mean [training] steps?",
+    "training = 5": "{f} training = 5: the key is outside any [section]; write [training] as a table",
     "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected an integer',
     "[training]\nsteps = true": "{f} [training] steps = true: expected an integer",
     "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected an integer",
@@ -189,10 +190,10 @@ def test_a_missing_file_suggests_a_similar_name(tmp_path):
 
 
 def test_a_folder_or_a_file_that_is_not_utf8_is_an_error(tmp_path):
-    assert error_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: is a folder; expected a TOML file"
+    assert error_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: expected a TOML file, got a folder"
     (tmp_path / "x.toml").write_bytes(b"[run]\nname = '\xff'")
     assert error_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
-    assert error_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: given twice"
+    assert error_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: --config is given twice"
 
 
 def test_the_command_line_overrides_the_file():
@@ -282,6 +283,7 @@ ONLY_WITH = {
     "data.allowed_special": "a chat dataset",
     "data.long_documents": "[data] packing = best-fit or none",
     "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",
+    "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
     "checkpoint.init_exclude": "[checkpoint] init_from",
 }
@@ -307,7 +309,7 @@ def test_conditions_whose_violation_is_an_error():
 def test_a_setting_without_effect_is_an_error(command):
     key, condition = VIOLATIONS[command]
     line = error_of(command.split())
-    assert line.startswith(f"--{key} ") and line.endswith(f": has no effect here: only with {condition}")
+    assert line.startswith(f"--{key} ") and line.endswith(f": has an effect only with {condition}")
 
 
 @pytest.mark.parametrize(
@@ -328,7 +330,7 @@ def test_met_conditions_and_details_of_features_that_are_off_are_accepted(comman
         (["--help"], 0, "--training.steps: an integer; default 1000 (steps, at least 1, at most 1000000000000)"),
         (["--print-config"], 0, "[training]\nsteps = 300\n"),
         (["--training.stpes", "5"], 2, "--training.stpes: unknown setting; did you mean '--training.steps'?\n"),
-        (["--data.text_field", "x"], 2, "--data.text_field x: has no effect here: only with"),
+        (["--data.text_field", "x"], 2, "--data.text_field x: has an effect only with"),
     ],
 )
 def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, output):

@@ -78,7 +78,7 @@ def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_pat
     [
         (
             ["--activation_checkpoint.offload_inputs", "true", "--activation_checkpoint.mode", "selective"],
-            "--activation_checkpoint.offload_inputs true: needs mode = full, because only inputs of blocks are offloaded",
+            "--activation_checkpoint.offload_inputs true: has an effect only with [activation_checkpoint] mode = full",
         ),
         *(
             (

@@ -25,7 +25,7 @@ from trainer.runtime.device import local_world_size
 from trainer.runtime.distributed import broadcast, is_peer_loss
 from trainer.runtime.dtensor import to_local
 from trainer.runtime.host_memory import HostTransfer, pin
-from trainer.system.process import detach_signals, in_child_of
+from trainer.system.process import detach_signals
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
@@ -253,7 +253,7 @@ def _serve(connection: Connection, parent: int, peers: tuple, memory: str, plan:
             store = dist.TCPStore(*address, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_GROUP_TIMEOUT)
             group = dist.group.WORLD
-        while in_child_of(parent):
+        while os.getppid() == parent:
             request, staging_dir = connection.recv()
             connection.send(_attempt(request, staging_dir, plan, contents, group))
     except (EOFError, OSError, dist.DistNetworkError, dist.DistStoreError):

@@ -1,32 +1,22 @@
 """Command lines of scripts: argument parsing, --help, and one-line errors."""
 
 import argparse
-import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from trainer.config.fields import parse_text, range_error
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
-from trainer.config.schema import Config, ConfigError
+from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.process import local_rank
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help formatter that shows defaults, and `--config` and `--section.key` in the usage of a script that takes settings."""
-
-    def __init__(self, prog: str, settings: bool = False):
-        super().__init__(prog)
-        self.settings = settings
-
-    def add_usage(self, usage, actions, groups, prefix=None) -> None:
-        if self.settings:
-            config = argparse.Action(["--config"], "config", metavar="FILE")
-            actions = [*actions, config, argparse.Action(["--section.key"], "setting", metavar="value ...")]
-        super().add_usage(usage, actions, groups, prefix)
+    """Help formatter that shows defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -46,12 +36,13 @@ class Arguments(argparse.ArgumentParser):
     def __init__(self, doc: str = "", settings: bool = False, **options: Any):
         summary, _, rest = doc.partition("\n\n")
         options = {"description": summary, "epilog": rest or None, "allow_abbrev": False, **options}
-        super().__init__(formatter_class=functools.partial(_HelpFormatter, settings=settings), **options)
+        super().__init__(formatter_class=_HelpFormatter, **options)
         if settings:
-            self.add_argument_group(
-                "settings of the trainer",
-                "--config FILE and --section.key value, as for train.py (python train.py --help shows them all)",
-            )
+            text = "--config FILE and --section.key value, as for train.py (python train.py --help shows them all)"
+            self.add_argument_group("settings of the trainer", text)
+            for flag, metavar in (("--config", "FILE"), ("--section.key", "value ...")):
+                # Shown in the usage, but not parsed.
+                self._actions.append(argparse.Action([flag], argparse.SUPPRESS, metavar=metavar, help="setting"))
 
     def error(self, message: str) -> NoReturn:
         die(message)
@@ -75,42 +66,23 @@ def utf8(text: str) -> str:
     return text
 
 
-def positive_int(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected an integer of at least 1")
-    return int(text)
+def _number(kind: type[int] | type[float], constraint: Constraint, expected: str) -> Callable[[str], Any]:
+    """Return the parser of an option's value."""
+
+    def parse(text: str) -> int | float:
+        with suppress(ValueError):
+            value = parse_text(text, kind)
+            if not range_error(value, constraint):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+
+    return parse
 
 
-def non_negative_int(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text}: expected an integer of at least 0")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
-    if not 0 < (value := _parse_float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number above 0")
-    return value
-
-
-def non_negative_float(text: str) -> float:
-    if not 0 <= (value := _parse_float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a number of at least 0")
-    return value
-
-
-def _parse_float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
-
-
-def check_log_rank() -> None:
-    """Raise ConfigError if LOG_RANK is neither "all" nor a list of ranks."""
-    ranks = os.environ.get("LOG_RANK", "0")
-    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
-        raise ConfigError("", f"LOG_RANK={ranks}: expected all, or ranks such as 0,3")
+positive_int = _number(int, Constraint(min=1), "an integer of at least 1")
+non_negative_int = _number(int, Constraint(min=0), "an integer of at least 0")
+positive_float = _number(float, Constraint(exclusive_min=0), "a number above 0")
+non_negative_float = _number(float, Constraint(min=0), "a number of at least 0")
 
 
 def die(line: str) -> NoReturn:
@@ -135,8 +107,10 @@ def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> C
     """Load the configuration of a command. --help and --print-config print and exit; errors are one line and exit code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
+    ranks = os.environ.get("LOG_RANK", "0")
+    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
+        die(f"LOG_RANK={ranks}: expected all, or ranks such as 0,3")
     try:
-        check_log_rank()
         config = load_config([word for word in argv if word != "--print-config"], check_files)
     except ConfigError as error:
         die(str(error))

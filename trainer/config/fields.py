@@ -4,12 +4,14 @@ import ast
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from trainer.config import schema as declarations
@@ -28,8 +30,12 @@ class Setting:
     doc: str
 
     @property
+    def key(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
     def flag(self) -> str:
-        return f"--{self.section}.{self.name}"
+        return f"--{self.key}"
 
     @property
     def value_type(self) -> Any:
@@ -41,42 +47,37 @@ class Setting:
 def settings() -> Mapping[str, Mapping[str, Setting]]:
     """Return section name -> setting name -> Setting, in the order of schema.py."""
     docs = _docstrings()
-    table = {}
-    defaults = Config()
-    for section in fields(Config):
-        cls = section.default_factory
-        if not is_dataclass(cls):
-            continue
-        hints = typing.get_type_hints(cls, include_extras=True)
-        table[section.name] = {
-            f.name: _setting(section.name, f.name, hints[f.name], defaults, docs[cls.__name__][f.name])
-            for f in fields(cls)
+    sections = {name: values for name, values in vars(Config()).items() if is_dataclass(values)}
+    return {
+        section: {
+            name: _setting(section, name, hint, getattr(values, name), docs[f"{type(values).__name__}.{name}"])
+            for name, hint in typing.get_type_hints(type(values), include_extras=True).items()
         }
-    return table
+        for section, values in sections.items()
+    }
 
 
-def _setting(section: str, name: str, hint: Any, defaults: Config, doc: str) -> Setting:
+def all_settings() -> list[Setting]:
+    return [setting for members in settings().values() for setting in members.values()]
+
+
+def _setting(section: str, name: str, hint: Any, default: Any, doc: str) -> Setting:
     constraint = Constraint()
     if typing.get_origin(hint) is typing.Annotated:
         hint, *constraints = typing.get_args(hint)
         for declared in constraints:  # first the constraints of an alias such as Steps, then those of the setting
             constraint = replace(constraint, **{k: v for k, v in vars(declared).items() if v != getattr(Constraint, k)})
-    default = getattr(getattr(defaults, section), name)
     return Setting(section=section, name=name, type=hint, constraint=constraint, default=default, doc=doc)
 
 
-def _docstrings() -> dict[str, dict[str, str]]:
-    """Return class name -> field name -> docstring that follows the field in schema.py."""
-    docs: dict[str, dict[str, str]] = {}
+def _docstrings() -> dict[str, str]:
+    """Return "Class.field" -> docstring that follows the field in schema.py."""
+    docs = {}
     for node in ast.parse(inspect.getsource(declarations)).body:
-        if isinstance(node, ast.ClassDef):
-            docs[node.name] = {
-                member.target.id: " ".join(text.value.value.split())
-                for member, text in zip(node.body, node.body[1:], strict=False)
-                if isinstance(member, ast.AnnAssign)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            }
+        for member, text in itertools.pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+            match member, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[f"{node.name}.{name}"] = " ".join(doc.split())
     return docs
 
 
@@ -117,60 +118,45 @@ def type_name(type_: Any) -> str:
 
 def coerce(raw: Any, type_: Any) -> Any:
     """Convert a TOML value to `type_`. Raises ValueError."""
+    origin, arguments = typing.get_origin(type_), typing.get_args(type_)
     if len(_options(type_)) > 1:
         for option in _options(type_):
-            try:
+            with suppress(ValueError):
                 return coerce(raw, option)
-            except ValueError:
-                continue
-        raise ValueError
-    if typing.get_origin(type_) is typing.Literal:
-        if isinstance(raw, str) and raw in typing.get_args(type_):
+    elif origin is typing.Literal:
+        if isinstance(raw, str) and raw in arguments:
             return raw
-        raise ValueError
-    if typing.get_origin(type_) is tuple:
-        members = typing.get_args(type_)
-        if is_list(type_) and isinstance(raw, list | tuple):
-            members = members[:1] * len(raw)
-        if not isinstance(raw, list | tuple) or len(raw) != len(members):
-            raise ValueError
-        return tuple(coerce(r, m) for r, m in zip(raw, members, strict=True))
-    if type_ is type(None):
+    elif origin is tuple:
+        members = arguments[:1] * len(raw) if is_list(type_) and isinstance(raw, list) else arguments
+        if isinstance(raw, list) and len(raw) == len(members):
+            return tuple(map(coerce, raw, members))
+    elif type_ is type(None):
         if raw == "none":
             return None
-        raise ValueError
-    if type_ is float and type(raw) is int and abs(raw) < 10**300:
+    elif type_ is float and type(raw) is int and abs(raw) < 10**300:
         return float(raw)
-    if type(raw) is not type_:
-        raise ValueError
-    return raw
+    elif type(raw) is type_:
+        return raw
+    raise ValueError
 
 
 def parse_text(text: str, type_: Any) -> Any:
     """Convert a command-line word to `type_`. Raises ValueError."""
-    if is_list(type_):
-        return coerce(_words(text), type_)
-    try:
+    if typing.get_origin(type_) is tuple:
+        member = typing.get_args(type_)[0]
+        return coerce([parse_text(word, member) for word in _words(text)], type_)
+    with suppress(ValueError):
         return coerce(text, type_)  # the type is text, a choice or none
-    except ValueError:
-        return coerce(_literal(text), type_)
+    if text in ("true", "false"):
+        return coerce(text == "true", type_)
+    is_integer = re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text)
+    return coerce(int(text) if is_integer else float(text), type_)
 
 
 def _words(text: str) -> list[str]:
-    """Parse a list of names: a,b or ["a", "b"]."""
-    names = (word.strip().strip("\"'") for word in text.removeprefix("[").removesuffix("]").split(","))
-    return [name for name in names if name]
-
-
-def _literal(text: str) -> Any:
-    """Parse a boolean, a number or a list of numbers (0.9,0.95 or [0.9, 0.95]). Raises ValueError."""
-    if text in ("true", "false"):
-        return text == "true"
-    if "," in text or text.startswith("["):
-        return [_literal(word.strip()) for word in text.removeprefix("[").removesuffix("]").split(",")]
-    if re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
-        return int(text)
-    return float(text)
+    """Parse a list: a,b or ["a", "b"]."""
+    words = (word.strip().strip("\"'") for word in text.removeprefix("[").removesuffix("]").split(","))
+    return [word for word in words if word]
 
 
 def range_error(value: Any, constraint: Constraint) -> str:
@@ -181,15 +167,14 @@ def range_error(value: Any, constraint: Constraint) -> str:
         return "must be printable text"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    if not math.isfinite(value):
-        return "must be finite"
-    if constraint.min is not None and value < constraint.min:
-        return f"must be at least {constraint.min}"
-    if constraint.max is not None and value > constraint.max:
-        return f"must be at most {constraint.max}"
-    if constraint.exclusive_min is not None and value <= constraint.exclusive_min:
-        return f"must be above {constraint.exclusive_min}"
-    return ""
+    least, above, most = constraint.min, constraint.exclusive_min, constraint.max
+    rules = {
+        "must be finite": isinstance(value, int) or math.isfinite(value),
+        f"must be at least {least}": least is None or value >= least,
+        f"must be at most {most}": most is None or value <= most,
+        f"must be above {above}": above is None or value > above,
+    }
+    return next((rule for rule, is_met in rules.items() if not is_met), "")
 
 
 def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
@@ -201,13 +186,8 @@ def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> st
 
 def type_error(type_: Any, raw: Any) -> str:
     """Return the message for a value that `coerce` or `parse_text` rejected."""
-    given = [raw] if isinstance(raw, str) else []
-    if is_list(type_):
-        types_ = typing.get_args(type_)[:1]
-        words = _words(raw) if isinstance(raw, str) else raw if isinstance(raw, list) else []
-        given = [word for word in words if isinstance(word, str)]
-    else:
-        types_ = _options(type_)
+    types_ = typing.get_args(type_)[:1] if is_list(type_) else _options(type_)
     choices = [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
-    unknown = next((word for word in given if word not in choices), "")
+    words = [str(word) for word in raw] if isinstance(raw, list) else _words(str(raw))
+    unknown = next((word for word in words if word not in choices), "")
     return f"expected {type_name(type_)}" + did_you_mean(unknown, choices)

@@ -1,124 +1,151 @@
 """Loading of a Config from TOML file and command line. An error is one line: setting, value, origin, rule and likely fix."""
 
 import glob
+import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from trainer.config.fields import Setting, coerce, did_you_mean, is_table, parse_text, range_error, settings, type_error
+from trainer.config.fields import (
+    Setting,
+    all_settings,
+    coerce,
+    did_you_mean,
+    is_table,
+    parse_text,
+    range_error,
+    settings,
+    type_error,
+)
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
-# ---------------------------------------------------------------- TOML and command line
+def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
+    """Load and check a configuration. Raises ConfigError with the complete line for the user.
 
-
-class _Values:
-    """Values of settings, and where each was set. The command line overrides the file."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, dict[str, Any]] = {section: {} for section in settings()}
-        self.origins: dict[str, str] = {}
-
-    def put(self, setting: Setting, value: Any, origin: str) -> None:
-        self.values[setting.section][setting.name] = value
-        self.origins[f"{setting.section}.{setting.name}"] = origin
-
-    def put_entry(self, setting: Setting, entry: str, value: Any, origin: str) -> None:
-        if not (entry.isidentifier() or (setting.constraint.free_keys and entry.isprintable() and entry)):
+    argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
+    check_files: whether files that settings name must exist.
+    """
+    flags = parse_argv(argv)
+    file = flags.pop("--config", str(DEFAULT_CONFIG))
+    values: dict[str, dict[str, Any]] = {section: {} for section in settings()}
+    origins: dict[str, str] = {}
+    for setting, entry, parse, raw, origin in itertools.chain(_from_file(file), _from_flags(flags)):
+        value = _checked(parse, raw, setting, origin)
+        origins[setting.key] = origin
+        if not is_table(setting.type):
+            values[setting.section][setting.name] = value
+        elif entry.isidentifier() or (setting.constraint.free_keys and entry.isprintable() and entry):
+            values[setting.section].setdefault(setting.name, {})[entry] = value
+            origins[f"{setting.key}.{entry}"] = origin
+        else:
             raise ConfigError("", f"{origin}: {entry!r} is not a valid name")
-        self.values[setting.section].setdefault(setting.name, {})[entry] = value
-        self.origins[f"{setting.section}.{setting.name}.{entry}"] = origin
-        self.origins[f"{setting.section}.{setting.name}"] = origin
-
-
-def _read_toml(path: Path, file: str) -> dict[str, Any]:
-    """file: the path as the user wrote it."""
+    values["run"]["name"] = values["run"].get("name") or Path(file).stem
+    defaults = Config()
+    sections = {name: replace(getattr(defaults, name), **members) for name, members in values.items()}
+    config = Config(**sections, origins=origins)
     try:
-        return tomli.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        siblings = [str(Path(file).parent / p.name) for p in path.parent.glob("*.toml") if p.exists()]
-        raise ConfigError("", f"--config {file}: no such file{did_you_mean(file, siblings)}") from None
-    except IsADirectoryError:
-        raise ConfigError("", f"--config {file}: is a folder; expected a TOML file") from None
-    except OSError as error:
-        raise ConfigError("", f"--config {file}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError("", f"--config {file}: not UTF-8 text (byte {error.start})") from None
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError("", f"--config {file}: not valid TOML: {error}") from None
-    except (ValueError, RecursionError):  # the file contains thousands of digits or brackets
-        raise ConfigError("", f"--config {file}: cannot be parsed as TOML") from None
+        check_combinations(config)
+        if check_files:
+            _check_files(config)
+    except ConfigError as error:
+        raise ConfigError("", config.explain(error)) from None
+    return config
 
 
-def _put_file(values: _Values, document: Mapping[str, Any], file: str) -> None:
-    for section, body in document.items():
+_Given = tuple[Setting, str, Callable[[Any, Any], Any], Any, str]
+"""Setting, entry of its table ("" for other settings), parser, value as written, origin."""
+
+
+def _from_file(file: str) -> Iterator[_Given]:
+    for section, body in _read_toml(file).items():
         known = settings().get(section)
         if not isinstance(body, dict):
-            hint = _elsewhere(section, "") or (f"; write [{section}] as a table" if known else "")
-            raise ConfigError("", f"{file} {section} = {toml_value(body)}: is outside any [section]{hint}")
+            hint = _elsewhere(section) or (f"; write [{section}] as a table" if known else "")
+            raise ConfigError("", f"{file} {section} = {toml_value(body)}: the key is outside any [section]{hint}")
         if known is None:
             hint = did_you_mean(section, settings(), "[{}]")
             raise ConfigError("", f"{file} [{section}]: unknown section{hint}")
         for name, raw in body.items():
-            setting = known.get(name)
-            if setting is None:
-                hint = _elsewhere(name, section) or did_you_mean(name, list(known))
+            if name not in known:
+                hint = _elsewhere(name) or did_you_mean(name, known)
                 raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
-            _put_toml_value(values, setting, raw, file)
+            origin = f"{file} [{section}] {name} = {toml_value(raw)}"
+            if not is_table(known[name].type):
+                yield known[name], "", coerce, raw, origin
+            elif isinstance(raw, dict):
+                for entry, value in raw.items():
+                    yield known[name], entry, coerce, value, f"{file} [{section}.{name}] {entry} = {toml_value(value)}"
+            else:
+                raise ConfigError("", f"{origin}: expected a table")
 
 
-def _put_toml_value(values: _Values, setting: Setting, raw: Any, file: str) -> None:
-    origin = f"{file} [{setting.section}] {setting.name} = {toml_value(raw)}"
-    if is_table(setting.type):
-        if not isinstance(raw, dict):
-            raise ConfigError("", f"{origin}: expected a table")
-        for entry, value in raw.items():
-            entry_origin = f"{file} [{setting.section}.{setting.name}] {entry} = {toml_value(value)}"
-            values.put_entry(setting, entry, _checked(coerce, value, setting, entry_origin), entry_origin)
-        return
-    values.put(setting, _checked(coerce, raw, setting, origin), origin)
+def _from_flags(flags: Mapping[str, str]) -> Iterator[_Given]:
+    for flag, text in flags.items():
+        yield *_find(flag), parse_text, text, f"{flag} {text}"
 
 
-def _checked(parse, raw: Any, setting: Setting, origin: str) -> Any:
+def _read_toml(file: str) -> dict[str, Any]:
+    try:
+        return tomli.loads(Path(file).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
+        problem = f"no such file{did_you_mean(file, siblings)}"
+    except IsADirectoryError:
+        problem = "expected a TOML file, got a folder"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text (byte {error.start})"
+    except tomli.TOMLDecodeError as error:
+        problem = f"not valid TOML: {error}"
+    except (ValueError, RecursionError):  # the file contains thousands of digits or brackets
+        problem = "cannot be parsed as TOML"
+    raise ConfigError("", f"--config {file}: {problem}")
+
+
+def _checked(parse: Callable[[Any, Any], Any], raw: Any, setting: Setting, origin: str) -> Any:
     try:
         value = parse(raw, setting.value_type)
     except ValueError:
         raise ConfigError("", f"{origin}: {type_error(setting.value_type, raw)}") from None
-    problem = range_error(value, setting.constraint)
-    if problem:
+    if problem := range_error(value, setting.constraint):
         raise ConfigError("", f"{origin}: {problem}")
     return value
 
 
-def _elsewhere(name: str, section: str) -> str:
-    """Return a hint that names the other sections with exactly this key, or "" if there are none."""
-    sections = [s for s, members in settings().items() if name in members and s != section]
-    return f"; did you mean [{sections[0]}] {name}?" if sections else ""
+def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
+    """Return a hint that names the first setting with exactly this name in any section, or "" if no section has one."""
+    same = next((setting for setting in all_settings() if setting.name == name), None)
+    return f"; did you mean {show.format(same)}?" if same else ""
 
 
-def parse_argv(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag, value) pairs of a command line without --help and --print-config."""
-    words = iter(range(len(argv)))
-    for i in words:
-        word = argv[i]
+def parse_argv(argv: Sequence[str]) -> dict[str, str]:
+    """Return flag -> value of a command line without --help and --print-config. Raises ConfigError."""
+    flags: dict[str, str] = {}
+    words = iter(argv)
+    for word in words:
         if not word.startswith("--") or len(word) == 2:
             raise ConfigError("", f"{word}: unexpected argument; settings are written --section.key value")
         flag, equals, value = word.partition("=")
         if not equals:
-            if i + 1 == len(argv) or argv[i + 1].startswith("--"):
+            value = next(words, None)
+            if value is None or value.startswith("--"):
                 if flag != "--config":
                     _find(flag)  # raises for an unknown flag
                 raise ConfigError("", f"{flag}: expects a value")
-            value = argv[next(words)]
-        yield flag, value
+        if flag in flags:
+            raise ConfigError("", f"{flag} {value}: {flag} is given twice")
+        flags[flag] = value
+    return flags
 
 
 def _find(flag: str) -> tuple[Setting, str]:
@@ -129,58 +156,10 @@ def _find(flag: str) -> tuple[Setting, str]:
     if setting is not None and bool(entry) == is_table(setting.type):
         return setting, entry
     if setting is not None and not entry:
-        raise ConfigError("", f"{flag}: is a table; set an entry with {flag}.NAME VALUE")
-    flags = [s.flag for members in settings().values() for s in members.values()]
-    same_name = [f for f in flags if f.rpartition(".")[2] == flag.rpartition(".")[2].lstrip("-")]
-    candidates = [*flags, "--config", "--print-config", "--help"]
-    hint = f"; did you mean {same_name[0]!r}?" if same_name else did_you_mean(flag, candidates)
+        raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
+    candidates = [*(setting.flag for setting in all_settings()), "--config", "--print-config", "--help"]
+    hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "{0.flag!r}") or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
-
-
-def _put_flags(values: _Values, flags: Sequence[tuple[str, str]]) -> None:
-    seen = set()
-    for flag, text in flags:
-        setting, entry = _find(flag)
-        origin = f"{flag} {text}"
-        if flag in seen:
-            raise ConfigError("", f"{origin}: given twice")
-        seen.add(flag)
-        value = _checked(parse_text, text, setting, origin)
-        if entry:
-            values.put_entry(setting, entry, value, origin)
-        else:
-            values.put(setting, value, origin)
-
-
-def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
-    """Load and check a configuration. Raises ConfigError with the complete line for the user.
-
-    argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
-    check_files: whether files that settings name must exist.
-    """
-    flags = list(parse_argv(argv))
-    paths = [value for flag, value in flags if flag == "--config"]
-    if len(paths) > 1:
-        raise ConfigError("", f"--config {paths[1]}: given twice")
-    file = paths[0] if paths else str(DEFAULT_CONFIG)
-    path = Path(file)
-    values = _Values()
-    _put_file(values, _read_toml(path, file), file)
-    _put_flags(values, [(flag, value) for flag, value in flags if flag != "--config"])
-    values.values["run"]["name"] = values.values["run"].get("name") or path.stem
-    sections = {
-        section.name: section.default_factory(**values.values[section.name])
-        for section in fields(Config)
-        if section.name in values.values
-    }
-    config = Config(**sections, origins=values.origins)
-    try:
-        check_combinations(config)
-        if check_files:
-            _check_files(config)
-    except ConfigError as error:
-        raise ConfigError("", config.explain(error)) from None
-    return config
 
 
 # ---------------------------------------------------------------- rules between settings
@@ -198,12 +177,10 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
-    for section, members in settings().items():
-        for setting in members.values():
-            if getattr(getattr(config, section), setting.name) != setting.default:
-                for condition in filter(None, setting.constraint.only_with.split(" and ")):
-                    message = f"has no effect here: only with {condition}"
-                    yield f"{section}.{setting.name}", not _holds(condition, config), message
+    for setting in all_settings():
+        if config.value(setting.key) != setting.default:
+            for condition in filter(None, setting.constraint.only_with.split(" and ")):
+                yield setting.key, not _holds(condition, config), f"has an effect only with {condition}"
     backend = config.tokenizer.backend
     yield "tokenizer.path", backend != "default" and not config.tokenizer.path, f"required with backend = {backend}"
     needs_path = data.dataset not in ("python_stdlib", "chat") and not data.path and not data.datasets
@@ -220,9 +197,6 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     early = optimizer.offload == "state_and_gradients" and training.reduce_every_microbatch
     message = "incompatible with [training] reduce_every_microbatch: gradients must be complete when they are offloaded"
     yield "optimizer.offload", early, message
-    checkpointing = config.activation_checkpoint
-    message = "needs mode = full, because only inputs of blocks are offloaded"
-    yield "activation_checkpoint.offload_inputs", checkpointing.offload_inputs and checkpointing.mode != "full", message
     incompatible = {
         "[training] max_norm, which needs all gradients at once; set it to none": training.max_norm is not None,
         "[training] reduce_every_microbatch: gradients are complete after the last one": training.reduce_every_microbatch,
@@ -244,7 +218,7 @@ def _holds(condition: str, config: Config) -> bool:
         return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
     form = r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?"
     empty, section, name, operator, choices = re.fullmatch(form, condition).groups()
-    value = getattr(getattr(config, section), name)
+    value = config.value(f"{section}.{name}")
     if operator:
         return (value in choices.split(" or ")) == (operator == "=")
     return bool(value) != bool(empty)
@@ -258,7 +232,7 @@ def _check_files(config: Config) -> None:
     if tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", "no such file")
     for key, reader, path in _datasets(config):
-        if path and reader in _FILE_READERS and not _exists(path):
+        if path and reader in _FILE_READERS and not os.path.exists(path) and not any(glob.iglob(path, recursive=True)):
             raise ConfigError(key, "no such file or folder, and no file matches it as a pattern")
 
 
@@ -269,14 +243,7 @@ _FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")
 def _datasets(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield (setting, reader, path) of each dataset."""
     yield "data.path", config.data.dataset, config.data.path
-    for table, datasets in (
-        ("data.datasets", config.data.datasets),
-        ("evaluation.datasets", config.evaluation.datasets),
-    ):
-        for name, text in datasets.items():
+    for table in ("data.datasets", "evaluation.datasets"):
+        for name, text in config.value(table).items():
             reader, _, path = text.partition(":")
             yield f"{table}.{name}", reader, path
-
-
-def _exists(path: str) -> bool:
-    return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))

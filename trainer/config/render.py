@@ -12,10 +12,8 @@ def to_toml(config: Config) -> str:
     """Return the configuration as TOML, defaults included. load_config of this text returns an equal configuration."""
     lines = []
     for section, members in settings().items():
-        lines.append(f"[{section}]")
-        values = getattr(config, section)
-        lines += [f"{name} = {toml_value(getattr(values, name))}" for name in members]
-        lines.append("")
+        entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members.values()]
+        lines += [f"[{section}]", *entries, ""]
     return "\n".join(lines)
 
 
@@ -57,11 +55,8 @@ def help_text() -> str:
         lines += ["", f"[{section}]"]
         for s in members.values():
             flag = s.flag + (".NAME" if is_table(s.type) else "")
-            limits = _limits(s)
-            lines.append(
-                f"  {flag}: {type_name(s.type)}; default {toml_value(s.default)}" + (f" ({limits})" * bool(limits))
-            )
-            lines.append(f"      {s.doc}")
+            limits = f" ({_limits(s)})" if _limits(s) else ""
+            lines += [f"  {flag}: {type_name(s.type)}; default {toml_value(s.default)}{limits}", f"      {s.doc}"]
     return "\n".join(lines)
 
 

@@ -282,8 +282,8 @@ class ActivationCheckpointConfig:
     """Save the results of only every n-th matmul of a block."""
     every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1
     """Apply the mode to every n-th block, starting with the first block."""
-    offload_inputs: bool = False
-    """With mode = full, whether the saved inputs of blocks are kept in host memory between forward and backward."""
+    offload_inputs: Annotated[bool, Constraint(only_with="[activation_checkpoint] mode = full")] = False
+    """Whether the saved inputs of blocks are kept in host memory between forward and backward."""
     recompute_all_gather: bool = True
     """Whether backward repeats the all-gathers of tp and cp (inputs of column-wise matmuls; keys and values) without recomputing
     anything else; false: the gathered tensors are saved for backward."""

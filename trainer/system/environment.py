@@ -11,9 +11,11 @@ from typing import Any
 
 def environment(repository: Path) -> dict[str, Any]:
     """Return command line, git commit, packages, platform and CPU. repository: root folder of the code."""
+    changes = _git(repository, "status", "--porcelain")
     return {
         "command": sys.orig_argv,
-        **_git(repository),
+        "git_commit": _git(repository, "rev-parse", "HEAD"),
+        "git_clean": None if changes is None else changes == "",
         "python": platform.python_version(),
         "packages": dict(sorted((d.metadata["Name"], d.version) for d in metadata.distributions())),
         "platform": platform.platform(),
@@ -22,18 +24,13 @@ def environment(repository: Path) -> dict[str, Any]:
     }
 
 
-def _git(repository: Path) -> dict[str, Any]:
-    """Return the commit and whether the working tree is clean. Both are None outside a repository."""
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(repository), *args], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    changes = git("status", "--porcelain")
-    return {"git_commit": git("rev-parse", "HEAD"), "git_clean": None if changes is None else changes == ""}
+def _git(repository: Path, *args: str) -> str | None:
+    """Return the output of a git command, or None outside a repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(repository), *args], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:

@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -162,20 +162,15 @@ def try_lock(path: Path, timeout_s: float) -> TextIO | str:
                 continue
             file.seek(0)
             return file.read().strip() or "another process"
-        if not _is_named(file, path):
-            file.close()  # the previous holder of the lock has removed the file
-            continue
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        file.flush()
-        return file
-
-
-def _is_named(file: TextIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                file.write(
+                    f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+                )
+                file.flush()
+                return file
+        file.close()  # the previous holder of the lock has removed the file
 
 
 @contextmanager

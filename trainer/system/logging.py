@@ -16,24 +16,19 @@ def _is_logging_rank() -> bool:
     return ranks == "all" or str(_rank()) in ranks.split(",")
 
 
-def _line(text: str) -> str:
-    rank = f"[rank {_rank()}] " if _rank() else ""
-    return f"{time.strftime('%H:%M:%S')} {rank}{text}"
-
-
-def _print(line: str, file: TextIO) -> None:
-    with suppress(OSError):  # a full disk or a closed terminal must not stop a run
-        print(line, file=file, flush=True)
+def _log(text: str, file: TextIO) -> None:
+    if _is_logging_rank():
+        rank = f"[rank {_rank()}] " if _rank() else ""
+        with suppress(OSError):  # a full disk or a closed terminal must not stop a run
+            print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=file, flush=True)
 
 
 def info(text: str) -> None:
-    if _is_logging_rank():
-        _print(_line(text), sys.stdout)
+    _log(text, sys.stdout)
 
 
 def warning(text: str) -> None:
-    if _is_logging_rank():
-        _print(_line(f"warning: {text}"), sys.stderr)
+    _log(f"warning: {text}", sys.stderr)
 
 
 def on_terminal() -> bool:

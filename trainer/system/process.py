@@ -52,10 +52,6 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def in_child_of(parent: int) -> bool:
-    return os.getppid() == parent
-
-
 def detach_signals(*_: object) -> None:
     """Ignore SIGINT and SIGTERM, because the parent handles them, and exit when the parent exits."""
     signal.set_wakeup_fd(-1)

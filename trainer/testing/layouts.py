@@ -106,7 +106,7 @@ def flags(settings: dict[str, str]) -> list[str]:
 
 def settings_of(argv: Sequence[str]) -> dict[str, str]:
     """Return "section.key" -> value of a command line."""
-    return {flag.removeprefix("--"): value for flag, value in parse_argv(argv)}
+    return {flag.removeprefix("--"): value for flag, value in parse_argv(argv).items()}
 
 
 def with_default_model(settings: dict[str, str]) -> dict[str, str]:
