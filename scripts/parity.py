@@ -95,7 +95,7 @@ class Runs:
                 raise ConfigError("", f"--{key}: must be part of a layout: --layout 'name=value'")
         self.folder = folder
         config = load_config(argv)
-        of_layouts = {f"{s}.{name}": setting for s in LAYOUT_SECTIONS for name, setting in settings()[s].items()}
+        of_layouts = {key: setting for key, setting in settings().items() if setting.section in LAYOUT_SECTIONS}
         changed = {key: setting for key, setting in of_layouts.items() if config.value(key) != setting.default}
         self.common = {key: toml_value(setting.default).strip('"') for key, setting in changed.items()} | {
             "run.device": "cpu",

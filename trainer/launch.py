@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,9 +37,7 @@ def _num_nodes() -> tuple[int, int]:
 
 def torchrun_options(ranks: int, min_nodes: int, max_nodes: int, timeout_s: float) -> tuple[list[str], str]:
     """Return torchrun's options and the host:port of the rendezvous, which is "" if torchrun chooses it.
-
-    ranks: number of ranks per node; timeout_s: maximum time that the nodes wait for each other.
-    """
+    ranks: number of ranks per node; timeout_s: maximum time that the nodes wait for each other."""
     node = _env_int("NODE_RANK", 0, 0)
     port = _env_int("MASTER_PORT", 29500, 1)
     if port > 65535:
@@ -64,7 +61,7 @@ def torchrun_options(ranks: int, min_nodes: int, max_nodes: int, timeout_s: floa
     return [*options, "--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-conf={waits}"], endpoint
 
 
-def main() -> NoReturn:
+def main() -> None:
     config = config_from_command_line(sys.argv[1:])
     num_ranks = _env_int("NGPU", 1, 1)
     min_nodes, max_nodes = _num_nodes()
@@ -98,7 +95,6 @@ def main() -> NoReturn:
         die(f"rendezvous of the launchers failed{where}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
-    sys.exit(0)
 
 
 class SignalForwarder:
@@ -136,9 +132,7 @@ def children() -> list[int]:
 
 def exit_code(error, stopped_by: signal.Signals | None) -> int:
     """Return the exit code of the rank that failed first, as a shell reports it. Print a signal, which the rank could not.
-
-    error: torchrun's ChildFailedError. stopped_by: signal to this launcher that the ranks received before the failure.
-    """
+    stopped_by: signal that this launcher had forwarded to the ranks before."""
     if stopped_by is not None:
         print(f"stopped by {stopped_by.name} before the state could be saved", file=sys.stderr)
         return 128 + stopped_by

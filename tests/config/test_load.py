@@ -235,10 +235,9 @@ def test_a_printed_configuration_loads_as_an_equal_one(tmp_path):
 
 def test_every_setting_has_a_docstring_and_is_in_help_and_docs():
     text, table = help_text(), (ROOT / "docs" / "configuration.md").read_text()
-    for members in settings().values():
-        for setting in members.values():
-            assert setting.doc
-            assert setting.flag in text
+    for setting in settings().values():
+        assert setting.doc
+        assert f"--{setting.key}" in text
     assert table.endswith(settings_as_markdown()), "run scripts/dev/generate_config_docs.py"
 
 
@@ -258,15 +257,14 @@ CONDITION = re.compile(r"a [a-z, ]+ dataset|(empty )?\[(?P<section>\w+)\] (?P<na
 
 
 def test_conditions_name_settings_and_values_that_exist():
-    for members in settings().values():
-        for setting in members.values():
-            for condition in " and ".join([setting.constraint.only_with, setting.constraint.used_with]).split(" and "):
-                match = CONDITION.fullmatch(condition)
-                assert match or not condition
-                if match and match["section"]:
-                    other = settings()[match["section"]][match["name"]]
-                    if typing.get_origin(other.type) is typing.Literal and match["choices"]:
-                        assert set(match["choices"].split(" or ")) <= set(typing.get_args(other.type))
+    for setting in settings().values():
+        for condition in " and ".join([setting.constraint.only_with, setting.constraint.used_with]).split(" and "):
+            match = CONDITION.fullmatch(condition)
+            assert match or not condition
+            if match and match["section"]:
+                other = settings()[f"{match['section']}.{match['name']}"]
+                if typing.get_origin(other.type) is typing.Literal and match["choices"]:
+                    assert set(match["choices"].split(" or ")) <= set(typing.get_args(other.type))
 
 
 ONLY_WITH = {
@@ -301,7 +299,7 @@ VIOLATIONS = {
 
 
 def test_conditions_whose_violation_is_an_error():
-    declared = {s.flag[2:]: s.constraint.only_with for members in settings().values() for s in members.values()}
+    declared = {key: setting.constraint.only_with for key, setting in settings().items()}
     assert {key: condition for key, condition in declared.items() if condition} == ONLY_WITH
 
 

@@ -9,7 +9,7 @@ from tests.faults.harness import STEPS, Failed, FaultHarness, SeededRandom, expe
 from tests.faults.processes import MODES, mode_flags
 from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError, ParallelConfig
-from trainer.config.fields import is_table, settings
+from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.parallel.mesh import ParallelDims
 from trainer.run.resolve import resolve
@@ -85,21 +85,21 @@ def with_typo(rng: SeededRandom, word: str) -> str:
 def case_40(harness: FaultHarness, rng: SeededRandom) -> None:
     """Misspell every setting, in a file and as a flag."""
     path = harness.folder / "typo.toml"
-    for section, members in settings().items():
-        for name in members:
-            typo = with_typo(rng, name)
-            if typo in members or not typo:
-                continue
-            path.write_text(f"[{section}]\n{json.dumps(typo)} = 1\n")
-            for argv in (["--config", str(path)], [f"--{section}.{typo}", "1"]):
-                try:
-                    load_config(argv)
-                except ConfigError as error:
-                    expect(typo in str(error), f"{section}.{typo}: {error}")
-                    too_short = len(name) <= 3  # the typo is not similar enough for a suggestion
-                    expect("did you mean" in str(error) or too_short, f"no suggestion for {section}.{typo}: {error}")
-                else:
-                    raise Failed(f"{section}.{typo} was accepted")
+    for key in settings():
+        section, _, name = key.partition(".")
+        typo = with_typo(rng, name)
+        if f"{section}.{typo}" in settings() or not typo:
+            continue
+        path.write_text(f"[{section}]\n{json.dumps(typo)} = 1\n")
+        for argv in (["--config", str(path)], [f"--{section}.{typo}", "1"]):
+            try:
+                load_config(argv)
+            except ConfigError as error:
+                expect(typo in str(error), f"{section}.{typo}: {error}")
+                too_short = len(name) <= 3  # the typo is not similar enough for a suggestion
+                expect("did you mean" in str(error) or too_short, f"no suggestion for {section}.{typo}: {error}")
+            else:
+                raise Failed(f"{section}.{typo} was accepted")
 
 
 VALUES = (
@@ -111,9 +111,7 @@ VALUES = (
 
 def case_41(harness: FaultHarness, rng: SeededRandom) -> None:
     """Load 250 configurations with random values of up to three settings: a plan or a one-line error."""
-    flags = [
-        setting.flag for members in settings().values() for setting in members.values() if not is_table(setting.type)
-    ]
+    flags = [f"--{key}" for key, setting in settings().items() if not setting.is_table]
     for _ in range(250):
         chosen = rng.sample(flags, rng.randrange(1, 4))
         argv = [word for flag in chosen for word in (flag, rng.choice(VALUES))]

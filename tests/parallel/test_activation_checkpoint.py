@@ -132,7 +132,7 @@ def test_the_gated_activation_saves_two_tensors_of_its_width():
 
 
 def test_saveable_operators_are_the_values_of_the_setting():
-    save_type = settings()["activation_checkpoint"]["save"].type
+    save_type = settings()["activation_checkpoint.save"].type
     assert save_type.__args__[0].__args__ == tuple(SAVEABLE_OPS)
 
 

@@ -33,7 +33,7 @@ def partition(sizes=SIZES, **config):
 
 
 def test_schedules_are_the_values_of_the_setting():
-    assert typing.get_args(settings()["parallel"]["pipeline_schedule"].type) == tuple(SCHEDULES)
+    assert typing.get_args(settings()["parallel.pipeline_schedule"].type) == tuple(SCHEDULES)
 
 
 def test_stage_balance_counts_embedding_and_output():

@@ -9,13 +9,13 @@ import pytest
 
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.config import Config, ConfigError
-from trainer.config.fields import is_table, settings
+from trainer.config.fields import settings
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
 from trainer.state import TrainState
 
-SETTINGS = {f"{s.section}.{s.name}": s for members in settings().values() for s in members.values()}
+SETTINGS = settings()
 FIXED = {
     "run.seed",
     "training.seq_len",
@@ -40,8 +40,8 @@ ONE_VALUE = {"optimizer.name"}
 def another(setting):
     """Return another value of the setting's type, valid in a run or not."""
     kind, value = setting.type, setting.default
-    if is_table(kind):
-        return {"other": 7 if setting.value_type is not str else "text"}
+    if setting.is_table:
+        return {"other": 7 if kind is not str else "text"}
     options = [option for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Literal
                for option in typing.get_args(part)]  # fmt: skip
     if options:
@@ -66,7 +66,7 @@ def test_every_changed_setting_is_logged(tmp_path, key):
     now = changed(Config(), SETTINGS[key])
     before, after = (toml_value(config.value(key)) for config in (Config(), now))
     lines = changed_settings(ResumePoint(tmp_path, TrainState()), to_toml(now))
-    if is_table(SETTINGS[key].type):
+    if SETTINGS[key].is_table:
         assert len(lines) == 1 and lines[0].startswith(key)
     else:
         assert lines == [f"{key} {before} -> {after}"]

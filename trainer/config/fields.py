@@ -11,20 +11,23 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.config import schema as declarations
 from trainer.config.schema import Config, Constraint
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
-    """One declared setting. type: the declared type without `Annotated`."""
+    """One declared setting."""
 
     section: str
     name: str
     type: Any
+    """Declared type without `Annotated`; the type of an entry if the setting is a table."""
+    is_table: bool
+    """Whether the setting is a table whose keys the user chooses."""
     constraint: Constraint
     default: Any
     doc: str
@@ -33,65 +36,42 @@ class Setting:
     def key(self) -> str:
         return f"{self.section}.{self.name}"
 
-    @property
-    def flag(self) -> str:
-        return f"--{self.key}"
-
-    @property
-    def value_type(self) -> Any:
-        """Type of the setting's value, or of one entry if the setting is a table."""
-        return typing.get_args(self.type)[1] if is_table(self.type) else self.type
-
 
 @functools.cache
-def settings() -> Mapping[str, Mapping[str, Setting]]:
-    """Return section name -> setting name -> Setting, in the order of schema.py."""
+def settings() -> Mapping[str, Setting]:
+    """Return "section.name" -> Setting, in the order of schema.py."""
     docs = _docstrings()
-    sections = {name: values for name, values in vars(Config()).items() if is_dataclass(values)}
-    return {
-        section: {
-            name: _setting(section, name, hint, getattr(values, name), docs[f"{type(values).__name__}.{name}"])
-            for name, hint in typing.get_type_hints(type(values), include_extras=True).items()
-        }
-        for section, values in sections.items()
-    }
-
-
-def all_settings() -> list[Setting]:
-    return [setting for members in settings().values() for setting in members.values()]
-
-
-def _setting(section: str, name: str, hint: Any, default: Any, doc: str) -> Setting:
-    constraint = Constraint()
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, *constraints = typing.get_args(hint)
-        for declared in constraints:  # first the constraints of an alias such as Steps, then those of the setting
-            constraint = replace(constraint, **{k: v for k, v in vars(declared).items() if v != getattr(Constraint, k)})
-    return Setting(section=section, name=name, type=hint, constraint=constraint, default=default, doc=doc)
+    declared: dict[str, Setting] = {}
+    for section, values in vars(Config()).items():
+        cls = type(values)
+        types_ = typing.get_type_hints(cls)  # empty for Config.origins, which is not a section
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            constraint = Constraint()
+            # First the constraints of an alias such as Steps, then those of the setting.
+            for given in getattr(hint, "__metadata__", ()):
+                changes = {k: v for k, v in vars(given).items() if v != getattr(Constraint, k)}
+                constraint = replace(constraint, **changes)
+            type_, is_table = types_[name], typing.get_origin(types_[name]) is Mapping
+            type_ = typing.get_args(type_)[1] if is_table else type_
+            doc, default = docs[f"{cls.__name__}.{name}"], getattr(values, name)
+            declared[f"{section}.{name}"] = Setting(section, name, type_, is_table, constraint, default, doc)
+    return declared
 
 
 def _docstrings() -> dict[str, str]:
     """Return "Class.field" -> docstring that follows the field in schema.py."""
     docs = {}
-    for node in ast.parse(inspect.getsource(declarations)).body:
-        for member, text in itertools.pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+    for cls in (node for node in ast.parse(inspect.getsource(declarations)).body if isinstance(node, ast.ClassDef)):
+        for member, text in itertools.pairwise(cls.body):
             match member, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[f"{node.name}.{name}"] = " ".join(doc.split())
+                    docs[f"{cls.name}.{name}"] = " ".join(doc.split())
     return docs
-
-
-# ---------------------------------------------------------------- one value
 
 
 def _options(type_: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the type itself."""
     return typing.get_args(type_) if typing.get_origin(type_) in (typing.Union, types.UnionType) else (type_,)
-
-
-def is_table(type_: Any) -> bool:
-    """Whether the type is a table whose keys the user chooses."""
-    return typing.get_origin(type_) is Mapping
 
 
 def is_list(type_: Any) -> bool:
@@ -110,8 +90,6 @@ def type_name(type_: Any) -> str:
         return "a list of " + (" | ".join(typing.get_args(member)) if member is not str else "names")
     if typing.get_origin(type_) is tuple:
         return f"a list of {len(typing.get_args(type_))} numbers"
-    if is_table(type_):
-        return "a table"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}
     return names[type_]
 
@@ -123,16 +101,14 @@ def coerce(raw: Any, type_: Any) -> Any:
         for option in _options(type_):
             with suppress(ValueError):
                 return coerce(raw, option)
-    elif origin is typing.Literal:
-        if isinstance(raw, str) and raw in arguments:
-            return raw
-    elif origin is tuple:
-        members = arguments[:1] * len(raw) if is_list(type_) and isinstance(raw, list) else arguments
-        if isinstance(raw, list) and len(raw) == len(members):
+    elif origin is typing.Literal and isinstance(raw, str) and raw in arguments:
+        return raw
+    elif origin is tuple and isinstance(raw, list):
+        members = arguments[:1] * len(raw) if is_list(type_) else arguments
+        if len(raw) == len(members):
             return tuple(map(coerce, raw, members))
-    elif type_ is type(None):
-        if raw == "none":
-            return None
+    elif type_ is type(None) and raw == "none":
+        return None
     elif type_ is float and type(raw) is int and abs(raw) < 10**300:
         return float(raw)
     elif type(raw) is type_:

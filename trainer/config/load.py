@@ -4,24 +4,14 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from trainer.config.fields import (
-    Setting,
-    all_settings,
-    coerce,
-    did_you_mean,
-    is_table,
-    parse_text,
-    range_error,
-    settings,
-    type_error,
-)
+from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
 
@@ -36,12 +26,18 @@ def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
     """
     flags = parse_argv(argv)
     file = flags.pop("--config", str(DEFAULT_CONFIG))
-    values: dict[str, dict[str, Any]] = {section: {} for section in settings()}
+    values: dict[str, dict[str, Any]] = {setting.section: {} for setting in settings().values()}
     origins: dict[str, str] = {}
-    for setting, entry, parse, raw, origin in itertools.chain(_from_file(file), _from_flags(flags)):
-        value = _checked(parse, raw, setting, origin)
+    from_flags = ((*_find(flag), parse_text, text, f"{flag} {text}") for flag, text in flags.items())
+    for setting, entry, parse, raw, origin in itertools.chain(_from_file(file), from_flags):
+        try:
+            value = parse(raw, setting.type)
+        except ValueError:
+            raise ConfigError("", f"{origin}: {type_error(setting.type, raw)}") from None
+        if problem := range_error(value, setting.constraint):
+            raise ConfigError("", f"{origin}: {problem}")
         origins[setting.key] = origin
-        if not is_table(setting.type):
+        if not setting.is_table:
             values[setting.section][setting.name] = value
         elif entry.isidentifier() or (setting.constraint.free_keys and entry.isprintable() and entry):
             values[setting.section].setdefault(setting.name, {})[entry] = value
@@ -61,36 +57,30 @@ def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
     return config
 
 
-_Given = tuple[Setting, str, Callable[[Any, Any], Any], Any, str]
-"""Setting, entry of its table ("" for other settings), parser, value as written, origin."""
-
-
-def _from_file(file: str) -> Iterator[_Given]:
+def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], Any], Any, str]]:
+    """Yield (setting, entry of a table or "", parser, value as written, origin)."""
+    sections = {setting.section for setting in settings().values()}
     for section, body in _read_toml(file).items():
-        known = settings().get(section)
         if not isinstance(body, dict):
-            hint = _elsewhere(section) or (f"; write [{section}] as a table" if known else "")
+            hint = _elsewhere(section) or (f"; write [{section}] as a table" if section in sections else "")
             raise ConfigError("", f"{file} {section} = {toml_value(body)}: the key is outside any [section]{hint}")
-        if known is None:
-            hint = did_you_mean(section, settings(), "[{}]")
+        if section not in sections:
+            hint = did_you_mean(section, sections, "[{}]")
             raise ConfigError("", f"{file} [{section}]: unknown section{hint}")
         for name, raw in body.items():
-            if name not in known:
-                hint = _elsewhere(name) or did_you_mean(name, known)
+            setting = settings().get(f"{section}.{name}")
+            if setting is None:
+                siblings = [s.name for s in settings().values() if s.section == section]
+                hint = _elsewhere(name) or did_you_mean(name, siblings)
                 raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
             origin = f"{file} [{section}] {name} = {toml_value(raw)}"
-            if not is_table(known[name].type):
-                yield known[name], "", coerce, raw, origin
+            if not setting.is_table:
+                yield setting, "", coerce, raw, origin
             elif isinstance(raw, dict):
                 for entry, value in raw.items():
-                    yield known[name], entry, coerce, value, f"{file} [{section}.{name}] {entry} = {toml_value(value)}"
+                    yield setting, entry, coerce, value, f"{file} [{setting.key}] {entry} = {toml_value(value)}"
             else:
                 raise ConfigError("", f"{origin}: expected a table")
-
-
-def _from_flags(flags: Mapping[str, str]) -> Iterator[_Given]:
-    for flag, text in flags.items():
-        yield *_find(flag), parse_text, text, f"{flag} {text}"
 
 
 def _read_toml(file: str) -> dict[str, Any]:
@@ -112,19 +102,9 @@ def _read_toml(file: str) -> dict[str, Any]:
     raise ConfigError("", f"--config {file}: {problem}")
 
 
-def _checked(parse: Callable[[Any, Any], Any], raw: Any, setting: Setting, origin: str) -> Any:
-    try:
-        value = parse(raw, setting.value_type)
-    except ValueError:
-        raise ConfigError("", f"{origin}: {type_error(setting.value_type, raw)}") from None
-    if problem := range_error(value, setting.constraint):
-        raise ConfigError("", f"{origin}: {problem}")
-    return value
-
-
 def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
     """Return a hint that names the first setting with exactly this name in any section, or "" if no section has one."""
-    same = next((setting for setting in all_settings() if setting.name == name), None)
+    same = next((setting for setting in settings().values() if setting.name == name), None)
     return f"; did you mean {show.format(same)}?" if same else ""
 
 
@@ -152,13 +132,13 @@ def _find(flag: str) -> tuple[Setting, str]:
     """Return the setting that a flag names, and the table entry if the flag is --section.table.entry, otherwise ""."""
     section, _, rest = flag[2:].partition(".")
     name, _, entry = rest.partition(".")
-    setting = settings().get(section, {}).get(name)
-    if setting is not None and bool(entry) == is_table(setting.type):
+    setting = settings().get(f"{section}.{name}")
+    if setting is not None and bool(entry) == setting.is_table:
         return setting, entry
     if setting is not None and not entry:
         raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
-    candidates = [*(setting.flag for setting in all_settings()), "--config", "--print-config", "--help"]
-    hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "{0.flag!r}") or did_you_mean(flag, candidates)
+    candidates = [*(f"--{key}" for key in settings()), "--config", "--print-config", "--help"]
+    hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "'--{0.key}'") or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
 
@@ -177,7 +157,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
-    for setting in all_settings():
+    for setting in settings().values():
         if config.value(setting.key) != setting.default:
             for condition in filter(None, setting.constraint.only_with.split(" and ")):
                 yield setting.key, not _holds(condition, config), f"has an effect only with {condition}"

@@ -1,18 +1,19 @@
 """A configuration as text: TOML, --help, and the tables of docs/configuration.md."""
 
+from itertools import groupby
+from operator import attrgetter
+
 import tomli
 
-from trainer.config.fields import Setting, is_table, settings, type_name
+from trainer.config.fields import Setting, settings, type_name
 from trainer.config.schema import Config, ConfigError, toml_value
-
-USAGE = "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]"
 
 
 def to_toml(config: Config) -> str:
     """Return the configuration as TOML, defaults included. load_config of this text returns an equal configuration."""
     lines = []
-    for section, members in settings().items():
-        entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members.values()]
+    for section, members in groupby(settings().values(), attrgetter("section")):
+        entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members]
         lines += [f"[{section}]", *entries, ""]
     return "\n".join(lines)
 
@@ -44,34 +45,38 @@ def _limits(setting: Setting) -> str:
     return ", ".join(text for text, applies in limits.items() if applies)
 
 
+def _type(setting: Setting) -> str:
+    return "a table" if setting.is_table else type_name(setting.type)
+
+
 def help_text() -> str:
     lines = [
-        USAGE,
+        "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]",
         "",
         "Settings come from the TOML file (default: train_configs/debug.toml); the command line overrides them.",
         "--print-config prints the resulting configuration and exits.",
     ]
-    for section, members in settings().items():
+    for section, members in groupby(settings().values(), attrgetter("section")):
         lines += ["", f"[{section}]"]
-        for s in members.values():
-            flag = s.flag + (".NAME" if is_table(s.type) else "")
+        for s in members:
+            flag = f"--{s.key}.NAME" if s.is_table else f"--{s.key}"
             limits = f" ({_limits(s)})" if _limits(s) else ""
-            lines += [f"  {flag}: {type_name(s.type)}; default {toml_value(s.default)}{limits}", f"      {s.doc}"]
+            lines += [f"  {flag}: {_type(s)}; default {toml_value(s.default)}{limits}", f"      {s.doc}"]
     return "\n".join(lines)
 
 
 def settings_as_markdown() -> str:
     """Return the tables of docs/configuration.md, one per section."""
     lines = []
-    for section, members in settings().items():
+    for section, members in groupby(settings().values(), attrgetter("section")):
         lines += [
             f"## [{section}]",
             "",
             "| key | type | default | unit, range, conditions | meaning |",
             "|---|---|---|---|---|",
         ]
-        for s in members.values():
-            cells = (f"`{s.name}`", type_name(s.type), f"`{toml_value(s.default)}`", _limits(s), s.doc)
+        for s in members:
+            cells = (f"`{s.name}`", _type(s), f"`{toml_value(s.default)}`", _limits(s), s.doc)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         lines.append("")
     return "\n".join(lines)

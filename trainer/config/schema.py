@@ -1,7 +1,6 @@
-"""Every setting of a run: type, default, unit, range and meaning.
+"""Every setting of a run: type, default, unit, range and meaning. A setting is one field of one section.
 
-A setting is one field of one section. TOML files, the command line, `--help`, docs/configuration.md and the checks of single
-values follow from these declarations (fields.py). Rules between settings raise `ConfigError` where the values are used.
+TOML files, the command line, `--help`, docs/configuration.md and the checks of single values follow from these declarations.
 """
 
 import re
@@ -93,13 +92,12 @@ class TokenizerConfig:
     """Type of tokenizer. default: the small tokenizer in this repository; tiktoken: a Llama 3 rank file; sentencepiece: a Llama 2
     model file; huggingface: a tokenizer.json, read by the package tokenizers."""
     reuse_reserved_tokens: Annotated[
-        Mapping[str, str],
-        Constraint(fixed_on_resume=True, free_keys=True, only_with="[tokenizer] backend = default or tiktoken"),
+        Mapping[str, str], FIXED, Constraint(free_keys=True, only_with="[tokenizer] backend = default or tiktoken")
     ] = field(default_factory=dict)
     """New names for reserved tokens, which keep their ids: { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
     extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()
     """Special tokens to add after the end of the vocabulary. The model's vocab_size must be large enough for them."""
-    path: Annotated[str, Constraint(per_node=True, only_with="[tokenizer] backend != default")] = ""
+    path: Annotated[str, PER_NODE, Constraint(only_with="[tokenizer] backend != default")] = ""
     """Path of the tokenizer's file. With backend = huggingface, it may also be the folder that contains tokenizer.json."""
 
 
@@ -120,12 +118,11 @@ class DataConfig:
     """Format of the documents: the source of Python's standard library, text files, JSON lines, Parquet tables, Hugging Face
     datasets, token files, conversations as JSON lines, or prepared token stores."""
     path: Annotated[
-        str, Constraint(per_node=True, only_with="empty [data] datasets and [data] dataset != python_stdlib")
+        str, PER_NODE, Constraint(only_with="empty [data] datasets and [data] dataset != python_stdlib")
     ] = ""
     """Path of a file, a folder, a glob pattern or a list of files (NAME.manifest), or the name of a Hugging Face dataset."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
-    """Several named datasets, used instead of dataset and path: datasets = { web = "jsonl:/data/web/*.jsonl", code =
-    "text:/data/code" }."""
+    """Named datasets, used instead of dataset and path: datasets = { web = "jsonl:/data/*.jsonl", code = "text:/data/code" }."""
     mixture: Annotated[tuple[str, ...], Constraint(only_with="[data] datasets")] = ()
     """Weights of the datasets. Each entry applies from a sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
     Empty: all datasets have equal weights. Entries that do not yet apply may be changed when the run resumes."""
@@ -148,16 +145,14 @@ class DataConfig:
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
     """Fraction of the documents held out for evaluation, chosen by content hash. Prepared stores keep their own fraction."""
     chat_template: Annotated[str, Constraint(only_with="a chat dataset")] = "llama3"
-    """Format of conversations: llama2, llama3, chatml, the path of a .jinja file, or the path of a Hugging Face
-    tokenizer_config.json or of its folder."""
+    """Format of conversations: llama2, llama3, chatml, or the path of a .jinja file, a tokenizer_config.json or its folder."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat dataset")] = ()
     """Special tokens that are recognized inside message text too, where they are otherwise plain text."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
     """How documents become samples. wrapped: concatenated and split every seq_len tokens; best-fit: as many complete documents as
     fit in a sample; none: one document per sample. With best-fit and none, padding fills the rest."""
     long_documents: Annotated[
-        Literal["split", "truncate", "drop"],
-        Constraint(fixed_on_resume=True, only_with="[data] packing = best-fit or none"),
+        Literal["split", "truncate", "drop"], FIXED, Constraint(only_with="[data] packing = best-fit or none")
     ] = "split"
     """Action for a document longer than a sample. split: make several samples; truncate: keep the first; drop: skip it."""
     document_mask: Annotated[bool, FIXED] = False
@@ -398,11 +393,9 @@ class Config:
         """Return the line for the user: the origin of the value, then the rule."""
         if not error.key:
             return error.message
-        origin = self.origins.get(error.key)
-        if origin is None:
-            section, _, name = error.key.partition(".")
-            origin = f"[{section}] {name} = {toml_value(self.value(error.key))} (default)"
-        return f"{origin}: {error.message}"
+        section, _, name = error.key.partition(".")
+        default = f"[{section}] {name} = {toml_value(self.value(error.key))} (default)"
+        return f"{self.origins.get(error.key, default)}: {error.message}"
 
 
 def _toml_key(key: str) -> str:

@@ -110,8 +110,7 @@ def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
 
 def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:
     """Return "section.name" -> value of the settings for which `select` is true."""
-    keys = (f"{s.section}.{s.name}" for members in settings().values() for s in members.values() if select(s))
-    return {key: config.value(key) for key in keys}
+    return {key: config.value(key) for key, setting in settings().items() if select(setting)}
 
 
 def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:

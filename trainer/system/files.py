@@ -153,30 +153,24 @@ def try_lock(path: Path, timeout_s: float) -> TextIO | str:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
-        try:
+        with suppress(BlockingIOError, FileNotFoundError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < end:
-                file.close()
-                time.sleep(0.1)
-                continue
-            file.seek(0)
-            return file.read().strip() or "another process"
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # the previous holder may have removed the file
                 file.truncate(0)
                 file.write(
                     f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
                 )
                 file.flush()
                 return file
-        file.close()  # the previous holder of the lock has removed the file
+        if time.monotonic() >= end:
+            file.seek(0)
+            return file.read().strip() or "another process"
+        file.close()
+        time.sleep(0.1)
 
 
-@contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Context that waits for the lock of a file and holds the lock in the block."""
+def file_lock(path: Path) -> TextIO:
+    """Wait for the lock of a file. Return the open file, which holds the lock until it is closed."""
     file = try_lock(path, math.inf)
     assert not isinstance(file, str)
-    with file:
-        yield
+    return file

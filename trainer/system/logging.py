@@ -1,10 +1,12 @@
-"""Logging to the console by the ranks that the environment variable LOG_RANK lists (default: 0; for example 0,3, or all)."""
+"""Logging and progress bars, on the console, of the ranks that the environment variable LOG_RANK lists (default: 0; 0,3; all)."""
 
 import os
 import sys
 import time
 from contextlib import suppress
 from typing import TextIO
+
+from tqdm import tqdm
 
 
 def _rank() -> int:
@@ -34,3 +36,8 @@ def warning(text: str) -> None:
 def on_terminal() -> bool:
     """Whether this rank logs to a terminal, where colour and progress bars are useful."""
     return _is_logging_rank() and sys.stdout.isatty()
+
+
+def progress(total: int | None, unit: str, desc: str) -> tqdm:
+    """Return a progress bar, which is shown only on a terminal. total: number of units, or None if unknown."""
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not on_terminal(), leave=False)

@@ -25,8 +25,8 @@ def node_id() -> str:
 
 def meminfo(name: str) -> int:
     """Return an entry of /proc/meminfo, in bytes. Raises OSError on systems other than Linux."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
+    entries = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(entries[f"{name}:"]) * 1024
 
 
 def memory_available() -> int | None:
@@ -38,12 +38,10 @@ def memory_available() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        cached = next(
-            line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
-        )
-    except (OSError, ValueError, StopIteration):  # this process is not in a container, or the container has no limit
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(statistics["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # this process is not in a container, or the container has no limit
         return free
-    return min(free, limit - used + int(cached.split()[1]))
 
 
 def die_with_parent() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config import ConfigError
 from trainer.data.sources import Source
 from trainer.system.files import atomic_file, digest_of
-from trainer.system.progress import progress
+from trainer.system.logging import progress
 
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:

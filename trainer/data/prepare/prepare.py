@@ -26,7 +26,6 @@ from trainer.data.store.store import SPLITS, VERSION, read_description, token_dt
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
 from trainer.system.files import HashingFile, atomic_folder, file_lock
-from trainer.system.progress import progress
 
 
 def prepare(
@@ -104,7 +103,7 @@ def _build(
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for shard in shards for run in shard.runs)
     with atomic_folder(folder) as unfinished:
-        with progress(tokens, " tokens", "shuffling") as bar:
+        with logging.progress(tokens, " tokens", "shuffling") as bar:
             written = {s: write_split(unfinished, s, shard_folder, shards, dtype, bar.update) for s in SPLITS}
         with contextlib.closing(HashingFile(unfinished / "bad_documents.jsonl")) as out:
             for i in range(len(shards)):

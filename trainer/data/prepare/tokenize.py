@@ -22,8 +22,8 @@ from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.logging import progress
 from trainer.system.process import cores, detach_signals
-from trainer.system.progress import progress
 
 SHARD_BYTES = 4 * 2**20
 _MAX_SHARD_BYTES = 2**28
