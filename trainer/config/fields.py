@@ -90,8 +90,7 @@ def type_name(type_: Any) -> str:
         return "a list of " + (" | ".join(typing.get_args(member)) if member is not str else "names")
     if typing.get_origin(type_) is tuple:
         return f"a list of {len(typing.get_args(type_))} numbers"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}
-    return names[type_]
+    return {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}[type_]
 
 
 def coerce(raw: Any, type_: Any) -> Any:

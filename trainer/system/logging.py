@@ -1,4 +1,4 @@
-"""Logging and progress bars, on the console, of the ranks that the environment variable LOG_RANK lists (default: 0; 0,3; all)."""
+"""Console output of the ranks that the environment variable LOG_RANK lists (default: 0; for example 0,3, or all)."""
 
 import os
 import sys
