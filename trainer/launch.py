@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,8 +29,55 @@ def _env_int(name: str, default: int, minimum: int) -> int:
     return int(text)
 
 
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """Options of torchrun, from environment variables."""
+
+    ranks: int
+    """Ranks per node."""
+    min_nodes: int
+    """Nodes with which the run continues; below `max_nodes` in an elastic run."""
+    max_nodes: int
+    node: int
+    address: str
+    port: int
+    restarts: int
+
+    @classmethod
+    def from_environment(cls) -> "TorchrunOptions":
+        ranks = _env_int("NGPU", 1, 1)
+        min_nodes, max_nodes = _num_nodes()
+        node = _env_int("NODE_RANK", 0, 0)
+        port = _env_int("MASTER_PORT", 29500, 1)
+        if port > 65535:
+            die(f"MASTER_PORT={port}: must be at most 65535")
+        if node >= max_nodes:
+            die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
+        restarts = _env_int("MAX_RESTARTS", 0, 0)
+        if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
+            die(f"NNODES={max_nodes}: needs MASTER_ADDR, the host name of the first node")
+        return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
+
+    def arguments(self, timeout_s: float) -> list[str]:
+        """Return torchrun's arguments. timeout_s: how long the nodes wait for each other."""
+        elastic = self.min_nodes < self.max_nodes
+        nodes = f"{self.min_nodes}:{self.max_nodes}" if elastic else str(self.max_nodes)
+        options = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
+        options += ["--signals-to-handle", "SIGHUP,SIGQUIT"]  # `SignalForwarder` handles the others
+        if self.max_nodes == 1 and "MASTER_PORT" not in os.environ:
+            return [*options, "--standalone"]  # uses any free port
+        if elastic:
+            # Otherwise ranks use the store of the first launcher, and a node that rejoins does not know its restart count.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            endpoint = f"{self.address}:{self.port}"
+            options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "run"]
+            return [*options, "--rdzv-conf", f"join_timeout={round(timeout_s)},last_call_timeout=5"]
+        options += ["--node-rank", str(self.node), "--master-addr", self.address, "--master-port", str(self.port)]
+        return [*options, "--rdzv-conf", f"timeout={round(timeout_s)}"]
+
+
 def _num_nodes() -> tuple[int, int]:
-    """Parse NNODES: an integer, or the minimum and the maximum as 2:4, between which an elastic run continues."""
+    """Parse NNODES: an integer, or the minimum and the maximum as 2:4."""
     text = os.environ.get("NNODES", "1")
     match = re.fullmatch("([0-9]+)(?::([0-9]+))?", text)
     if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]):
@@ -35,37 +85,9 @@ def _num_nodes() -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def torchrun_options(ranks: int, min_nodes: int, max_nodes: int, timeout_s: float) -> tuple[list[str], str]:
-    """Return torchrun's options and the host:port of the rendezvous, which is "" if torchrun chooses it.
-    ranks: number of ranks per node; timeout_s: maximum time that the nodes wait for each other."""
-    node = _env_int("NODE_RANK", 0, 0)
-    port = _env_int("MASTER_PORT", 29500, 1)
-    if port > 65535:
-        die(f"MASTER_PORT={port}: must be at most 65535")
-    if node >= max_nodes:
-        die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
-    restarts = _env_int("MAX_RESTARTS", 0, 0)
-    if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
-        die(f"NNODES={max_nodes}: needs MASTER_ADDR, the host name of the first node")
-    options = [f"--nnodes={min_nodes}:{max_nodes}", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    options.append("--signals-to-handle=SIGHUP,SIGQUIT")  # `SignalForwarder` handles the others
-    if max_nodes == 1 and "MASTER_PORT" not in os.environ:
-        return [*options, "--standalone"], ""  # uses any free port
-    endpoint = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{port}"
-    options.append(f"--rdzv-endpoint={endpoint}")
-    if min_nodes == max_nodes:
-        return [*options, f"--node-rank={node}", f"--rdzv-conf=timeout={round(timeout_s)}"], endpoint
-    # Otherwise ranks use the store of the first launcher, and a node that rejoins does not know its restart count.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    waits = f"join_timeout={round(timeout_s)},last_call_timeout=5"
-    return [*options, "--rdzv-backend=c10d", "--rdzv-id=run", f"--rdzv-conf={waits}"], endpoint
-
-
-def main() -> None:
+def main() -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
-    num_ranks = _env_int("NGPU", 1, 1)
-    min_nodes, max_nodes = _num_nodes()
-    options, endpoint = torchrun_options(num_ranks, min_nodes, max_nodes, config.distributed.init_timeout_s)
+    options = TorchrunOptions.from_environment()
     # torch logs pages of C++ frames for a failed connection; it reads this level when it is imported.
     inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "FATAL"
@@ -80,36 +102,40 @@ def main() -> None:
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
-        resolve(config, num_ranks * max_nodes)
-        device.require_enough_gpus(config.run.device, num_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // num_ranks)))  # otherwise torchrun warns and sets 1
+        resolve(config, options.ranks * options.max_nodes)
+        device.require_enough_gpus(config.run.device, options.ranks)
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
+    )  # otherwise torchrun warns and sets 1
     # The ranks report their own errors; the agent's report of them is noise.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    forwarder = SignalForwarder()
+    arguments = options.arguments(config.distributed.init_timeout_s)
+    forwarder = SignalForwarder(SignalException)
     try:
-        torchrun.main([*options, str(ROOT / "train.py"), *sys.argv[1:]])
+        torchrun.main([*arguments, str(ROOT / "train.py"), *sys.argv[1:]])
     except ChildFailedError as error:
-        sys.exit(exit_code(error, forwarder.signal))
+        sys.exit(forwarder.exit_code() if forwarder.signal else exit_code(error))
     except (DistNetworkError, DistStoreError) as error:
-        where = f" at {endpoint}" if endpoint else ""
+        where = f" at {options.address}:{options.port}" if "--standalone" not in arguments else ""
         die(f"rendezvous of the launchers failed{where}: {str(error).splitlines()[0]}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    sys.exit(0)
 
 
 class SignalForwarder:
     """Forwards SIGTERM and SIGINT to the ranks, which save and exit; torchrun would kill them without waiting. A second signal
     also stops the launcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_now: Callable[[str, signal.Signals], Exception]):
+        """stop_now: the exception that makes torchrun stop the ranks."""
+        self.stop_now = stop_now
         self.signal: signal.Signals | None = None
         self.since = 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, frame: object) -> None:
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-
         repeated = self.signal is not None and time.monotonic() - self.since > 1
         if self.signal is None:
             self.signal, self.since = signal.Signals(number), time.monotonic()
@@ -117,7 +143,12 @@ class SignalForwarder:
         for rank in ranks:
             os.kill(rank, number)
         if repeated or not ranks:
-            raise SignalException(f"signal {number}", signal.Signals(number))  # makes torchrun stop the ranks
+            raise self.stop_now(f"signal {number}", signal.Signals(number))
+
+    def exit_code(self) -> int:
+        """Return the exit code for ranks that failed after the signal."""
+        print(f"stopped by {self.signal.name} before the state could be saved", file=sys.stderr)
+        return 128 + self.signal
 
 
 def children() -> list[int]:
@@ -130,12 +161,8 @@ def children() -> list[int]:
         return [int(pid) for pid in found.stdout.split()]
 
 
-def exit_code(error, stopped_by: signal.Signals | None) -> int:
-    """Return the exit code of the rank that failed first, as a shell reports it. Print a signal, which the rank could not.
-    stopped_by: signal that this launcher had forwarded to the ranks before."""
-    if stopped_by is not None:
-        print(f"stopped by {stopped_by.name} before the state could be saved", file=sys.stderr)
-        return 128 + stopped_by
+def exit_code(error) -> int:
+    """Return the exit code of the rank that failed first, as a shell reports it. Print a signal, which the rank could not."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
