@@ -59,7 +59,7 @@ def print_samples(run: Path, step: int) -> None:
     starts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
     for position, index in zip(order.global_index(consumed).tolist(), order(consumed).tolist(), strict=True):
         dataset = int(np.searchsorted(starts, index, side="right")) - 1
-        text = tokenizer.decode(datasets.training.batch(np.array([index])).tokens[0].tolist())
+        text = tokenizer.decode(datasets.training[np.array([index])].tokens[0].tolist())
         print(f"{position:>10}  {names[dataset]}  {index - int(starts[dataset])}  {text[:_TEXT_LENGTH]!r}")
 
 

@@ -54,7 +54,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(ranks, two_datasets, tmp_path
     samples = open_datasets(
         data, datasets, prepare_datasets(data, datasets, TokenizerConfig(), tokenizer, 32), 32
     ).evaluation["other"]
-    labels = samples.batch(np.arange(len(samples))).labels
+    labels = samples[np.arange(len(samples))].labels
     special = set(tokenizer.special_tokens.values())
     text = tokenizer.decode([token for token in labels.flatten().tolist() if token not in special])
     bits = record["loss"] * record["num_targets"] / math.log(2)

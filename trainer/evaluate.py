@@ -62,7 +62,7 @@ class EvalSet:
         """Return how often each token is a target, shape (vocab_size,)."""
         counts = np.zeros(len(self.text_bytes), np.int64)
         for first in range(0, self.num_samples, _CHUNK_SAMPLES):
-            labels = self.samples.batch(np.arange(first, min(first + _CHUNK_SAMPLES, self.num_samples))).labels.numpy()
+            labels = self.samples[np.arange(first, min(first + _CHUNK_SAMPLES, self.num_samples))].labels.numpy()
             counts += np.bincount(labels[labels != IGNORE_INDEX], minlength=len(counts))
         return counts
 

@@ -51,7 +51,7 @@ def step_samples(ranks, cursor, step, num_workers=0):
 
 
 def test_labels_are_the_next_tokens():
-    batch = samples().batch(np.array([2, 0]))
+    batch = samples()[np.array([2, 0])]
     assert batch.tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[9, 10, 11, 12], [1, 2, 3, 4]]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
@@ -62,7 +62,7 @@ def test_samples_cover_every_token_once():
     assert len(samples(5)) == 5
     assert len(ConcatSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ, False)) == 4
     assert len(ConcatSamples(TokenStore(np.arange(0), np.array([0])), SEQ, False)) == 0
-    labels = samples(5).batch(np.arange(5)).labels.flatten().tolist()
+    labels = samples(5)[np.arange(5)].labels.flatten().tolist()
     assert labels == list(range(1, 21))
 
 
@@ -173,7 +173,7 @@ def test_an_epoch_of_mixed_packed_samples_has_each_document_once(mixed):
         own = indices[(indices >= first) & (indices < first + size)] - first
         assert len(own) > 2 * size
         for epoch in range(len(own) // size):
-            batch = dataset.batch(own[epoch * size : (epoch + 1) * size])
+            batch = dataset[own[epoch * size : (epoch + 1) * size]]
             targets = batch.labels[batch.labels != IGNORE_INDEX]
             assert len(targets) == len(dataset.store.tokens) - (len(dataset.store.documents) - 1)
             assert len(targets.unique()) == len(targets)

@@ -101,7 +101,7 @@ def test_combined_samples_index_the_datasets_one_after_the_other():
 
     both = CombinedSamples([counting(0, 3), counting(1000, 2)])
     assert len(both) == 5
-    assert both.batch(np.array([4, 0, 3])).tokens[:, 0].tolist() == [1004, 0, 1000]
-    assert both.batch(np.array([3, 4])).tokens[:, 0].tolist() == [1000, 1004]
-    mixed = both.batch(np.array([-1, 4]))
+    assert both[np.array([4, 0, 3])].tokens[:, 0].tolist() == [1004, 0, 1000]
+    assert both[np.array([3, 4])].tokens[:, 0].tolist() == [1000, 1004]
+    mixed = both[np.array([-1, 4])]
     assert isinstance(mixed, Batch) and (mixed.labels[0] == -100).all() and mixed.labels[1, 0] == 1005

@@ -21,14 +21,15 @@ def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split")
 
 
 def complete(samples):
-    return samples.batch(np.arange(len(samples)))
+    return samples[np.arange(len(samples))]
 
 
 def test_packed_documents_are_complete_and_each_token_is_a_target_once(tmp_path):
     lengths = np.random.default_rng(0).integers(2, 40, 200).tolist()
     store = store_of(lengths)
-    batch = complete(packed(tmp_path, store, 100))
-    assert packed(tmp_path, store, 100).index.efficiency(100) > 0.97
+    samples = packed(tmp_path, store, 100)
+    batch = complete(samples)
+    assert samples.index.lengths.sum() > 0.97 * 100 * len(samples)
     labels = sorted(batch.labels[batch.labels != IGNORE_INDEX].tolist())
     firsts = set(store.documents.tolist())
     assert labels == [token for token in range(sum(lengths)) if token not in firsts]
@@ -60,17 +61,17 @@ def test_long_documents_are_split_truncated_or_dropped(long_documents, spans):
     assert list(zip(starts.tolist(), lengths.tolist(), strict=True)) == spans
 
 
-def test_spans_without_a_target_are_dropped_and_counted(tmp_path, monkeypatch):
+def test_incomplete_documents_and_spans_without_a_target_are_counted(tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", warnings.append)
-    targets = np.zeros(12, np.uint8)
+    targets = np.zeros(18, np.uint8)
     targets[[2, 6]] = 1  # in the documents [0, 4) and [4, 8), but not in [8, 12)
-    samples = packed(tmp_path, store_of([4, 4, 4], targets), 3, packing="none")
+    samples = packed(tmp_path, store_of([4, 4, 4, 1, 5], targets), 3, packing="none", long_documents="drop")
     assert len(samples) == 2
     assert complete(samples).labels.tolist() == [[-100, 2, -100], [-100, 6, -100]]
     assert warnings == [
-        "truncated or dropped 0 documents that are longer than training.seq_len 3 or have a single token; dropped 1 spans "
-        "without a target token"
+        "2 documents are truncated or missing in the samples: each has a single token or is longer than training.seq_len 3",
+        "1 spans of documents are missing in the samples: they have no target token",
     ]
 
 
@@ -95,11 +96,11 @@ def test_best_fit_fills_bins_like_its_definition():
 
 def test_sample_minus_one_has_no_targets(tmp_path):
     for samples in (packed(tmp_path, store_of([5, 4]), 4), ConcatSamples(store_of([9]), 4, reset_positions=True)):
-        assert (samples.batch(np.array([-1, 0])).labels == IGNORE_INDEX).all(dim=1).tolist() == [True, False]
+        assert (samples[np.array([-1, 0])].labels == IGNORE_INDEX).all(dim=1).tolist() == [True, False]
 
 
 def test_positions_of_wrapped_documents_reset_and_boundaries_have_no_labels():
-    batch = ConcatSamples(store_of([3, 4, 6]), 4, reset_positions=True).batch(np.arange(3))
+    batch = ConcatSamples(store_of([3, 4, 6]), 4, reset_positions=True)[np.arange(3)]
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[1, 2, -100, 4], [5, 6, -100, 8], [9, 10, 11, 12]]

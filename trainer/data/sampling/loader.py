@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import Batch
@@ -50,29 +49,25 @@ class SampleOrder:
         """Return the int64 sample index at each cursor position, in the shape of `cursor`."""
         dataset, count = self._dataset_and_count(self.global_index(cursor.ravel()))
         epoch, index = np.divmod(count, np.array(self.sizes)[dataset])
-        offsets = np.cumsum([0, *self.sizes])
-        result = index + offsets[dataset]
         if self.shuffle:
             for d, e in np.unique(np.stack([dataset, epoch]), axis=1).T.tolist():  # a batch may span epochs
                 selected = (dataset == d) & (epoch == e)
                 key = (self.seed, e, d) if d else (self.seed, e)
-                result[selected] = offsets[d] + permute(index[selected], self.sizes[d], *key)
-        return result.reshape(cursor.shape)
+                index[selected] = permute(index[selected], self.sizes[d], *key)
+        return (index + np.cumsum([0, *self.sizes])[dataset]).reshape(cursor.shape)
 
     def _dataset_and_count(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the dataset at each global index, and the number of samples of this dataset before that index."""
         dataset, count = np.empty_like(index), np.empty_like(index)
-        phase_of = np.searchsorted([phase.start for phase in self.phases], index, side="right") - 1
-        before = np.zeros(len(self.sizes), np.int64)
+        before = np.zeros(len(self.sizes), np.int64)  # number of samples of each dataset before the phase
         for i, phase in enumerate(self.phases):
-            selected = phase_of == i
-            if selected.any():
-                periods, slot = np.divmod(index[selected] - phase.start, PERIOD)
-                datasets, count_in_period = (table[slot] for table in phase.pattern)
-                dataset[selected] = datasets
-                count[selected] = before[datasets] + periods * np.array(phase.quotas)[datasets] + count_in_period
-            if i + 1 < len(self.phases):
-                before = before + phase.consumed(self.phases[i + 1].start - phase.start)
+            if i:
+                before = before + self.phases[i - 1].consumed(phase.start - self.phases[i - 1].start)
+            selected = index >= phase.start  # the next phase overwrites the values from its start on
+            periods, slot = np.divmod(index[selected] - phase.start, PERIOD)
+            datasets, count_in_period = (table[slot] for table in phase.pattern)
+            dataset[selected] = datasets
+            count[selected] = before[datasets] + periods * np.array(phase.quotas)[datasets] + count_in_period
         return dataset, count
 
 
@@ -91,35 +86,17 @@ class BatchPartition:
         """Number of microbatches per step."""
         return self.global_batch_size // (self.local_batch_size * self.ranks)
 
-    def microbatch_starts(self, cursor: int) -> Iterator[int]:
-        """Yield the cursor of the first sample of each of this rank's microbatches, endlessly."""
-        while True:
-            for j in range(self.grad_accum):
-                yield cursor + (j * self.ranks + self.rank) * self.local_batch_size
-            cursor += self.global_batch_size
+    def samples(self, microbatches: np.ndarray) -> np.ndarray:
+        """Return the samples of this rank's microbatches, as offsets from the first sample of the first global batch, shape
+        (microbatches, local_batch_size). microbatches: which of this rank's microbatches, counted from 0."""
+        first = (microbatches * self.ranks + self.rank) * self.local_batch_size
+        return first[:, None] + np.arange(self.local_batch_size)
 
 
-class _MicrobatchDataset(Dataset):
-    """Dataset of microbatches. The key of a microbatch is the tuple of its sample indices."""
-
-    def __init__(self, samples: Samples):
-        self.samples = samples
-
-    def __getitem__(self, indices: np.ndarray) -> Batch:
-        return self.samples.batch(indices)
-
-
-class _MicrobatchSampler(Sampler):
-    def __init__(self, order: SampleOrder, partition: BatchPartition, cursor: int):
-        self.order = order
-        self.partition = partition
-        self.cursor = cursor
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        starts = self.partition.microbatch_starts(self.cursor)
-        while True:
-            chunk = np.fromiter(itertools.islice(starts, _INDEX_CHUNK), np.int64, _INDEX_CHUNK)
-            yield from self.order(chunk[:, None] + np.arange(self.partition.local_batch_size))
+def _sample_indices(order: SampleOrder, partition: BatchPartition, cursor: int) -> Iterator[np.ndarray]:
+    """Yield the sample indices of each of this rank's microbatches, endlessly."""
+    for first in itertools.count(0, _INDEX_CHUNK):
+        yield from order(cursor + partition.samples(np.arange(first, first + _INDEX_CHUNK)))
 
 
 def training_batches(
@@ -131,13 +108,12 @@ def training_batches(
     """
     workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*set_vital.*"
-        )  # torchdata 0.11 calls a function that torch has deprecated
+        # torchdata 0.11 calls a function that torch has deprecated.
+        warnings.filterwarnings("ignore", message=".*set_vital.*")
         loader = StatefulDataLoader(
-            _MicrobatchDataset(samples),
+            samples,
             batch_size=None,
-            sampler=_MicrobatchSampler(order, partition, cursor),
+            sampler=_sample_indices(order, partition, cursor),
             pin_memory=pin_memory,
             worker_init_fn=detach_signals,
             generator=torch.Generator(),  # by default the loader would use the rank's generator, which checkpoints save
@@ -149,7 +125,6 @@ def training_batches(
 def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
     """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
     microbatches; the last microbatches are padded with samples that have no targets."""
-    step = partition.local_batch_size * partition.ranks
-    for start in range(0, num_samples, step):
-        index = start + partition.rank * partition.local_batch_size + np.arange(partition.local_batch_size)
-        yield samples.batch(np.where(index < num_samples, index, -1))
+    microbatches = -(-num_samples // (partition.local_batch_size * partition.ranks))
+    for index in partition.samples(np.arange(microbatches)):
+        yield samples[np.where(index < num_samples, index, -1)]

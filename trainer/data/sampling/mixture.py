@@ -124,10 +124,9 @@ class CombinedSamples:
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    def batch(self, samples: np.ndarray) -> Batch:
-        """Implement Samples.batch."""
+    def __getitem__(self, samples: np.ndarray) -> Batch:
+        """Implement Samples.__getitem__."""
         dataset = np.maximum(np.searchsorted(self.offsets, samples, side="right") - 1, 0)
         if (dataset == dataset[0]).all():
-            i = int(dataset[0])
-            return self.datasets[i].batch(np.where(samples < 0, -1, samples - self.offsets[i]))
-        return Batch.cat([self.batch(samples[i : i + 1]) for i in range(len(samples))])
+            return self.datasets[dataset[0]][samples - self.offsets[dataset[0]]]
+        return Batch.cat([self[samples[i : i + 1]] for i in range(len(samples))])

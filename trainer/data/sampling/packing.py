@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +29,10 @@ class PackedIndex:
     def __len__(self) -> int:
         return len(self.samples) - 1
 
-    def efficiency(self, seq_len: int) -> float:
-        """Return the fraction of positions that belong to a document."""
-        return float(self.lengths.sum() / max(1, len(self) * seq_len))
+
+def concatenated_ranges(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
+    """Return the integers of range(start, start + length) for each start and length, one range after the other."""
+    return np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
 def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
@@ -43,7 +43,7 @@ def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tup
         counts = -(-positions // seq_len)
     else:
         counts = (positions > 0) * (positions <= seq_len if long_documents == "drop" else 1)
-    index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # index of a span in its document
+    index = concatenated_ranges(0, counts)  # index of each span in its document
     starts = np.repeat(store.documents[:-1], counts) + index * seq_len
     lengths = np.minimum(np.repeat(positions, counts) - index * seq_len, seq_len)
     incomplete = int((positions > seq_len).sum()) if long_documents != "split" else 0
@@ -55,24 +55,12 @@ def has_target(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np
     if store.targets is None:
         return np.ones(len(starts), bool)
     result = np.zeros(len(starts), bool)
-    chunk_of = np.cumsum(lengths) // 2**22  # chunks bound memory
-    for chunk in _equal_ranges(chunk_of):
-        sizes = lengths[chunk]
-        index = (
-            np.repeat(starts[chunk] + 1, sizes) + np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        )
-        targets = np.concatenate([[0], np.cumsum(store.targets[index] != 0)])
-        ends = np.cumsum(sizes)
-        result[chunk] = targets[ends] > targets[ends - sizes]
+    boundaries = np.flatnonzero(np.diff(np.cumsum(lengths) // 2**22)) + 1  # chunks of spans bound memory
+    for first, last in itertools.pairwise([0, *boundaries.tolist(), len(starts)]):
+        sizes = lengths[first:last]
+        targets = store.targets[concatenated_ranges(starts[first:last] + 1, sizes)]
+        result[first:last] = np.logical_or.reduceat(targets, np.cumsum(sizes) - sizes)
     return result
-
-
-def _equal_ranges(values: np.ndarray) -> Iterator[slice]:
-    """Yield the ranges of consecutive equal values."""
-    boundaries = np.flatnonzero(np.diff(values)) + 1
-    for start, stop in itertools.pairwise([0, *boundaries.tolist(), len(values)]):
-        if start < stop:
-            yield slice(start, stop)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -117,47 +105,41 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def _pack_documents(
-    store: TokenStore, seq_len: int, packing: str, long_documents: str
-) -> tuple[PackedIndex, dict[str, int]]:
-    """Return the packing, and the numbers of documents, spans, dropped documents and dropped spans."""
-    starts, lengths, incomplete = split_documents(store, seq_len, long_documents)
-    targeted = has_target(store, starts, lengths)
-    starts, lengths = starts[targeted], lengths[targeted]
-    counts = {
-        "documents": len(store.documents) - 1,
-        "spans": len(starts),
-        "truncated_or_dropped": incomplete,
-        "without_target": int((~targeted).sum()),
-    }
-    if packing == "none":
-        return PackedIndex(starts, lengths.astype(np.int32), np.arange(len(starts) + 1)), counts
-    bins = best_fit(lengths, seq_len)
-    order = np.argsort(bins, kind="stable")
-    samples = np.concatenate([[0], np.cumsum(np.bincount(bins))])
-    return PackedIndex(starts[order], lengths[order].astype(np.int32), samples), counts
-
-
 def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> None:
     """Write the packing of a store to `folder`, unless it exists."""
     if folder.exists():
         return
-    index, counts = _pack_documents(store, seq_len, config.packing, config.long_documents)
-    counts |= {"version": VERSION, "samples": len(index), "positions": int(index.lengths.sum())}
+    starts, lengths, incomplete = split_documents(store, seq_len, config.long_documents)
+    targeted = has_target(store, starts, lengths)
+    starts, lengths = starts[targeted], lengths[targeted]
+    bins = best_fit(lengths, seq_len) if config.packing == "best-fit" else np.arange(len(starts))
+    order = np.argsort(bins, kind="stable")
+    samples = np.concatenate([[0], np.cumsum(np.bincount(bins))])
+    documents, without_target = len(store.documents) - 1, int((~targeted).sum())
+    positions = int(lengths.sum())
+    counts = {
+        "documents": documents,
+        "spans": len(starts),
+        "truncated_or_dropped": incomplete,
+        "without_target": without_target,
+        "version": VERSION,
+        "samples": len(samples) - 1,
+        "positions": positions,
+    }
     with atomic_folder(folder) as unfinished:
-        for name in ("starts", "lengths", "samples"):
-            np.save(unfinished / f"{name}.npy", getattr(index, name))
+        np.save(unfinished / "starts.npy", starts[order])
+        np.save(unfinished / "lengths.npy", lengths[order].astype(np.int32))
+        np.save(unfinished / "samples.npy", samples)
         (unfinished / "packing.json").write_text(json.dumps(counts))
-    efficiency = 100 * index.efficiency(seq_len)
+    efficiency = 100 * positions / max(1, (len(samples) - 1) * seq_len)
     logging.info(
-        f"packed {counts['documents']} documents into {counts['samples']} samples, {efficiency:.1f} % of the positions used: "
-        f"{folder}"
+        f"packed {documents} documents into {len(samples) - 1} samples, {efficiency:.1f} % of the positions used: {folder}"
     )
-    if counts["truncated_or_dropped"] or counts["without_target"]:
-        logging.warning(
-            f"truncated or dropped {counts['truncated_or_dropped']} documents that are longer than training.seq_len {seq_len} or "
-            f"have a single token; dropped {counts['without_target']} spans without a target token"
-        )
+    if incomplete:
+        reason = f"each has a single token or is longer than training.seq_len {seq_len}"
+        logging.warning(f"{incomplete} documents are truncated or missing in the samples: {reason}")
+    if without_target:
+        logging.warning(f"{without_target} spans of documents are missing in the samples: they have no target token")
 
 
 def read_packing(folder: Path) -> PackedIndex:

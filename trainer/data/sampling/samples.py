@@ -1,6 +1,7 @@
 """Samples of fixed length from a token store. A sample is wrapped, packed, or contains one document."""
 
 import functools
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.data.sampling.packing import PackedIndex
+from trainer.data.sampling.packing import PackedIndex, concatenated_ranges
 from trainer.data.store.store import TokenStore
 
 PADDING = 0
@@ -20,55 +21,46 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, samples: np.ndarray) -> Batch:
+    def __getitem__(self, samples: np.ndarray) -> Batch:
         """Return samples. samples: their indices, shape (batch,); index -1 stands for a sample without targets."""
 
 
+@dataclass(frozen=True)
 class ConcatSamples:
     """The concatenated tokens of all documents, split every seq_len tokens. Consecutive samples overlap by one token, so that
     every token except the first is the label of one position. An incomplete last sample is dropped."""
 
-    def __init__(self, store: TokenStore, seq_len: int, reset_positions: bool):
-        """reset_positions: whether positions restart at 0 in each document; if not, a sample counts as one document."""
-        self.store = store
-        self.seq_len = seq_len
-        self.reset_positions = reset_positions
+    store: TokenStore
+    seq_len: int
+    reset_positions: bool
+    """Whether positions restart at 0 in each document; if not, a sample counts as one document."""
 
     def __len__(self) -> int:
         return max(0, len(self.store.tokens) - 1) // self.seq_len
 
-    def batch(self, samples: np.ndarray) -> Batch:
-        """See Samples."""
-        starts = np.maximum(samples, 0) * self.seq_len
-        tokens, labels = (np.empty((len(samples), self.seq_len), np.int64) for _ in range(2))
-        targets = self.store.targets
-        for row, start in enumerate(starts.tolist()):  # slicing a memory map is three times as fast as indexing
-            span = slice(start, start + self.seq_len + 1)
-            span_tokens = self.store.tokens[span]
-            tokens[row], labels[row] = span_tokens[:-1], span_tokens[1:]
-            if targets is not None:
-                labels[row][targets[span][1:] == 0] = IGNORE_INDEX
+    def __getitem__(self, samples: np.ndarray) -> Batch:
+        """Implement Samples.__getitem__."""
+        tokens, labels, positions, documents = np.empty((4, len(samples), self.seq_len), np.int64)
+        for row, start in enumerate((np.maximum(samples, 0) * self.seq_len).tolist()):
+            # Slicing a memory map is three times as fast as indexing.
+            span = self.store.tokens[start : start + self.seq_len + 1]
+            tokens[row], labels[row] = span[:-1], span[1:]
+            if self.store.targets is not None:
+                labels[row][self.store.targets[start + 1 : start + self.seq_len + 1] == 0] = IGNORE_INDEX
+            if self.reset_positions:
+                first, last = np.searchsorted(self.store.documents, [start, start + self.seq_len], side="right")
+                boundaries = (
+                    self.store.documents[first:last] - start
+                )  # where a document begins in the sample or right after
+                # The last token of a document does not predict the first token of the next one.
+                labels[row, boundaries - 1] = IGNORE_INDEX
+                lengths = np.diff(boundaries, prepend=0, append=self.seq_len)
+                positions[row] = concatenated_ranges(0, lengths)
+                documents[row] = np.repeat(np.arange(first - 1, last), lengths)
         labels[samples < 0] = IGNORE_INDEX
         if not self.reset_positions:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
-        documents = self._documents(starts)
-        positions = np.arange(self.seq_len) - np.maximum(self.store.documents[documents] - starts[:, None], 0)
-        # The last token of a document does not predict the first token of the next one.
-        labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
-        offsets, ends = self.store.documents, starts + self.seq_len
-        labels[:, -1][offsets[np.searchsorted(offsets, ends)] == ends] = IGNORE_INDEX
-        return _batch(tokens, labels, positions, documents)
-
-    def _documents(self, starts: np.ndarray) -> np.ndarray:
-        """Return the document index of each token, shape (batch, seq). starts: index of each sample's first token."""
-        offsets = self.store.documents
-        first = np.searchsorted(offsets, starts, side="right") - 1
-        counts = np.searchsorted(offsets, starts + self.seq_len, side="left") - first  # number of documents per sample
-        before = np.cumsum(counts) - counts
-        documents = np.repeat(first - before, counts) + np.arange(counts.sum())  # sample after sample
-        start = np.repeat(starts, counts)
-        lengths = np.minimum(offsets[documents + 1], start + self.seq_len) - np.maximum(offsets[documents], start)
-        return np.repeat(documents, lengths).reshape(len(starts), self.seq_len)
+        return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -78,47 +70,33 @@ def _one_document(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return torch.arange(shape[1]).repeat(shape[0], 1), torch.zeros(shape, dtype=torch.int64)
 
 
-def _labels(store: TokenStore, index: np.ndarray) -> np.ndarray:
-    """Return the int64 labels at these token indices: the token, or IGNORE_INDEX if it is not a target."""
-    labels = store.tokens[index].astype(np.int64)
-    if store.targets is not None:
-        labels[store.targets[index] == 0] = IGNORE_INDEX
-    return labels
-
-
-def _batch(*arrays: np.ndarray) -> Batch:
-    return Batch(*(torch.from_numpy(np.require(array, np.int64, ["C", "W"])) for array in arrays))
-
-
+@dataclass(frozen=True)
 class PackedSamples:
     """Samples that consist of spans of documents and padding. Documents are numbered from 0 in each sample."""
 
-    def __init__(self, store: TokenStore, seq_len: int, index: PackedIndex, reset_positions: bool):
-        """reset_positions: whether positions restart at 0 in each span."""
-        self.store = store
-        self.seq_len = seq_len
-        self.index = index
-        self.reset_positions = reset_positions
+    store: TokenStore
+    seq_len: int
+    index: PackedIndex
+    reset_positions: bool
+    """Whether positions restart at 0 in each span."""
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def batch(self, samples: np.ndarray) -> Batch:
-        """See Samples."""
-        index = self.index
+    def __getitem__(self, samples: np.ndarray) -> Batch:
+        """Implement Samples.__getitem__."""
         shape = (len(samples), self.seq_len)
         tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
         for row, sample in enumerate(np.maximum(samples, 0)):
-            spans = slice(index.samples[sample], index.samples[sample + 1])
-            lengths = index.lengths[spans].astype(np.int64)
-            size = int(lengths.sum())
-            span_starts = np.repeat(np.cumsum(lengths) - lengths, lengths)  # within the sample, for each position
-            offsets = np.arange(size) - span_starts  # within the span
-            positions[row, :size] = offsets if self.reset_positions else np.arange(size)
-            token_index = np.repeat(index.starts[spans], lengths) + offsets
-            tokens[row, :size] = self.store.tokens[token_index]
-            if samples[row] >= 0:
-                labels[row, :size] = _labels(self.store, token_index + 1)
+            spans = slice(self.index.samples[sample], self.index.samples[sample + 1])
+            lengths = self.index.lengths[spans].astype(np.int64)
+            token_index = concatenated_ranges(self.index.starts[spans], lengths)
+            size = len(token_index)
+            tokens[row, :size], labels[row, :size] = self.store.tokens[token_index], self.store.tokens[token_index + 1]
+            if self.store.targets is not None:
+                labels[row, :size][self.store.targets[token_index + 1] == 0] = IGNORE_INDEX
+            positions[row, :size] = concatenated_ranges(0, lengths) if self.reset_positions else np.arange(size)
             documents[row, :size] = np.repeat(np.arange(len(lengths)), lengths)
-        return _batch(tokens, labels, positions, documents)
+        labels[samples < 0] = IGNORE_INDEX
+        return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents)))
