@@ -5,29 +5,29 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.prepare.runs import ShardWriter, read_shard
+from trainer.data.prepare.runs import ChunkWriter, read_chunk
 from trainer.data.prepare.shuffle import write_split
 from trainer.data.store.store import Encoded
 
 U2 = np.dtype("<u2")
 
 
-def write_shards(folder: Path, shards: list[list[tuple[Encoded, bool]]]) -> list:
-    """Write and read back shards. shards: the documents of each, and whether they are held out."""
+def write_chunks(folder: Path, chunks: list[list[tuple[Encoded, bool]]]) -> list:
+    """Write and read back chunks. chunks: the documents of each, and whether they are held out."""
     folder.mkdir(parents=True, exist_ok=True)
-    for i, documents in enumerate(shards):
-        writer = ShardWriter(folder, i, U2)
+    for i, documents in enumerate(chunks):
+        writer = ChunkWriter(folder, i, U2)
         for document, held_out in documents:
             writer.add(document, held_out)
         writer.finish()
-    return [read_shard(folder, i, verify=True) for i in range(len(shards))]
+    return [read_chunk(folder, i) for i in range(len(chunks))]
 
 
-def shuffled(folder: Path, shards: list, split: str = "train") -> tuple[list[list[int]], list[list[int]] | None]:
-    """Write a split from the shards and return its documents and their targets, in the order of the store."""
+def shuffled(folder: Path, chunks: list, split: str = "train") -> tuple[list[list[int]], list[list[int]] | None]:
+    """Write a split from the chunks and return its documents and their targets, in the order of the store."""
     final = folder / "final"
     final.mkdir(exist_ok=True)
-    counts, files = write_split(final, split, folder, shards, U2, lambda tokens: None)
+    counts, files = write_split(final, split, folder, chunks, U2, lambda tokens: None)
     assert sorted(files) == sorted(path.name for path in final.glob(f"{split}.*"))
     offsets = np.fromfile(final / f"{split}.documents", "<i8")
     tokens = np.fromfile(final / f"{split}.tokens", "<u2")

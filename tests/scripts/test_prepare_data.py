@@ -75,7 +75,7 @@ def test_an_interrupted_preparation_exits_with_one_line_and_can_be_continued(set
     # A shell starts background jobs with SIGINT ignored, and child processes inherit that.
     restore = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=restore)
-    while not list((tmp_path / "stores").glob("*.tmp-shards")):
+    while not list((tmp_path / "stores").glob("*.tmp-chunks")):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

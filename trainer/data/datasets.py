@@ -27,18 +27,16 @@ def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
     return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
 
 
-def eval_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> dict[str, DataConfig]:
-    """Return the configurations of the evaluation-only datasets, whose documents are all evaluated."""
-    configs = {name: _dataset_config(data, f"evaluation.datasets.{name}", text) for name, text in sets.items()}
-    return {name: replace(config, held_out_fraction=0.0) for name, config in configs.items()}
-
-
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
-    """Yield a unique name, the setting that names the path, and the configuration of each dataset. Raises ConfigError."""
+    """Yield a unique name, the setting that names the path, and the configuration of each dataset. Raises ConfigError.
+
+    sets: the evaluation-only datasets, whose documents are all evaluated.
+    """
     for name, config in dataset_configs(data).items():
         yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
-    for name, config in eval_dataset_configs(data, sets).items():
-        yield f"evaluation/{name}", f"evaluation.datasets.{name}", config
+    for name, text in sets.items():
+        setting = f"evaluation.datasets.{name}"
+        yield f"evaluation/{name}", setting, replace(_dataset_config(data, setting, text), held_out_fraction=0.0)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_every_document_is_in_exactly_one_split(data):
 
 
 def test_the_store_does_not_depend_on_the_number_of_worker_processes(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 4000)
     one = prepare(data, DEFAULT)
     three = prepare(replace(data, prepare_workers=3, store_folder=str(tmp_path / "other")), DEFAULT)
     assert len(contents(one)) == 6
@@ -123,7 +123,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize(("target", "name"), [(prepare_module, "write_split"), (tokenize, "_tokenize")])
 def test_a_killed_preparation_leaves_no_store_and_resumes(data, monkeypatch, target, name):
-    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 4000)
     complete = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
 
@@ -144,7 +144,7 @@ def test_a_killed_preparation_leaves_no_store_and_resumes(data, monkeypatch, tar
     is_held_out = tokenize._is_held_out
     monkeypatch.setattr(tokenize, "_is_held_out", lambda *args: tokenized.append(args) or is_held_out(*args))
     assert contents(prepare(data, DEFAULT)) == complete
-    assert len(tokenized) < 60, "finished shards are not tokenized again"
+    assert len(tokenized) < 60, "finished chunks are not tokenized again"
 
 
 def test_equal_documents_are_in_the_same_split(data, tmp_path):
@@ -170,7 +170,7 @@ def test_bad_documents_are_counted_listed_and_logged(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_more_bad_documents_than_allowed_are_an_error_with_the_first_of_them(data, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 4000)
     for i in range(5):
         (tmp_path / "corpus" / f"0{i}_empty.txt").touch()
     data = replace(data, prepare_workers=workers)
@@ -225,7 +225,7 @@ def test_a_store_folder_that_cannot_be_written_is_an_error(data, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["runs", "json", "bad_documents"])
 @pytest.mark.parametrize("size", [0, 30])
-def test_a_torn_shard_is_tokenized_again(data, tmp_path, monkeypatch, suffix, size):
+def test_a_torn_chunk_is_tokenized_again(data, tmp_path, monkeypatch, suffix, size):
     (tmp_path / "corpus" / "empty.txt").touch()
     complete = contents(prepare(data, DEFAULT))
     shutil.rmtree(data.store_folder)
@@ -233,8 +233,8 @@ def test_a_torn_shard_is_tokenized_again(data, tmp_path, monkeypatch, suffix, si
         patch.setattr(prepare_module, "write_split", lambda *_: pytest.fail("stop"))
         with pytest.raises(pytest.fail.Exception):
             prepare(data, DEFAULT)
-    (shard,) = Path(data.store_folder).glob(f"*.tmp-shards/shard-000000.{suffix}")
-    shard.write_bytes(shard.read_bytes()[:size] if size else b"\0" * shard.stat().st_size)  # as after a power cut
+    (chunk,) = Path(data.store_folder).glob(f"*.tmp-chunks/chunk-000000.{suffix}")
+    chunk.write_bytes(chunk.read_bytes()[:size] if size else b"\0" * chunk.stat().st_size)  # as after a power cut
     assert contents(prepare(data, DEFAULT)) == complete
 
 
@@ -249,7 +249,7 @@ def test_pretokenized_documents_are_stored_unchanged(data, tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_token_outside_the_vocabulary_is_an_error_in_every_process(data, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(tokenize, "SHARD_BYTES", 40)
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 40)
     np.array([5] * 99 + [2048], "<u2").tofile(tmp_path / "x.bin")
     data = replace(data, dataset="tokens", path=str(tmp_path / "x.bin"), prepare_workers=workers)
     message = f"{tmp_path}/x.bin: token 2048 at byte 198 (read as uint16) is outside the tokenizer's vocabulary of 2048"
@@ -268,7 +268,7 @@ def test_an_unreadable_file_is_an_error(data, tmp_path, monkeypatch):
 
 
 def test_a_killed_worker_process_is_an_error(data, monkeypatch):
-    monkeypatch.setattr(tokenize, "SHARD_BYTES", 4000)
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 4000)
     monkeypatch.setattr(tokenize, "_tokenize_in_worker", _killed)
     message = "a worker process was killed, possibly for lack of memory; fewer workers need less"
     assert refused(replace(data, prepare_workers=2)) == ("data.prepare_workers", message)

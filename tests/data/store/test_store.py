@@ -80,7 +80,7 @@ def test_a_store_has_targets_if_its_documents_have_them(data, monkeypatch):
 
     assert open_store(prepare(data, DEFAULT), "train").targets is None
     shutil.rmtree(data.store_folder)
-    monkeypatch.setitem(tokenize.ENCODERS, "text", masked)
+    monkeypatch.setattr(tokenize, "encoder", masked)
     store = open_store(prepare(data, DEFAULT), "train")
     assert store.targets is not None and store.targets.dtype == np.uint8
     assert store.targets.tolist() == [0, 0, 1, 1, 1] * (len(store.documents) - 1)
@@ -93,7 +93,7 @@ def test_a_concat_array_reads_like_one_array():
     arrays = [np.arange(3, dtype="<u2"), np.empty(0, "<u2"), np.arange(3, 10, dtype="<u2")]
     lazy, array = ConcatArray(arrays), np.concatenate(arrays)
     assert len(lazy) == 10 and lazy.dtype == array.dtype
-    for index in (slice(None), slice(2, 7), slice(-3, None), np.arange(10), np.array([[9, 0], [2, 3]]), np.arange(0)):
+    for index in (slice(None), slice(2, 7), slice(-3, None), np.arange(10), np.array([9, 0, 2, 3]), np.arange(0)):
         assert np.array_equal(lazy[index], array[index])
 
 
@@ -145,7 +145,7 @@ def test_a_concatenated_store_is_reused_when_its_members_have_moved(stores, tmp_
 
 def test_all_tokens_of_a_member_without_targets_are_targets(stores, tmp_path, monkeypatch):
     data, _ = stores
-    monkeypatch.setitem(tokenize.ENCODERS, "text", lambda *_: lambda text: Encoded(np.arange(5), np.zeros(5)))
+    monkeypatch.setattr(tokenize, "encoder", lambda *_: lambda text: Encoded(np.arange(5), np.zeros(5)))
     with_targets = replace(
         data, dataset="text", path=str(write_corpus(tmp_path / "more", 4, seed=9)), store_folder=data.path
     )

@@ -1,19 +1,20 @@
-"""Shards of a store under construction. A shard contains the tokenized documents of a part of the source, as runs sorted by
-random key. A run fits in memory; a shard may be larger.
+"""Chunks of a store under construction. A chunk contains the tokenized documents of a section of the source, as runs sorted by
+random key. A run fits in memory; a chunk may be larger.
 
-    shard-000000.runs           for each run: keys (uint64), lengths (int64), tokens, and targets (uint8) if any
-    shard-000000.bad_documents  bad documents, one JSON object per line
-    shard-000000.json           index of the runs and digests of the files; written last, so that it marks a finished shard
+    chunk-000000.runs           for each run: keys (uint64), lengths (int64), tokens, and targets (uint8) if any
+    chunk-000000.bad_documents  bad documents, one JSON object per line
+    chunk-000000.json           index of the runs and digests of the files; written last, so that it marks a finished chunk
 
-These files are not synced: after a power cut the digests identify incomplete shards, which are then written again.
+These files are not synced: after a power cut the digests identify incomplete chunks, which are then written again.
 """
 
+import bisect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -44,49 +45,45 @@ class SortedRun:
 
 
 @dataclass(frozen=True)
-class ShardInfo:
-    """Content of a finished shard."""
+class Chunk:
+    """Content of a finished chunk."""
 
     runs: tuple[SortedRun, ...]
     bad_documents: int
-    files: Mapping[str, Mapping[str, Any]]
-    """Name of the .runs or .bad_documents file -> size and digest."""
 
 
-def shard_file(folder: Path, index: int, suffix: str) -> Path:
-    return folder / f"shard-{index:06d}.{suffix}"
+def chunk_file(folder: Path, index: int, suffix: str) -> Path:
+    return folder / f"chunk-{index:06d}.{suffix}"
 
 
-def read_shard(folder: Path, index: int, verify: bool) -> ShardInfo | None:
-    """Return a finished shard, or None. verify: whether to return None if a file does not match its digest, too."""
+def read_chunk(folder: Path, index: int) -> Chunk | None:
+    """Return a finished chunk whose files match their digests, or None."""
     try:
-        values = read_json_object(shard_file(folder, index, "json"))
-        shard = ShardInfo(tuple(SortedRun(*run) for run in values["runs"]), values["bad_documents"], values["files"])
-        for suffix in _FILES if verify else ():
-            path = shard_file(folder, index, suffix)
-            if shard.files[suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
+        values = read_json_object(chunk_file(folder, index, "json"))
+        for suffix in _FILES:
+            path = chunk_file(folder, index, suffix)
+            if values["files"][suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
                 return None
+        return Chunk(tuple(SortedRun(*run) for run in values["runs"]), values["bad_documents"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return shard
 
 
-def read_bad_documents(folder: Path, index: int) -> Iterator[BadDocument]:
-    with shard_file(folder, index, "bad_documents").open() as file:
-        for line in file:
-            yield BadDocument(**json.loads(line))
+def read_bad_documents(paths: Iterable[Path]) -> Iterator[BadDocument]:
+    for path in paths:
+        with path.open() as file:
+            yield from (BadDocument(**json.loads(line)) for line in file)
 
 
-class ShardWriter:
-    """Writer of a shard. Documents are added in the order of the source."""
+class ChunkWriter:
+    """Writer of a chunk. Documents are added in the order of the source."""
 
     def __init__(self, folder: Path, index: int, dtype: np.dtype):
         self.bad_documents = 0
         self._folder, self._index, self._dtype = folder, index, dtype
-        shard_file(folder, index, "json").unlink(missing_ok=True)
-        self._runs, self._bad_documents = (HashingFile(shard_file(folder, index, suffix)) for suffix in _FILES)
+        chunk_file(folder, index, "json").unlink(missing_ok=True)
+        self._runs, self._bad_documents = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
         self._written: list[SortedRun] = []
-        self._num_written = 0  # number of documents in the written runs
         self._documents: list[Encoded] = []
         self._held_out: list[bool] = []
         self._tokens = 0
@@ -103,14 +100,12 @@ class ShardWriter:
         self.bad_documents += 1
 
     def _write_runs(self) -> None:
-        keys = hash_index(self._num_written + np.arange(len(self._documents)), _SHUFFLE_KEY, self._index)
-        held_out = np.array(self._held_out, bool)
-        for split, in_split in zip(SPLITS, (~held_out, held_out), strict=True):
-            order = np.flatnonzero(in_split)
-            order = order[np.argsort(keys[order], kind="stable")]
-            if len(order):
-                self._write_run(split, keys[order], [self._documents[i] for i in order])
-        self._num_written += len(self._documents)
+        first = sum(run.documents for run in self._written)
+        keys = hash_index(np.arange(first, first + len(self._documents)), _SHUFFLE_KEY, self._index)
+        order, held_out = np.argsort(keys, kind="stable"), np.array(self._held_out, bool)
+        for split, selected in zip(SPLITS, (order[~held_out[order]], order[held_out[order]]), strict=True):
+            if len(selected):
+                self._write_run(split, keys[selected], [self._documents[i] for i in selected])
         self._documents, self._held_out, self._tokens = [], [], 0
 
     def _write_run(self, split: str, keys: np.ndarray, documents: list[Encoded]) -> None:
@@ -127,18 +122,19 @@ class ShardWriter:
         self._written.append(SortedRun(split, offset, len(documents), int(lengths.sum()), has_targets))
 
     def close(self) -> None:
-        """Close the files. A shard that is closed without `finish` remains unfinished."""
+        """Close the files. A chunk that is closed without `finish` remains unfinished."""
         self._runs.close()
         self._bad_documents.close()
 
-    def finish(self) -> None:
+    def finish(self) -> Chunk:
         self._write_runs()
         values = {
             "runs": [astuple(run) for run in self._written],
             "bad_documents": self.bad_documents,
             "files": {"runs": self._runs.close(), "bad_documents": self._bad_documents.close()},
         }
-        atomic_write(shard_file(self._folder, self._index, "json"), json.dumps(values), durable=False)
+        atomic_write(chunk_file(self._folder, self._index, "json"), json.dumps(values), durable=False)
+        return Chunk(tuple(self._written), self.bad_documents)
 
 
 class RunReader:
@@ -153,7 +149,12 @@ class RunReader:
 
     def read_below(self, file: BinaryIO, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Return keys, lengths, tokens and targets of the next documents with keys below `limit`. file: the .runs file."""
-        first, last = self._document, self._find(file, limit)
+
+        def key(document: int) -> int:
+            return int.from_bytes(os.pread(file.fileno(), 8, self._run.offset + 8 * document), "little")
+
+        first = self._document
+        last = bisect.bisect_left(range(self._run.documents), limit, lo=first, key=key)
         keys = _read(file, self._run.offset + 8 * first, "<u8", last - first)
         lengths = _read(file, self._lengths + 8 * first, "<i8", last - first)
         count = int(lengths.sum())
@@ -161,17 +162,6 @@ class RunReader:
         targets = _read(file, self._targets + self._token, "u1", count) if self._run.has_targets else None
         self._document, self._token = last, self._token + count
         return keys, lengths, tokens, targets
-
-    def _find(self, file: BinaryIO, limit: int) -> int:
-        """Return the index of the first unread document with a key of at least `limit`, by binary search in the file."""
-        low, high = self._document, self._run.documents
-        while low < high:
-            middle = (low + high) // 2
-            if int.from_bytes(os.pread(file.fileno(), 8, self._run.offset + 8 * middle), "little") < limit:
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
 
 def _read(file: BinaryIO, offset: int, dtype: np.dtype | str, count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""External sort, which merges the sorted runs of all shards into the files of a store, in one shuffled order.
+"""External sort, which merges the sorted runs of all chunks into the files of a store, in one shuffled order.
 
 Documents are ordered by their random keys in [0, 2**64). Each window of that range reads one contiguous slice of every run, and
 appends the documents of all slices to the files. So all disk accesses are large and sequential, and one window bounds the
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.prepare.runs import RunReader, ShardInfo, shard_file
+from trainer.data.prepare.runs import Chunk, RunReader, chunk_file
 from trainer.system.files import HashingFile
 
 _WINDOW_BYTES = 2**27
@@ -24,28 +24,28 @@ _WINDOW_DOCUMENTS = 2**19
 def write_split(
     folder: Path,
     split: str,
-    shard_folder: Path,
-    shards: Sequence[ShardInfo],
+    chunk_folder: Path,
+    chunks: Sequence[Chunk],
     dtype: np.dtype,
     progress: Callable[[int], None],
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """Write the files of one split to `folder`. Returns the numbers of tokens and documents, and the sizes and digests of the
     files. progress: called with the number of tokens of each window."""
-    runs = [run for shard in shards for run in shard.runs if run.split == split]
+    runs = [run for chunk in chunks for run in chunk.runs if run.split == split]
     counts = {"tokens": sum(run.tokens for run in runs), "documents": sum(run.documents for run in runs)}
     names = ["documents", "tokens"]
-    if any(run.has_targets for shard in shards for run in shard.runs):  # of either split: both have the file or none
+    if any(run.has_targets for chunk in chunks for run in chunk.runs):  # of either split: both have the file or none
         names.append("targets")
     files = {name: HashingFile(folder / f"{split}.{name}") for name in names}
     files["documents"].write(np.zeros(1, "<i8").data)
-    readers = [[RunReader(run, dtype) for run in shard.runs if run.split == split] for shard in shards]
+    readers = [[RunReader(run, dtype) for run in chunk.runs if run.split == split] for chunk in chunks]
     end = 0
     for limit in _key_limits(counts["tokens"] * (dtype.itemsize + len(names) - 2), counts["documents"]):
         slices = []
-        for i, shard_readers in enumerate(readers):
-            if shard_readers:
-                with shard_file(shard_folder, i, "runs").open("rb", buffering=0) as file:
-                    slices += [reader.read_below(file, limit) for reader in shard_readers]
+        for i, chunk_readers in enumerate(readers):
+            if chunk_readers:
+                with chunk_file(chunk_folder, i, "runs").open("rb", buffering=0) as file:
+                    slices += [reader.read_below(file, limit) for reader in chunk_readers]
         end = _write_window(files, slices, end)
         progress(sum(len(tokens) for _, _, tokens, _ in slices))
     assert end == counts["tokens"]

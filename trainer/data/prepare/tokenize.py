@@ -1,4 +1,4 @@
-"""First pass of preparing a token store: worker processes tokenize the shards of the corpus, each into its own files."""
+"""First pass of preparing a token store: worker processes tokenize the chunks of the corpus, each into its own files."""
 
 import contextlib
 import hashlib
@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.data.prepare.encode import ENCODERS, Encode
-from trainer.data.prepare.runs import ShardInfo, ShardWriter, read_bad_documents, read_shard
+from trainer.data.prepare.encode import encoder
+from trainer.data.prepare.runs import Chunk, ChunkWriter, chunk_file, read_bad_documents, read_chunk
 from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -25,13 +25,15 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.logging import progress
 from trainer.system.process import cores, detach_signals
 
-SHARD_BYTES = 4 * 2**20
-_MAX_SHARD_BYTES = 2**28
-_MAX_SHARDS = 1024
-"""Maximum number of shards: with a larger source, shards first grow from SHARD_BYTES to _MAX_SHARD_BYTES bytes of source. A
-shard is the unit of parallel work, and of the work that a kill can lose."""
+CHUNK_BYTES = 4 * 2**20
+_MAX_CHUNK_BYTES = 2**28
+_MAX_CHUNKS = 1024
+"""Maximum number of chunks: with a larger source, chunks first grow from CHUNK_BYTES to _MAX_CHUNK_BYTES bytes of source. A
+chunk is the unit of parallel work, and of the work that a kill can lose."""
 
 _SHOWN_BAD_DOCUMENTS = 3
+
+Encode = Callable[[Document], Encoded]
 
 
 def allowed_bad_documents(data: DataConfig) -> int:
@@ -47,12 +49,12 @@ def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[Ba
     raise ConfigError(key, f"unreadable documents: {count} or more, the first: {shown}")
 
 
-# ---------------------------------------------------------------- one shard
+# ---------------------------------------------------------------- one chunk
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """The inputs of all shards. They are sent to each worker process once."""
+    """The inputs of all chunks. They are sent to each worker process once."""
 
     source: Source
     data: DataConfig
@@ -60,82 +62,73 @@ class TokenizeJob:
     folder: Path
 
 
-def _shard_bytes(total: int) -> int:
-    return max(SHARD_BYTES, min(total // _MAX_SHARDS, _MAX_SHARD_BYTES))
+def _chunk_bytes(total: int) -> int:
+    return max(CHUNK_BYTES, min(total // _MAX_CHUNKS, _MAX_CHUNK_BYTES))
 
 
-def _shards(source: Source, shard_bytes: int) -> Iterator[list[Span]]:
-    """Yield, in the order of the files, a list of spans for each shard. shard_bytes: approximate total size of the spans."""
-    shard: list[Span] = []
-    remaining = shard_bytes
+def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[Span]]:
+    """Yield, in the order of the files, a list of spans for each chunk. chunk_bytes: approximate total size of the spans."""
+    chunk: list[Span] = []
+    remaining = chunk_bytes
     for path in source.files:
-        for span in source.spans(path, os.path.getsize(path), shard_bytes):
-            if shard and span.stop - span.start > remaining:
-                yield shard
-                shard, remaining = [], shard_bytes
-            shard.append(span)
+        for span in source.spans(path, os.path.getsize(path), chunk_bytes):
+            if chunk and span.stop - span.start > remaining:
+                yield chunk
+                chunk, remaining = [], chunk_bytes
+            chunk.append(span)
             remaining -= span.stop - span.start
-    if shard:
-        yield shard
+    if chunk:
+        yield chunk
 
 
 _worker: tuple[TokenizeJob, Tokenizer, Encode] | None = None
 
 
 def _start_worker(job: TokenizeJob) -> None:
-    # A worker process reuses its tokenizer from shard to shard. A process pool can keep it only in a global variable.
+    # A worker process reuses its tokenizer from chunk to chunk. A process pool can keep it only in a global variable.
     global _worker
     detach_signals()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # the parent ended before die_with_parent took effect
         raise SystemExit
     tokenizer = load_tokenizer(job.tokenizer)
-    _worker = (job, tokenizer, ENCODERS[job.data.dataset](job.data, tokenizer))
+    _worker = (job, tokenizer, encoder(job.data, tokenizer))
 
 
-def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, int]:
+def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, Chunk]:
     assert _worker is not None
     return _tokenize(*_worker, index, spans)
 
 
-def _tokenize(job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]) -> tuple[int, int]:
-    """Write a shard. Returns the number of bytes in its spans and of its bad documents. If there are more bad documents than
-    allowed, the shard remains unfinished."""
+def _tokenize(
+    job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]
+) -> tuple[int, Chunk]:
+    """Write a chunk. Returns the number of bytes in its spans, and its content. If there are more bad documents than allowed,
+    the chunk remains unfinished and is returned without runs."""
     num_bytes = sum(span.stop - span.start for span in spans)
-    shard = read_shard(job.folder, index, verify=True)
-    if shard is not None:
-        return num_bytes, shard.bad_documents
-    allowed = allowed_bad_documents(job.data)
+    chunk = read_chunk(job.folder, index)
+    if chunk is not None:
+        return num_bytes, chunk
 
     def transform(document: Document) -> tuple[Encoded, bool]:
         return encode(document), _is_held_out(document, job.data.held_out_fraction)
 
-    writer = ShardWriter(job.folder, index, token_dtype(tokenizer.vocab_size))
+    writer = ChunkWriter(job.folder, index, token_dtype(tokenizer.vocab_size))
     with contextlib.closing(writer):
         for span in spans:
-            for result in _read(job.source, span, transform):
-                if not isinstance(result, BadDocument):
-                    writer.add(*result)
-                    continue
-                writer.add_bad_document(result)
-                if writer.bad_documents > allowed:
-                    return num_bytes, writer.bad_documents
-        writer.finish()
-    return num_bytes, writer.bad_documents
-
-
-def _read(source: Source, span: Span, transform: Callable[[Document], tuple[Encoded, bool]]) -> Iterator:
-    results = source.read(span, transform)
-    while True:
-        try:
-            result = next(results)
-        except StopIteration:
-            return
-        except OSError as error:
-            if error.filename != span.path:
-                raise
-            raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
-        yield result
+            try:
+                for result in job.source.read(span, transform):
+                    if not isinstance(result, BadDocument):
+                        writer.add(*result)
+                        continue
+                    writer.add_bad_document(result)
+                    if writer.bad_documents > allowed_bad_documents(job.data):
+                        return num_bytes, Chunk((), writer.bad_documents)
+            except OSError as error:
+                if error.filename != span.path:
+                    raise
+                raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
+        return num_bytes, writer.finish()
 
 
 def _is_held_out(document: Document, fraction: float) -> bool:
@@ -150,44 +143,41 @@ def _is_held_out(document: Document, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-# ---------------------------------------------------------------- all shards
+# ---------------------------------------------------------------- all chunks
 
 
-def tokenize_shards(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[ShardInfo]:
-    """Tokenize all shards and return them in order. total: size of the source in bytes. Raises ConfigError as soon as there are
+def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[Chunk]:
+    """Tokenize all chunks and return them in order. total: size of the source in bytes. Raises ConfigError as soon as there are
     more bad documents than allowed."""
-    tasks = enumerate(_shards(job.source, _shard_bytes(total)))
+    tasks = enumerate(_chunks(job.source, _chunk_bytes(total)))
     first = list(itertools.islice(tasks, 2))
     num_workers = (job.data.prepare_workers or cores()) if len(first) > 1 else 1
     tasks = itertools.chain(first, tasks)
-    shards: list[ShardInfo] = []
+    chunks: list[Chunk] = []
     bad_documents = 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(progress(total, "B", "tokenizing"))
         if num_workers == 1:
-            encode = ENCODERS[job.data.dataset](job.data, tokenizer)
+            encode = encoder(job.data, tokenizer)
             results = (_tokenize(job, tokenizer, encode, *task) for task in tasks)
         else:
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
-            # The pool is not used as a context manager, which would wait for the shards in progress after Ctrl-C.
+            # The pool is not used as a context manager, which would wait for the chunks in progress after Ctrl-C.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
             results = _in_order(pool, tasks, max_pending=4 * num_workers)
-        for index, (num_bytes, bad_in_shard) in enumerate(results):
-            bad_documents += bad_in_shard
-            if bad_documents > allowed_bad_documents(job.data):
-                listed = itertools.chain.from_iterable(read_bad_documents(job.folder, i) for i in range(index + 1))
-                check_bad_documents(job.data, bad_documents, listed)
-            shard = read_shard(job.folder, index, verify=False)
-            assert shard is not None
-            shards.append(shard)
+        for num_bytes, chunk in results:
+            chunks.append(chunk)
+            bad_documents += chunk.bad_documents
+            listed = (chunk_file(job.folder, i, "bad_documents") for i in range(len(chunks)))
+            check_bad_documents(job.data, bad_documents, read_bad_documents(listed))
             bar.update(num_bytes)
-    return shards
+    return chunks
 
 
 def _in_order(
     pool: ProcessPoolExecutor, tasks: Iterator[tuple[int, list[Span]]], max_pending: int
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[tuple[int, Chunk]]:
     """Yield the results of the tasks in order. max_pending: maximum number of submitted tasks, which bounds memory."""
     pending = deque()
     try:

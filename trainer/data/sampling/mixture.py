@@ -125,7 +125,6 @@ class CombinedSamples:
         return int(self.offsets[-1])
 
     def __getitem__(self, samples: np.ndarray) -> Batch:
-        """Implement Samples.__getitem__."""
         dataset = np.maximum(np.searchsorted(self.offsets, samples, side="right") - 1, 0)
         if (dataset == dataset[0]).all():
             return self.datasets[dataset[0]][samples - self.offsets[dataset[0]]]

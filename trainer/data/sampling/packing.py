@@ -82,8 +82,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             any_bin[space] = True
 
     for spans in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
-        length = int(lengths[spans[0]]) if len(spans) else capacity
         while len(spans):
+            length = int(lengths[spans[0]])
             space = length + int(np.argmax(any_bin[length:]))
             if any_bin[space]:
                 bin_ids = bins_by_space[space].pop()

@@ -39,7 +39,6 @@ class ConcatSamples:
         return max(0, len(self.store.tokens) - 1) // self.seq_len
 
     def __getitem__(self, samples: np.ndarray) -> Batch:
-        """Implement Samples.__getitem__."""
         tokens, labels, positions, documents = np.empty((4, len(samples), self.seq_len), np.int64)
         for row, start in enumerate((np.maximum(samples, 0) * self.seq_len).tolist()):
             # Slicing a memory map is three times as fast as indexing.
@@ -84,7 +83,6 @@ class PackedSamples:
         return len(self.index)
 
     def __getitem__(self, samples: np.ndarray) -> Batch:
-        """Implement Samples.__getitem__."""
         shape = (len(samples), self.seq_len)
         tokens, labels = np.full(shape, PADDING, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
         positions, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)

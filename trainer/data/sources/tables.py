@@ -1,7 +1,8 @@
 """Documents of a text column: parquet files, and the Arrow files of Hugging Face's datasets."""
 
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,33 +19,53 @@ _BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
-class _Column:
-    name: str
+class Tables:
+    """Reader of tables: each row is a document. A row group belongs to the span in which it begins."""
+
+    format: str
+    """Name of the file format in messages, with its article."""
+    row_groups: Callable[[Span, "Tables"], Iterator[tuple[int, int, Iterable]]]
+    """Function that yields, for each row group, its offset in bytes, its number of rows, and an iterable of its record batches.
+    Row groups that begin after the span may be omitted."""
+    column: str
     max_bytes: int
+
+    def __call__(self, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
+        arrow = require_package("pyarrow", "data.dataset")
+        row = start = 0  # a fault of the entire file is reported by its first span
+        try:
+            for start, num_rows, batches in self.row_groups(span, self):
+                if not span.start <= start < span.stop:
+                    row += num_rows
+                    continue
+                for value in itertools.chain.from_iterable(batch.column(self.column) for batch in batches):
+                    row += 1
+                    try:
+                        yield transform(self._text(value))
+                    except InvalidDocument as reason:
+                        yield BadDocument(span.path, row, str(reason))
+        except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise  # this is a file system error
+            if start >= span.start:  # otherwise an earlier span reports the error
+                yield BadDocument(span.path, row, f"not {self.format}, or damaged ({_first_line(error)})")
 
     def require_text(self, path: str, schema: Any) -> None:
         """Raise ConfigError unless the table has this column and it holds text."""
         arrow = require_package("pyarrow", "data.dataset")
-        index = schema.get_field_index(self.name)
+        index = schema.get_field_index(self.column)
         if index < 0:
             names = ", ".join(schema.names) or "none"
-            raise ConfigError("data.text_field", f"{path} has no column {self.name!r}; its columns: {names}")
+            raise ConfigError("data.text_field", f"{path} has no column {self.column!r}; its columns: {names}")
         dtype = schema.field(index).type
         # A dictionary stores each distinct text once, and an index in each row.
         values = dtype.value_type if arrow.types.is_dictionary(dtype) else dtype
         if values not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-            raise ConfigError("data.text_field", f"column {self.name!r} of {path} holds {dtype}, not text")
-
-    def read(self, path: str, batch: Any, rows_before: int, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
-        for row, value in enumerate(batch.column(self.name), start=rows_before + 1):
-            try:
-                yield transform(self._text(value))
-            except InvalidDocument as reason:
-                yield BadDocument(path, row, str(reason))
+            raise ConfigError("data.text_field", f"column {self.column!r} of {path} holds {dtype}, not text")
 
     def _text(self, value: Any) -> str:
         if not value.is_valid:
-            raise InvalidDocument(f"null in column {self.name!r}")
+            raise InvalidDocument(f"null in column {self.column!r}")
         content = (value.value if hasattr(value, "index") else value).as_buffer()
         if content.size > self.max_bytes:
             raise InvalidDocument(too_long(self.max_bytes))
@@ -56,110 +77,67 @@ class _Column:
             raise InvalidDocument(f"not UTF-8 text (byte {error.start} of the value)") from None
 
 
-@dataclass(frozen=True)
-class ParquetFiles:
-    """Reader of parquet files: each row is a document. A row group belongs to the span in which it begins."""
-
-    column: _Column
-
-    def __call__(self, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
-        arrow, parquet = require_package("pyarrow", "data.dataset"), require_package("pyarrow.parquet", "data.dataset")
-        row = start = 0  # a fault of the entire file is reported by its first span
-        try:
-            # Without a buffer, pyarrow would read a full column chunk at once, however large.
-            file = parquet.ParquetFile(span.path, buffer_size=2**20, pre_buffer=False)
-            with file:
-                self.column.require_text(span.path, file.schema_arrow)
-                for group in range(file.num_row_groups):
-                    metadata = file.metadata.row_group(group)
-                    if span.start <= (group_start := _first_byte(metadata)) < span.stop:
-                        start = group_start
-                        batches = file.iter_batches(_BATCH_ROWS, [group], columns=[self.column.name], use_threads=False)
-                        for batch in batches:
-                            yield from self.column.read(span.path, batch, row, transform)
-                            row += batch.num_rows
-                    else:
-                        row += metadata.num_rows
-        except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:
-                raise  # this is a file system error
-            if start >= span.start:
-                yield BadDocument(span.path, row, f"not a parquet file, or damaged ({_first_line(error)})")
+def _parquet_row_groups(span: Span, table: Tables) -> Iterator[tuple[int, int, Iterable]]:
+    parquet = require_package("pyarrow.parquet", "data.dataset")
+    # Without a buffer, pyarrow would read a full column chunk at once, however large.
+    with parquet.ParquetFile(span.path, buffer_size=2**20, pre_buffer=False) as file:
+        table.require_text(span.path, file.schema_arrow)
+        for i in range(file.num_row_groups):
+            group = file.metadata.row_group(i)
+            columns = map(group.column, range(group.num_columns))
+            offsets = (o for c in columns for o in (c.dictionary_page_offset, c.data_page_offset) if o is not None)
+            batches = file.iter_batches(_BATCH_ROWS, [i], columns=[table.column], use_threads=False)
+            yield min(offsets, default=0), group.num_rows, batches
 
 
-def _first_byte(group: Any) -> int:
-    """Return the offset of a row group in its file."""
-    columns = map(group.column, range(group.num_columns))
-    offsets = (o for c in columns for o in (c.dictionary_page_offset, c.data_page_offset) if o is not None)
-    return min(offsets, default=0)
+def _arrow_batches(span: Span, table: Tables) -> Iterator[tuple[int, int, Iterable]]:
+    arrow = require_package("pyarrow", "data.dataset")
+    with arrow.memory_map(span.path) as file, arrow.ipc.open_stream(file) as stream:
+        table.require_text(span.path, stream.schema)
+        start = 0  # the first batch belongs to the first span
+        for batch in stream:  # mapped: of an unused batch, only the header is read
+            if start >= span.stop:
+                return
+            yield start, batch.num_rows, _validated(batch, table.column)
+            start = file.tell()
 
 
-@dataclass(frozen=True)
-class ArrowFiles:
-    """Reader of Arrow files: each row is a document. A record batch belongs to the span in which it begins."""
-
-    column: _Column
-
-    def __call__(self, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
-        arrow = require_package("pyarrow", "data.dataset")
-        row = start = 0  # the first batch belongs to the first span
-        try:
-            with arrow.memory_map(span.path) as file, arrow.ipc.open_stream(file) as stream:
-                self.column.require_text(span.path, stream.schema)
-                while start < span.stop:
-                    try:
-                        batch = stream.read_next_batch()  # mapped: of an unused batch, only the header is read
-                    except StopIteration:
-                        return
-                    if start >= span.start:
-                        _validate(batch.column(self.column.name))
-                        yield from self.column.read(span.path, batch, row, transform)
-                    row += batch.num_rows
-                    start = file.tell()
-        except (arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:
-                raise
-            if start >= span.start:  # otherwise the previous span reports the error
-                yield BadDocument(span.path, row, f"not an Arrow stream, or damaged ({_first_line(error)})")
-
-
-def _validate(column: Any) -> None:
-    """Raise ArrowInvalid for offsets outside the mapped file. Arrow itself does not check what it maps."""
+def _validated(batch: Any, name: str) -> Iterator:
+    """Yield the batch. Raises ArrowInvalid for offsets outside the mapped file, which Arrow itself does not check."""
     arrow = require_package("pyarrow", "data.dataset")
     as_bytes = {
         arrow.string(): arrow.binary(),
         arrow.large_string(): arrow.large_binary(),
         arrow.string_view(): arrow.binary_view(),
     }
+    column = batch.column(name)
     # Viewed as bytes, so that invalid UTF-8 is reported for its own row only.
     dtype = as_bytes.get(column.type)
     (column if dtype is None else column.view(dtype)).validate(full=True)
+    yield batch
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")[:200]
 
 
-def _column(config: DataConfig) -> _Column:
-    require_package("pyarrow", "data.dataset")  # raises before any worker starts
-    return _Column(config.text_field, config.max_document_bytes)
-
-
 def parquet(config: DataConfig) -> Source:
-    column = _column(config)
+    require_package("pyarrow", "data.dataset")  # raises before any worker starts
     root, files = find_files(config.path, (".parquet",))
-    return Source(root, files, True, ParquetFiles(column))
+    read = Tables("a parquet file", _parquet_row_groups, config.text_field, config.max_document_bytes)
+    return Source(root, files, True, read)
 
 
 def huggingface(config: DataConfig) -> Source:
-    column = _column(config)
+    require_package("pyarrow", "data.dataset")
     if os.path.isdir(config.path):
         files = _saved_files(config)
     elif config.path.startswith(("/", ".")):
         raise ConfigError("data.path", folder_error(config.path))
     else:
         files = _cached_files(config)
-    return Source(os.path.commonpath([os.path.dirname(f) for f in files]), tuple(files), True, ArrowFiles(column))
+    read = Tables("an Arrow stream", _arrow_batches, config.text_field, config.max_document_bytes)
+    return Source(os.path.commonpath([os.path.dirname(f) for f in files]), tuple(files), True, read)
 
 
 def _saved_files(config: DataConfig) -> list[str]:

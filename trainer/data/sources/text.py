@@ -5,7 +5,7 @@ import json
 import math
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,45 +23,22 @@ SHIPPED_CHATS = Path(__file__).parents[1] / "chat" / "chats.jsonl"
 _CHUNK_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class TextFiles:
-    """Reader of text files: each file is one document."""
-
-    max_bytes: int
-
-    def __call__(self, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
-        try:
-            with open_stream(span.path) as file:
-                content = file.read(self.max_bytes + 1)
-            if len(content) > self.max_bytes:
-                raise InvalidDocument(too_long(self.max_bytes))
-            content = content.removeprefix(codecs.BOM_UTF8)
-            if not content:
-                raise InvalidDocument("empty")
-            yield transform(content.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            yield BadDocument(span.path, line, f"not UTF-8 text (byte {error.start} of the file)")
-        except (InvalidDocument, BrokenStream) as reason:
-            yield BadDocument(span.path, 0, str(reason))
-
-
-class _LineCounter:
-    """Counter of newlines. A call continues from the result of the previous call for the same file."""
-
-    def __init__(self) -> None:
-        self._path, self._offset, self._count = "", 0, 0
-
-    def before(self, path: str, offset: int) -> int:
-        """Return the number of newlines in the first `offset` bytes of a file."""
-        if path != self._path or offset < self._offset:
-            self._path, self._offset, self._count = path, 0, 0
-        with open(path, "rb") as file:
-            file.seek(self._offset)
-            while self._offset < offset and (chunk := file.read(min(_CHUNK_BYTES, offset - self._offset))):
-                self._count += chunk.count(b"\n")
-                self._offset += len(chunk)
-        return self._count
+def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
+    """Read a text file, which is one document."""
+    try:
+        with open_stream(span.path) as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise InvalidDocument(too_long(max_bytes))
+        content = content.removeprefix(codecs.BOM_UTF8)
+        if not content:
+            raise InvalidDocument("empty")
+        yield transform(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        yield BadDocument(span.path, line, f"not UTF-8 text (byte {error.start} of the file)")
+    except (InvalidDocument, BrokenStream) as reason:
+        yield BadDocument(span.path, 0, str(reason))
 
 
 class JsonLines:
@@ -71,7 +48,19 @@ class JsonLines:
         """extract: returns the document of a record, or raises InvalidDocument."""
         self._extract = extract
         self._max_bytes = max_bytes
-        self._lines = _LineCounter()
+        self._counted = ("", 0, 0)  # file, number of its bytes, number of newlines in them
+
+    def _count_newlines(self, path: str, stop: int) -> int:
+        """Return the number of newlines in the first `stop` bytes of a file. A call continues the count of the previous one."""
+        counted_path, start, count = self._counted
+        if path != counted_path or stop < start:
+            start = count = 0
+        with open(path, "rb") as file:
+            file.seek(start)
+            while chunk := file.read(min(_CHUNK_BYTES, stop - file.tell())):
+                count += chunk.count(b"\n")
+        self._counted = (path, stop, count)
+        return count
 
     def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         with open_stream(span.path) as file:
@@ -79,7 +68,7 @@ class JsonLines:
             lines_read = 0  # number of lines read in this span
 
             def bad_document(reason: str) -> BadDocument:
-                lines_before = self._lines.before(span.path, first) if first else 0
+                lines_before = self._count_newlines(span.path, first) if first else 0
                 return BadDocument(span.path, lines_before + lines_read, reason)
 
             stop = math.inf if is_compressed(span.path) else span.stop
@@ -136,25 +125,20 @@ _TYPE_NAMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TextField:
-    """Function that returns the text in one field of a record."""
-
-    name: str
-
-    def __call__(self, record: Any) -> str:
-        if not isinstance(record, dict):
-            raise InvalidDocument(f"expected an object, found {_TYPE_NAMES.get(type(record), 'null')}")
-        if self.name not in record:
-            raise InvalidDocument(f"no field {self.name!r}")
-        text = record[self.name]
-        if not isinstance(text, str):
-            raise InvalidDocument(f"field {self.name!r} is {_TYPE_NAMES.get(type(text), 'null')}, not a string")
-        if not text:
-            raise InvalidDocument("empty")
-        if not text.isascii() and has_lone_surrogate(text):
-            raise InvalidDocument("contains a lone surrogate")
-        return text
+def _text_field(name: str, record: Any) -> str:
+    """Return the text in one field of a record."""
+    if not isinstance(record, dict):
+        raise InvalidDocument(f"expected an object, found {_TYPE_NAMES.get(type(record), 'null')}")
+    if name not in record:
+        raise InvalidDocument(f"no field {name!r}")
+    text = record[name]
+    if not isinstance(text, str):
+        raise InvalidDocument(f"field {name!r} is {_TYPE_NAMES.get(type(text), 'null')}, not a string")
+    if not text:
+        raise InvalidDocument("empty")
+    if not text.isascii() and has_lone_surrogate(text):
+        raise InvalidDocument("contains a lone surrogate")
+    return text
 
 
 def python_stdlib(config: DataConfig) -> Source:
@@ -162,17 +146,17 @@ def python_stdlib(config: DataConfig) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     files = (p for p in root.rglob("*.py") if not excluded.intersection(p.relative_to(root).parts))
-    return Source(str(root), tuple(sorted(map(str, files))), False, TextFiles(config.max_document_bytes))
+    return Source(str(root), tuple(sorted(map(str, files))), False, partial(_read_text, config.max_document_bytes))
 
 
 def text(config: DataConfig) -> Source:
     root, files = find_files(config.path, with_compressed((".txt", ".md")))
-    return Source(root, files, False, TextFiles(config.max_document_bytes))
+    return Source(root, files, False, partial(_read_text, config.max_document_bytes))
 
 
 def jsonl(config: DataConfig) -> Source:
     root, files = find_files(config.path, with_compressed((".jsonl", ".json")))
-    return Source(root, files, True, JsonLines(TextField(config.text_field), config.max_document_bytes))
+    return Source(root, files, True, JsonLines(partial(_text_field, config.text_field), config.max_document_bytes))
 
 
 def _entire_record(record: Any) -> Any:

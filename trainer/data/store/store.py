@@ -1,5 +1,13 @@
-"""The token store: a prepared dataset on disk, read through memory maps. docs/data.md describes its files."""
+"""The token store: a prepared dataset on disk, read through memory maps. docs/data.md describes its files.
 
+A concatenation of stores is a store that lists its members and contains no tokens.
+"""
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ConfigError
-from trainer.system.files import digest, digest_of, read_json_object
+from trainer.config import ConfigError, DataConfig
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system import logging
+from trainer.system.files import HashingFile, atomic_folder, digest, digest_of, is_temporary, read_json_object
 
 VERSION = 3
 SPLITS = ("train", "held_out")
@@ -40,22 +50,21 @@ class ConcatArray:
         return int(self._ends[-1])
 
     def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        """index: a slice, or an array of non-negative indices in any shape."""
+        """index: a slice without a step, or non-negative indices of shape (n,)."""
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
+            start, stop, _ = index.indices(len(self))
             i = int(np.searchsorted(self._ends, start, side="right"))
-            if step == 1 and start < stop <= self._ends[i]:  # the common case needs no copy
+            if start < stop <= self._ends[i]:  # the common case needs no copy
                 offset = int(self._ends[i]) - len(self._arrays[i])
                 return self._arrays[i][start - offset : stop - offset]
-            return self[np.arange(start, stop, step)]
-        flat = np.ravel(index)
-        owner = np.searchsorted(self._ends, flat, side="right")
-        result = np.empty(flat.shape, self.dtype)
+            index = np.arange(start, stop)
+        owner = np.searchsorted(self._ends, index, side="right")
+        result = np.empty(len(index), self.dtype)
         for i in np.unique(owner):
             selected = owner == i
             array = self._arrays[i]
-            result[selected] = array[flat[selected] - (self._ends[i] - len(array))]
-        return result.reshape(np.shape(index))
+            result[selected] = array[index[selected] - (self._ends[i] - len(array))]
+        return result
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,18 @@ class TokenStore:
     """Target mask of all documents, shape (tokens,), in the format of Encoded.targets."""
 
 
+def write_description(folder: Path, dataset: str, tokenizer: Tokenizer, **content: Any) -> None:
+    """Write store.json, the description of a store, when all other files of the store are written."""
+    description = {
+        "version": VERSION,
+        "dataset": dataset,
+        "dtype": token_dtype(tokenizer.vocab_size).str,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+    }
+    (folder / "store.json").write_text(json.dumps(description | content, indent=1))
+
+
 def read_description(folder: Path) -> dict[str, Any]:
     """Read store.json. Raises ConfigError if it is damaged or has another format version."""
     try:
@@ -78,9 +99,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         raise _damaged(folder, "store.json cannot be read") from None
     if version != VERSION:
-        raise ConfigError(
-            "data.store_folder", f"{folder} has format version {version}, not {VERSION}; prepare it again"
-        )
+        message = f"{folder} has format version {version}, not {VERSION}; prepare it again"
+        raise ConfigError("data.store_folder", message)
     return description
 
 
@@ -97,37 +117,33 @@ def open_store(folder: Path, split: str) -> TokenStore:
     """Open one split. Raises ConfigError if file sizes do not match store.json; `check_content` also checks digests."""
     description = read_description(folder)
     try:
-        members = [(Path(member["folder"]), member["digest"]) for member in description["members"]]
-        dtype, documents = np.dtype(description["dtype"]), int(description["splits"][split]["documents"])
-        tokens = int(description["splits"][split]["tokens"])
+        for name, file in description["files"].items():
+            _check_size(folder / name, file["size"])
+        tokens, documents = (int(description["splits"][split][unit]) for unit in ("tokens", "documents"))
+        offsets = _map(folder / f"{split}.documents", "<i8", documents + 1)
         has_targets = bool(description["targets"])
-        _check_sizes(folder, description)
+        if description["members"]:
+            stores = [_open_member(member, split) for member in description["members"]]
+            masks = [np.broadcast_to(np.uint8(1), len(s.tokens)) if s.targets is None else s.targets for s in stores]
+            mask = ConcatArray(masks) if has_targets else None
+            return TokenStore(ConcatArray([store.tokens for store in stores]), offsets, mask)
+        mask = _map(folder / f"{split}.targets", "u1", tokens) if has_targets else None
+        return TokenStore(_map(folder / f"{split}.tokens", description["dtype"], tokens), offsets, mask)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _damaged(folder, "store.json cannot be read") from None
-    offsets = _map(folder / f"{split}.documents", np.dtype("<i8"), documents + 1)
-    if members:
-        stores = [_open_member(*member, split) for member in members]
-        masks = [np.broadcast_to(np.uint8(1), len(s.tokens)) if s.targets is None else s.targets for s in stores]
-        return TokenStore(ConcatArray([s.tokens for s in stores]), offsets, ConcatArray(masks) if has_targets else None)
-    return TokenStore(
-        _map(folder / f"{split}.tokens", dtype, tokens),
-        offsets,
-        _map(folder / f"{split}.targets", np.dtype("u1"), tokens) if has_targets else None,
-    )
 
 
-def _open_member(folder: Path, digest: str, split: str) -> TokenStore:
-    if not (folder / "store.json").is_file() or store_digest(folder) != digest:
+def _open_member(member: dict[str, str], split: str) -> TokenStore:
+    folder = Path(member["folder"])
+    if not (folder / "store.json").is_file() or store_digest(folder) != member["digest"]:
         raise ConfigError("data.path", f"{folder} has changed since the run started")
     return open_store(folder, split)
 
 
-def _check_sizes(folder: Path, description: dict[str, Any]) -> None:
-    for name, file in description["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else 0
-        if size != file["size"]:
-            raise _damaged(folder, f"{name} has {size} of {file['size']} bytes")
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size if path.exists() else 0
+    if size != expected:
+        raise _damaged(path.parent, f"{path.name} has {size} of {expected} bytes")
 
 
 def check_content(folder: Path) -> None:
@@ -142,10 +158,67 @@ def check_content(folder: Path) -> None:
         check_content(Path(member["folder"]))
 
 
-def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
-    size, expected = path.stat().st_size if path.exists() else 0, length * dtype.itemsize
-    if size != expected:
-        raise _damaged(path.parent, f"{path.name} has {size} of {expected} bytes")
+def _map(path: Path, dtype: str, length: int) -> np.ndarray:
+    _check_size(path, length * np.dtype(dtype).itemsize)
     if not length:
         return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))  # still memory-mapped, but faster to slice
+
+
+# ---------------------------------------------------------------- concatenation
+
+
+def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
+    """Return the folder of the concatenation of all stores of data.path, ordered by name. The name of this folder is a hash
+    of the members' names and digests. Raises ConfigError for incompatible stores."""
+    folders = _member_folders(data.path)
+    descriptions = [read_description(folder) for folder in folders]
+    for folder, description in zip(folders, descriptions, strict=True):
+        for key, value in (("tokenizer", tokenizer.fingerprint), ("dtype", token_dtype(tokenizer.vocab_size).str)):
+            if description[key] != value:
+                message = f"{folder} was prepared with {key} {description[key]}, but this run uses {value}"
+                raise ConfigError("data.path", message)
+    digests = [store_digest(folder) for folder in folders]
+    names = [folder.name for folder in folders]
+    key = hashlib.sha256(json.dumps([VERSION, names, digests]).encode()).hexdigest()[:16]
+    folder = Path(data.store_folder) / f"prepared-{key}"
+    members = [{"folder": str(f.resolve()), "digest": d} for f, d in zip(folders, digests, strict=True)]
+    # Stores that have moved are the same data, so only the list of members is rewritten.
+    if not folder.exists() or read_description(folder)["members"] != members:
+        _write_concatenation(folder, members, descriptions, tokenizer)
+    return folder
+
+
+def _member_folders(path: str) -> list[Path]:
+    if os.path.isfile(os.path.join(path, "store.json")):
+        if read_description(Path(path))["members"]:
+            raise ConfigError("data.path", "is a concatenation of stores; name its members")
+        return [Path(path)]
+    matches = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
+    folders = [Path(folder) for folder in matches if os.path.isfile(os.path.join(folder, "store.json"))]
+    # Concatenations and unfinished stores may be in the same folder.
+    folders = [folder for folder in folders if not is_temporary(folder) and not read_description(folder)["members"]]
+    if not folders:
+        raise ConfigError("data.path", "contains no prepared store (a folder with a store.json)")
+    return sorted(folders, key=lambda folder: (folder.name, str(folder)))
+
+
+def _write_concatenation(
+    folder: Path, members: list[dict[str, str]], descriptions: list[dict[str, Any]], tokenizer: Tokenizer
+) -> None:
+    splits, files = {}, {}
+    with atomic_folder(folder) as unfinished:
+        for split in SPLITS:
+            tokens = 0
+            with contextlib.closing(HashingFile(unfinished / f"{split}.documents")) as out:
+                out.write(np.zeros(1, "<i8").data)
+                for member in members:
+                    store = open_store(Path(member["folder"]), split)
+                    out.write((store.documents[1:] + tokens).astype("<i8").data)
+                    tokens += len(store.tokens)
+            splits[split] = {"tokens": tokens, "documents": out.size // 8 - 1}
+            files[f"{split}.documents"] = out.close()
+        bad_documents, targets = sum(d["bad_documents"] for d in descriptions), any(d["targets"] for d in descriptions)
+        counts = {"splits": splits, "bad_documents": bad_documents, "targets": targets}
+        write_description(unfinished, "prepared", tokenizer, **counts, files=files, members=members)
+    logging.info(f"concatenated {len(members)} stores -> {folder}")
