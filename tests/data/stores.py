@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.prepare.runs import ChunkWriter, read_chunk
+from trainer.data.prepare.runs import read_chunk, write_chunk
 from trainer.data.prepare.shuffle import write_split
 from trainer.data.store.store import Encoded
 
@@ -16,10 +16,7 @@ def write_chunks(folder: Path, chunks: list[list[tuple[Encoded, bool]]]) -> list
     """Write and read back chunks. chunks: the documents of each, and whether they are held out."""
     folder.mkdir(parents=True, exist_ok=True)
     for i, documents in enumerate(chunks):
-        writer = ChunkWriter(folder, i, U2)
-        for document, held_out in documents:
-            writer.add(document, held_out)
-        writer.finish()
+        assert write_chunk(folder, i, U2, documents, 0) == read_chunk(folder, i)
     return [read_chunk(folder, i) for i in range(len(chunks))]
 
 

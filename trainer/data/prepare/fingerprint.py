@@ -15,35 +15,26 @@ from trainer.system.logging import progress
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:
     """Return a hash of the names and contents of the files. shape: other inputs of the store, hashed too. caches: folder for
-    the cache of file digests."""
+    the cache of file digests.
+
+    If size and modification time of a file match the cache, the file is not read. The cache has the order of the files, and both
+    are streamed, so that millions of files need no memory.
+    """
     hasher = hashlib.sha256(json.dumps(shape).encode())
     cache = caches / f"digests-{hashlib.sha256(source.root.encode(errors='surrogateescape')).hexdigest()[:16]}.jsonl"
-    with progress(None, "B", "hashing the corpus") as bar:
-        for *entry, size in _digests(source, cache):
-            hasher.update(json.dumps(entry).encode())
-            bar.update(size)
-    return hasher.hexdigest()[:16]
-
-
-def _digests(source: Source, cache: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield name, digest and size of each file, in order. If size and modification time of a file match the cache, the
-    file is not read. The cache has the order of the files, and both are streamed, so that millions of files need no memory."""
     cached = _read_cache(cache)
     entry = next(cached, None)
-    with atomic_file(cache, durable=False) as out:
+    with progress(None, "B", "hashing the corpus") as bar, atomic_file(cache, durable=False) as out:
         for path in heapq.merge(source.files, source.auxiliary_files):
-            name = os.path.relpath(path, source.root)
-            stat = os.stat(path)
+            name, stat = os.path.relpath(path, source.root), os.stat(path)
             while entry is not None and entry[0] < name:
                 entry = next(cached, None)
             current = [name, stat.st_size, stat.st_mtime_ns]
-            if entry is not None and entry[:3] == current:
-                digest = entry[3]
-                entry = next(cached, None)
-            else:
-                digest = _digest(path)
+            digest = entry[3] if entry is not None and entry[:3] == current else _digest(path)
             out.write(json.dumps([*current, digest]) + "\n")
-            yield name, digest, stat.st_size
+            hasher.update(json.dumps([name, digest]).encode())
+            bar.update(stat.st_size)
+    return hasher.hexdigest()[:16]
 
 
 def _read_cache(cache: Path) -> Iterator[list]:

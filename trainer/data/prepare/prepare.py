@@ -41,7 +41,12 @@ def prepare(
             with file_lock(stores / "stores.lock"):
                 folder = concat_stores(data, tokenizer)
         else:
-            source = _file_shard(open_source(data, tokenizer), *file_shard)
+            source = open_source(data, tokenizer)
+            files = source.files[file_shard[0] :: file_shard[1]]
+            if not files:
+                message = f"has {len(source.files)} files, too few for {file_shard[1]} shards"
+                raise ConfigError("data.path", message)
+            source = replace(source, files=files)
             folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
             if not folder.exists():
                 with file_lock(folder.with_suffix(".lock")):
@@ -49,13 +54,6 @@ def prepare(
                         _build(source, data, tokenizer_config, tokenizer, folder)
     tokenize.check_bad_documents(data, read_description(folder)["bad_documents"], _bad_documents(folder))
     return folder
-
-
-def _file_shard(source: Source, index: int, num_shards: int) -> Source:
-    files = source.files[index::num_shards]
-    if not files:
-        raise ConfigError("data.path", f"has {len(source.files)} files, too few for {num_shards} shards")
-    return replace(source, files=files)
 
 
 @contextlib.contextmanager

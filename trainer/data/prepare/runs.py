@@ -9,6 +9,7 @@ These files are not synced: after a power cut the digests identify incomplete ch
 """
 
 import bisect
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -75,66 +76,66 @@ def read_bad_documents(paths: Iterable[Path]) -> Iterator[BadDocument]:
             yield from (BadDocument(**json.loads(line)) for line in file)
 
 
-class ChunkWriter:
-    """Writer of a chunk. Documents are added in the order of the source."""
+def write_chunk(
+    folder: Path,
+    index: int,
+    dtype: np.dtype,
+    results: Iterable[tuple[Encoded, bool] | BadDocument],
+    max_bad_documents: int,
+) -> Chunk:
+    """Write a chunk. results: in the order of the source, the documents, each with whether it is held out, and the bad documents.
+    If there are more than max_bad_documents, the chunk remains unfinished and is returned without runs."""
+    chunk_file(folder, index, "json").unlink(missing_ok=True)
+    runs_file, bad_file = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
+    runs: list[SortedRun] = []
+    documents: list[tuple[Encoded, bool]] = []
+    tokens = bad_documents = 0
+    with contextlib.closing(runs_file), contextlib.closing(bad_file):
+        for result in results:
+            if isinstance(result, BadDocument):
+                bad_file.write(json.dumps(asdict(result)).encode() + b"\n")
+                bad_documents += 1
+                if bad_documents > max_bad_documents:
+                    return Chunk((), bad_documents)
+                continue
+            document, held_out = result
+            documents.append((Encoded(document.tokens.astype(dtype), document.targets), held_out))
+            tokens += len(document.tokens)
+            if tokens >= _RUN_TOKENS or len(documents) >= _RUN_DOCUMENTS:
+                runs += _write_runs(runs_file, index, sum(run.documents for run in runs), documents)
+                documents, tokens = [], 0
+        runs += _write_runs(runs_file, index, sum(run.documents for run in runs), documents)
+    values = {
+        "runs": [astuple(run) for run in runs],
+        "bad_documents": bad_documents,
+        "files": {"runs": runs_file.close(), "bad_documents": bad_file.close()},
+    }
+    atomic_write(chunk_file(folder, index, "json"), json.dumps(values), durable=False)
+    return Chunk(tuple(runs), bad_documents)
 
-    def __init__(self, folder: Path, index: int, dtype: np.dtype):
-        self.bad_documents = 0
-        self._folder, self._index, self._dtype = folder, index, dtype
-        chunk_file(folder, index, "json").unlink(missing_ok=True)
-        self._runs, self._bad_documents = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
-        self._written: list[SortedRun] = []
-        self._documents: list[Encoded] = []
-        self._held_out: list[bool] = []
-        self._tokens = 0
 
-    def add(self, document: Encoded, held_out: bool) -> None:
-        self._documents.append(Encoded(document.tokens.astype(self._dtype), document.targets))
-        self._held_out.append(held_out)
-        self._tokens += len(document.tokens)
-        if self._tokens >= _RUN_TOKENS or len(self._documents) >= _RUN_DOCUMENTS:
-            self._write_runs()
-
-    def add_bad_document(self, bad_document: BadDocument) -> None:
-        self._bad_documents.write(json.dumps(asdict(bad_document)).encode() + b"\n")
-        self.bad_documents += 1
-
-    def _write_runs(self) -> None:
-        first = sum(run.documents for run in self._written)
-        keys = hash_index(np.arange(first, first + len(self._documents)), _SHUFFLE_KEY, self._index)
-        order, held_out = np.argsort(keys, kind="stable"), np.array(self._held_out, bool)
-        for split, selected in zip(SPLITS, (order[~held_out[order]], order[held_out[order]]), strict=True):
-            if len(selected):
-                self._write_run(split, keys[selected], [self._documents[i] for i in selected])
-        self._documents, self._held_out, self._tokens = [], [], 0
-
-    def _write_run(self, split: str, keys: np.ndarray, documents: list[Encoded]) -> None:
-        offset = self._runs.size
-        lengths = np.array([len(document.tokens) for document in documents], "<i8")
-        self._runs.write(keys.astype("<u8").data)
-        self._runs.write(lengths.data)
-        for document in documents:
-            self._runs.write(document.tokens.data)
-        has_targets = any(document.targets is not None for document in documents)
-        for document in documents if has_targets else ():
+def _write_runs(file: HashingFile, chunk: int, first: int, documents: list[tuple[Encoded, bool]]) -> list[SortedRun]:
+    """Write one run for each split that has documents. first: index of the first of the documents in its chunk."""
+    keys = hash_index(np.arange(first, first + len(documents)), _SHUFFLE_KEY, chunk)
+    order = np.argsort(keys, kind="stable")
+    runs = []
+    for split in SPLITS:
+        selected = [i for i in order if documents[i][1] == (split == "held_out")]
+        if not selected:
+            continue
+        encoded = [documents[i][0] for i in selected]
+        offset = file.size
+        lengths = np.array([len(document.tokens) for document in encoded], "<i8")
+        file.write(keys[selected].astype("<u8").data)
+        file.write(lengths.data)
+        for document in encoded:
+            file.write(document.tokens.data)
+        has_targets = any(document.targets is not None for document in encoded)
+        for document in encoded if has_targets else ():
             mask = np.ones(len(document.tokens), np.uint8) if document.targets is None else document.targets
-            self._runs.write(mask.astype(np.uint8).data)
-        self._written.append(SortedRun(split, offset, len(documents), int(lengths.sum()), has_targets))
-
-    def close(self) -> None:
-        """Close the files. A chunk that is closed without `finish` remains unfinished."""
-        self._runs.close()
-        self._bad_documents.close()
-
-    def finish(self) -> Chunk:
-        self._write_runs()
-        values = {
-            "runs": [astuple(run) for run in self._written],
-            "bad_documents": self.bad_documents,
-            "files": {"runs": self._runs.close(), "bad_documents": self._bad_documents.close()},
-        }
-        atomic_write(chunk_file(self._folder, self._index, "json"), json.dumps(values), durable=False)
-        return Chunk(tuple(self._written), self.bad_documents)
+            file.write(mask.astype(np.uint8).data)
+        runs.append(SortedRun(split, offset, len(encoded), int(lengths.sum()), has_targets))
+    return runs
 
 
 class RunReader:

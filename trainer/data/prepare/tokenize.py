@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare.encode import encoder
-from trainer.data.prepare.runs import Chunk, ChunkWriter, chunk_file, read_bad_documents, read_chunk
+from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents, read_chunk, write_chunk
 from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -62,10 +62,6 @@ class TokenizeJob:
     folder: Path
 
 
-def _chunk_bytes(total: int) -> int:
-    return max(CHUNK_BYTES, min(total // _MAX_CHUNKS, _MAX_CHUNK_BYTES))
-
-
 def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[Span]]:
     """Yield, in the order of the files, a list of spans for each chunk. chunk_bytes: approximate total size of the spans."""
     chunk: list[Span] = []
@@ -103,32 +99,27 @@ def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, Chunk]:
 def _tokenize(
     job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]
 ) -> tuple[int, Chunk]:
-    """Write a chunk. Returns the number of bytes in its spans, and its content. If there are more bad documents than allowed,
-    the chunk remains unfinished and is returned without runs."""
-    num_bytes = sum(span.stop - span.start for span in spans)
+    """Return the number of bytes in the spans of a chunk, and its content. If the chunk is not finished, write it first."""
     chunk = read_chunk(job.folder, index)
-    if chunk is not None:
-        return num_bytes, chunk
+    if chunk is None:
+        results, dtype = _results(job, encode, spans), token_dtype(tokenizer.vocab_size)
+        chunk = write_chunk(job.folder, index, dtype, results, allowed_bad_documents(job.data))
+    return sum(span.stop - span.start for span in spans), chunk
+
+
+def _results(job: TokenizeJob, encode: Encode, spans: list[Span]) -> Iterator[tuple[Encoded, bool] | BadDocument]:
+    """Yield the encoded documents of the spans, each with whether it is held out, and the bad documents, in order."""
 
     def transform(document: Document) -> tuple[Encoded, bool]:
         return encode(document), _is_held_out(document, job.data.held_out_fraction)
 
-    writer = ChunkWriter(job.folder, index, token_dtype(tokenizer.vocab_size))
-    with contextlib.closing(writer):
-        for span in spans:
-            try:
-                for result in job.source.read(span, transform):
-                    if not isinstance(result, BadDocument):
-                        writer.add(*result)
-                        continue
-                    writer.add_bad_document(result)
-                    if writer.bad_documents > allowed_bad_documents(job.data):
-                        return num_bytes, Chunk((), writer.bad_documents)
-            except OSError as error:
-                if error.filename != span.path:
-                    raise
-                raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
-        return num_bytes, writer.finish()
+    for span in spans:
+        try:
+            yield from job.source.read(span, transform)
+        except OSError as error:
+            if error.filename != span.path:
+                raise
+            raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
 
 
 def _is_held_out(document: Document, fraction: float) -> bool:
@@ -149,7 +140,8 @@ def _is_held_out(document: Document, fraction: float) -> bool:
 def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[Chunk]:
     """Tokenize all chunks and return them in order. total: size of the source in bytes. Raises ConfigError as soon as there are
     more bad documents than allowed."""
-    tasks = enumerate(_chunks(job.source, _chunk_bytes(total)))
+    chunk_bytes = max(CHUNK_BYTES, min(total // _MAX_CHUNKS, _MAX_CHUNK_BYTES))
+    tasks = enumerate(_chunks(job.source, chunk_bytes))
     first = list(itertools.islice(tasks, 2))
     num_workers = (job.data.prepare_workers or cores()) if len(first) > 1 else 1
     tasks = itertools.chain(first, tasks)

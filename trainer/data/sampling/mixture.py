@@ -9,6 +9,7 @@ import numpy as np
 from trainer.batch import Batch
 from trainer.config import ConfigError
 from trainer.config.fields import did_you_mean
+from trainer.data.sampling.packing import concatenated_ranges
 from trainer.data.sampling.samples import Samples
 
 PERIOD = 10_000
@@ -35,10 +36,9 @@ class MixturePhase:
     def pattern(self) -> tuple[np.ndarray, np.ndarray]:
         """Dataset of each slot of a period, and number of samples of this dataset before the slot. The samples of each dataset
         are spaced evenly, so that the weights hold approximately over any range."""
-        ideal = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in self.quotas if quota])
-        dataset = np.repeat(np.arange(len(self.quotas)), self.quotas)
-        count = np.concatenate([np.arange(quota) for quota in self.quotas])
-        order = np.argsort(ideal, kind="stable")
+        quotas = np.array(self.quotas)
+        dataset, count = np.repeat(np.arange(len(quotas)), quotas), concatenated_ranges(0, quotas)
+        order = np.argsort((count + 0.5) / quotas[dataset], kind="stable")
         return dataset[order], count[order]
 
     def consumed(self, num_samples: int) -> np.ndarray:

@@ -26,9 +26,6 @@ class PackedIndex:
     samples: np.ndarray
     """Index of the first span of each sample, then the number of spans, shape (samples + 1,)."""
 
-    def __len__(self) -> int:
-        return len(self.samples) - 1
-
 
 def concatenated_ranges(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
     """Return the integers of range(start, start + length) for each start and length, one range after the other."""
@@ -93,15 +90,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 bin_ids = num_bins + np.arange(-(-len(spans) // (capacity // length)))
                 num_bins += len(bin_ids)
             per_bin = space // length  # a bin that took a span remains the fullest for the next equal span
-            num_used = -(-len(spans) // per_bin)
-            put_back(bin_ids[num_used:], space)
-            bin_ids = bin_ids[:num_used]
-            placed = min(len(spans), per_bin * len(bin_ids))
-            bins[spans[:placed]] = np.repeat(bin_ids, per_bin)[:placed]
-            in_last = placed - per_bin * (len(bin_ids) - 1)
-            put_back(bin_ids[:-1], space - per_bin * length)
-            put_back(bin_ids[-1:], space - in_last * length)
-            spans = spans[placed:]
+            used, unused = np.split(bin_ids, [-(-len(spans) // per_bin)])
+            placed = np.repeat(used, per_bin)[: len(spans)]
+            bins[spans[: len(placed)]] = placed
+            put_back(unused, space)
+            put_back(used[:-1], space - per_bin * length)
+            put_back(used[-1:], space - (len(placed) - per_bin * (len(used) - 1)) * length)
+            spans = spans[len(placed) :]
     return bins
 
 
@@ -115,31 +110,27 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
     bins = best_fit(lengths, seq_len) if config.packing == "best-fit" else np.arange(len(starts))
     order = np.argsort(bins, kind="stable")
     samples = np.concatenate([[0], np.cumsum(np.bincount(bins))])
-    documents, without_target = len(store.documents) - 1, int((~targeted).sum())
-    positions = int(lengths.sum())
     counts = {
-        "documents": documents,
+        "documents": len(store.documents) - 1,
         "spans": len(starts),
         "truncated_or_dropped": incomplete,
-        "without_target": without_target,
+        "without_target": int((~targeted).sum()),
         "version": VERSION,
         "samples": len(samples) - 1,
-        "positions": positions,
+        "positions": int(lengths.sum()),
     }
     with atomic_folder(folder) as unfinished:
         np.save(unfinished / "starts.npy", starts[order])
         np.save(unfinished / "lengths.npy", lengths[order].astype(np.int32))
         np.save(unfinished / "samples.npy", samples)
         (unfinished / "packing.json").write_text(json.dumps(counts))
-    efficiency = 100 * positions / max(1, (len(samples) - 1) * seq_len)
-    logging.info(
-        f"packed {documents} documents into {len(samples) - 1} samples, {efficiency:.1f} % of the positions used: {folder}"
-    )
+    used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions used"
+    logging.info(f"packed {counts['documents']} documents into {counts['samples']} samples, {used}: {folder}")
     if incomplete:
         reason = f"each has a single token or is longer than training.seq_len {seq_len}"
         logging.warning(f"{incomplete} documents are truncated or missing in the samples: {reason}")
-    if without_target:
-        logging.warning(f"{without_target} spans of documents are missing in the samples: they have no target token")
+    if spans := counts["without_target"]:
+        logging.warning(f"{spans} spans of documents are missing in the samples: they have no target token")
 
 
 def read_packing(folder: Path) -> PackedIndex:

@@ -80,7 +80,7 @@ class PackedSamples:
     """Whether positions restart at 0 in each span."""
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index.samples) - 1
 
     def __getitem__(self, samples: np.ndarray) -> Batch:
         shape = (len(samples), self.seq_len)

@@ -179,8 +179,8 @@ def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
                 message = f"{folder} was prepared with {key} {description[key]}, but this run uses {value}"
                 raise ConfigError("data.path", message)
     digests = [store_digest(folder) for folder in folders]
-    names = [folder.name for folder in folders]
-    key = hashlib.sha256(json.dumps([VERSION, names, digests]).encode()).hexdigest()[:16]
+    content = json.dumps([VERSION, [folder.name for folder in folders], digests])
+    key = hashlib.sha256(content.encode()).hexdigest()[:16]
     folder = Path(data.store_folder) / f"prepared-{key}"
     members = [{"folder": str(f.resolve()), "digest": d} for f, d in zip(folders, digests, strict=True)]
     # Stores that have moved are the same data, so only the list of members is rewritten.
