@@ -90,7 +90,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 bin_ids = num_bins + np.arange(-(-len(spans) // (capacity // length)))
                 num_bins += len(bin_ids)
             per_bin = space // length  # a bin that took a span remains the fullest for the next equal span
-            used, unused = np.split(bin_ids, [-(-len(spans) // per_bin)])
+            num_used = -(-len(spans) // per_bin)
+            used, unused = bin_ids[:num_used], bin_ids[num_used:]
             placed = np.repeat(used, per_bin)[: len(spans)]
             bins[spans[: len(placed)]] = placed
             put_back(unused, space)

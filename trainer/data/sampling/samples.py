@@ -53,8 +53,9 @@ class ConcatSamples:
                 )  # where a document begins in the sample or right after
                 # The last token of a document does not predict the first token of the next one.
                 labels[row, boundaries - 1] = IGNORE_INDEX
-                lengths = np.diff(boundaries, prepend=0, append=self.seq_len)
-                positions[row] = concatenated_ranges(0, lengths)
+                starts = np.append(0, boundaries)
+                lengths = np.append(boundaries, self.seq_len) - starts
+                positions[row] = np.arange(self.seq_len) - np.repeat(starts, lengths)
                 documents[row] = np.repeat(np.arange(first - 1, last), lengths)
         labels[samples < 0] = IGNORE_INDEX
         if not self.reset_positions:
