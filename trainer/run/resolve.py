@@ -10,7 +10,6 @@ from models import MODELS
 from models.spec import ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
-from trainer.data.chat.format import ChatFormat
 from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -38,8 +37,8 @@ class ResolvedRun:
     """Number of microbatches per step and rank."""
     flops_per_token: int
     tokenizer: Tokenizer
-    chat: ChatFormat | None
-    """Chat format, or None if the run does not train on conversations."""
+    chat_template: str
+    """Self-contained chat template, or "" if the run does not train on conversations."""
     fingerprint: dict[str, Any]
     """Setting -> value that must be equal in the checkpoint and in the run that resumes from it."""
     shared: dict[str, Any]
@@ -77,7 +76,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
         )
     chats = any(member.dataset == "chat" for member in dataset_configs(config.data).values())
-    chat = chat_format(config.data, tokenizer) if chats else None
+    chat_template = chat_format(config.data, tokenizer).self_contained() if chats else ""
     # The fingerprint contains the resulting model sizes instead of the model settings.
     fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
     fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
@@ -96,7 +95,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         num_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_token=model.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
-        chat=chat,
+        chat_template=chat_template,
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.constraint.per_node),
     )

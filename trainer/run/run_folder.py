@@ -122,7 +122,7 @@ def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
         extra_special_tokens=config.tokenizer.extra_special_tokens,
     )
-    template = {CHAT_TEMPLATE: resolved.chat.self_contained().encode()} if resolved.chat else {}
+    template = {CHAT_TEMPLATE: resolved.chat_template.encode()} if resolved.chat_template else {}
     return {MODEL_FILE: model.text().encode(), **files, **template}
 
 

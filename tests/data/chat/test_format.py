@@ -1,6 +1,5 @@
 import itertools
 import json
-from datetime import datetime
 
 import pytest
 
@@ -276,9 +275,6 @@ def test_a_template_can_add_a_default_system_message_and_the_date():
     assert DEFAULT.decode(chat.prompt(TALK[:2])) == (
         "<|begin_of_text|>system: Be kind.<|eot_id|>user: Who?<|eot_id|>assistant: "
     )
-    later = ChatFormat(template, DEFAULT, today=datetime(2030, 1, 2))
-    assert "02 Jan 2030" in DEFAULT.decode(later.prompt(TALK[1:2]))
-    assert later.fingerprint != chat.fingerprint == ChatFormat(template, DEFAULT).fingerprint
 
 
 # Like Qwen 3's template: only the last answer keeps its reasoning.

@@ -217,10 +217,10 @@ def test_a_tokenizer_json_without_bos_or_eos_is_rejected(exported):
     config = TokenizerConfig(backend="huggingface", path=str(exported))
     files = "tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json"
     edit(exported / "tokenizer_config.json", eos_token="<|none|>")
-    assert error_of(config) == f"no eos_token: none of {files} in its folder names one"
+    assert error_of(config) == f"expected the EOS token in one of {files} in the tokenizer's folder"
     (exported / "tokenizer_config.json").write_text("[")
     (exported / "config.json").write_text('{"bos_token_id": 99999, "eos_token_id": true}')
-    assert error_of(config) == f"no bos_token: none of {files} in its folder names one"
+    assert error_of(config) == f"expected the BOS token in one of {files} in the tokenizer's folder"
     for content in (b"", b"{}", b"\xff", b"{"):
         path.write_bytes(content)
         assert error_of(config) == f"not a tokenizer.json: {path}"

@@ -9,18 +9,15 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from trainer.config import ConfigError
 from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
-from trainer.data.chat.template import BEGIN_MARK, END_MARK, ChatTemplate, TemplateFailure
+from trainer.data.chat.sandbox import BEGIN_MARK, END_MARK
+from trainer.data.chat.template import ChatTemplate, TemplateFailure
 from trainer.data.chat.template_files import SETTING, read_template
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
-
-TRAINING_DATE = datetime(2024, 7, 26)
-"""Date that strftime_now() returns in training, so that tokens do not depend on the day. It is Llama 3.1's default."""
 
 _VERSION = 1
 """Version of the encoding, which is part of the fingerprint."""
@@ -57,7 +54,6 @@ class ChatFormat:
         *,
         names: Mapping[str, str] | None = None,
         allowed_special: Collection[str] = (),
-        today: datetime = TRAINING_DATE,
     ):
         """template: Jinja text. names: template variable such as bos_token -> text; default: the tokenizer's BOS and EOS.
         allowed_special: special tokens that are recognized in messages too.
@@ -81,13 +77,11 @@ class ChatFormat:
         anchor = tokenizer.encode(_ANCHOR)
         self._adds_space = all(tokenizer.encode(_ANCHOR + c) != anchor + tokenizer.encode(c) for c in "aT1(")
         try:
-            self._template = ChatTemplate(template, today)
+            self._template = ChatTemplate(template)
             self.end_of_turn = self._find_end_of_turn()
         except TemplateFailure as failure:
             raise ConfigError(SETTING, str(failure)) from None
         shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
-        if self._template.uses_date:
-            shape.append(today.isoformat())
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
@@ -161,16 +155,9 @@ class ChatFormat:
 
     # ---------------------------------------------------------------- text
 
-    def _run_template(
-        self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, marks: Sequence[str] = ("", "")
-    ) -> str:
-        variables = {
-            "messages": list(messages),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        return self._template.render({**self._names, **variables, BEGIN_MARK: marks[0], END_MARK: marks[1]})
+    def _run_template(self, locate: bool = False, **variables: Any) -> tuple[str, list]:
+        """Return the text and the turns of ChatTemplate.render()."""
+        return self._template.render({**self._names, "tools": None, "documents": None, **variables}, locate)
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, strict: bool) -> _Rendered:
         """Render messages. strict: whether to raise TemplateFailure if an answer cannot be located in the text."""
@@ -178,22 +165,18 @@ class ChatFormat:
             raise TemplateFailure("the template does not support tools")
         begin, end, separator = _unused_characters(self.template, messages, tools)
         messages, tools = self._special_names.escape([messages, tools or None], separator)
+        variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         if self._template.has_generation_blocks:
-            marked = self._run_template(messages, tools, add_generation_prompt, (begin, end))
+            marked, _ = self._run_template(**variables, **{BEGIN_MARK: begin, END_MARK: end})
             return _Rendered(*_remove_marks(marked, begin, end), separator)
-        text = self._run_template(messages, tools, add_generation_prompt)
-        turns = []
-        for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-            before = self._run_template(messages[:i], tools, True)
-            after = self._run_template(messages[: i + 1], tools, False)
-            if after.startswith(before) and text.startswith(after):
-                turns.append((len(before), len(after)))
-            elif strict:
-                raise TemplateFailure(
-                    f"the template renders message {i + 1} differently as a prompt or in a longer conversation; mark the "
-                    "answers with {% generation %} ... {% endgeneration %} in a copy of the template"
-                )
-        return _Rendered(text, turns, separator)
+        text, turns = self._run_template(**variables, locate=True)
+        if strict and None in turns:
+            answers = [i for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
+            raise TemplateFailure(
+                f"the template renders message {answers[turns.index(None)]} differently as a prompt or in a longer "
+                "conversation; mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
+            )
+        return _Rendered(text, [turn for turn in turns if turn], separator)
 
     # ---------------------------------------------------------------- tokens
 
@@ -249,7 +232,7 @@ class ChatFormat:
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
         """Return the end-of-turn tokens. Raises TemplateFailure if a question and answer cannot be rendered or has no end."""
-        text = self._run_template(_PROBE[:2], None, add_generation_prompt=False)
+        text, _ = self._run_template(messages=_PROBE[:2], add_generation_prompt=False)
         special = [name for name, is_special in self._special_names.pieces(text) if is_special]
         missing = [name for name in special if name not in self._special]
         if missing:
@@ -261,7 +244,9 @@ class ChatFormat:
         return (ends[0],)
 
     def _check_header(self, rendered: _Rendered) -> None:
-        with_prompt, without = (self._run_template([_QUESTION], None, prompt) for prompt in (True, False))
+        with_prompt, without = (
+            self._run_template(messages=[_QUESTION], add_generation_prompt=prompt)[0] for prompt in (True, False)
+        )
         start, stop = rendered.turns[0]
         header = rendered.text[start:stop].partition(_ANSWER)[0]
         if with_prompt == without and header.strip():
@@ -303,13 +288,7 @@ def _remove_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[in
     return text, turns
 
 
-def load_chat_format(
-    choice: str,
-    tokenizer: Tokenizer,
-    *,
-    allowed_special: Collection[str] = (),
-    today: datetime = TRAINING_DATE,
-) -> ChatFormat:
+def load_chat_format(choice: str, tokenizer: Tokenizer, *, allowed_special: Collection[str] = ()) -> ChatFormat:
     """Load a chat format. choice: as in read_template. Raises ConfigError if the template is unreadable or does not fit."""
     text, names = read_template(choice)
-    return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, today=today)
+    return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special)

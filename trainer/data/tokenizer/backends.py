@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 import tiktoken
+from sentencepiece import sentencepiece_model_pb2
 
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.packages import require_package
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.hf_json import json_bytes, tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.sentencepiece_proto import user_defined
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
 
@@ -173,7 +173,8 @@ class SentencePieceTokenizer:
         if self.bos < 0 or self.eos < 0:
             raise ConfigError("tokenizer.path", f"the model has no BOS or no EOS: {path}")
         self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
-        special = self._control | user_defined(content)
+        pieces = enumerate(sentencepiece_model_pb2.ModelProto.FromString(content).pieces)
+        special = self._control | {token: piece.piece for token, piece in pieces if piece.type == piece.USER_DEFINED}
         self.special_tokens = {special[token]: token for token in sorted(special)}
         self.fingerprint = _fingerprint("sentencepiece", content)
 
@@ -252,9 +253,8 @@ class HuggingFaceTokenizer:
             token = ids.get(name) if isinstance(name, str) else token
             if isinstance(token, int) and 0 <= token < self.vocab_size:
                 return token
-        raise ConfigError(
-            "tokenizer.path", f"no {role}_token: none of {', '.join(_BOS_EOS_FILES)} in its folder names one"
-        )
+        message = f"expected the {role.upper()} token in one of {', '.join(_BOS_EOS_FILES)} in the tokenizer's folder"
+        raise ConfigError("tokenizer.path", message)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
