@@ -26,7 +26,7 @@ from trainer.system.units import GIB
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
     checkpoint = resolve_checkpoint(checkpoint)
-    export = HfExport.from_checkpoint(checkpoint, DTYPES[dtype])
+    export = HfExport(checkpoint, DTYPES[dtype])
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(out, shard_bytes, bar.update)
 

@@ -53,7 +53,7 @@ def trained(ranks, tiny, folder, model, size, *layout):
 
 
 def native_logits(checkpoint, tokens):
-    export = HfExport.from_checkpoint(checkpoint, torch.float32)
+    export = HfExport(checkpoint, torch.float32)
     model = export.spec.model(export.sizes)
     index = read_index(checkpoint)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
     if "tied" in model and size == 8:
         layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings do not support pipeline stages
     checkpoint = trained(ranks, tiny, tmp_path, model, size, *layout)
-    HfExport.from_checkpoint(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
+    HfExport(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
     assert_same_logits(native_logits(checkpoint, TOKENS), hf_logits(tmp_path / "out", TOKENS))
 
     # The import is bitwise identical, also from several small files.
@@ -96,7 +96,7 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
     names = parameter_names(MODELS["llama3"], folder.sizes)
     import_folder(folder, "llama3", names, tmp_path / "back", 2**18, lambda n: None)
     assert torch.equal(native_logits(tmp_path / "back", TOKENS), native_logits(checkpoint, TOKENS))
-    HfExport.from_checkpoint(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
+    HfExport(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
     again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
     first = load_file(tmp_path / "out" / "model.safetensors")
     assert set(again) == set(first) and all(torch.equal(again[name], first[name]) for name in first)

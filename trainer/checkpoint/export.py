@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.spec import ModelSpec
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
@@ -26,7 +24,7 @@ from trainer.checkpoint.huggingface import (
     require_empty,
 )
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorMetadata, TensorWrite, read_index, read_rows, write_safetensors
+from trainer.checkpoint.storage import TensorWrite, read_index, read_rows, write_safetensors
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -39,45 +37,31 @@ _SOURCE = "meshwright_checkpoint"
 """Key in the header of exported weights. Its value is the digest of the manifest of the exported checkpoint."""
 
 
-@dataclass(frozen=True)
 class HfExport:
     """An export of a checkpoint's model and tokenizer."""
 
-    checkpoint: Path
-    spec: ModelSpec
-    sizes: Any
-    seq_len: int
-    dtype: torch.dtype
-    tokenizer_files: Mapping[str, bytes]
-    """Name -> content of each tokenizer file."""
-    special_token_ids: Mapping[str, Any]
-    """Values of bos_token_id and eos_token_id in Hugging Face's configuration files."""
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Path, dtype: torch.dtype) -> "HfExport":
-        """Create the export of a checkpoint. Raises ConfigError if the checkpoint is damaged or contains no model."""
+    def __init__(self, checkpoint: Path, dtype: torch.dtype):
+        """Raises ConfigError if the checkpoint is damaged or contains no model."""
+        self.checkpoint, self.dtype = checkpoint, dtype
         try:
             if problem := manifest.find_damage(checkpoint):
                 raise CorruptError(problem)
-            model = ModelMetadata.read(checkpoint)
+            self.model = model = ModelMetadata.read(checkpoint)
             if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
                 raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
-            spec, sizes = model.spec_and_sizes()
-            files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
+            self.spec, self.sizes = model.spec_and_sizes()
+            self.files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
+            stored = read_index(checkpoint).items()
         except CorruptError as damage:
             raise ConfigError("", f"{checkpoint}: {damage}") from None
+        self.index = {name.removeprefix("model/"): tensor for name, tensor in stored if name.startswith("model/")}
         if model.tokenizer:
-            files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
+            self.files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
         if (checkpoint / CHAT_TEMPLATE).exists():
-            files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
-        return cls(checkpoint, spec, sizes, model.seq_len, dtype, files, model.special_token_ids)
-
-    def _index(self) -> dict[str, TensorMetadata]:
-        prefix = "model/"
-        return {n.removeprefix(prefix): t for n, t in read_index(self.checkpoint).items() if n.startswith(prefix)}
+            self.files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
 
     def num_bytes(self) -> int:
-        return sum(torch.Size(stored.shape).numel() for stored in self._index().values()) * self.dtype.itemsize
+        return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
 
     def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
         """Write the export in safetensors files of at most shard_bytes. Raises ConfigError if `out` is not empty, unless
@@ -86,16 +70,15 @@ class HfExport:
             require_empty(out)
         with atomic_folder(out) as folder:
             self._write_weights(folder, shard_bytes, progress)
-            config = self.spec.huggingface.config(self.sizes, self.seq_len)
-            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.special_token_ids}
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            (folder / "generation_config.json").write_text(json.dumps(dict(self.special_token_ids), indent=2) + "\n")
-            for name, content in self.tokenizer_files.items():
+            config = self.spec.huggingface.config(self.sizes, self.model.seq_len)
+            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.model.special_token_ids}
+            _write_json(folder / "config.json", config)
+            _write_json(folder / "generation_config.json", self.model.special_token_ids)
+            for name, content in self.files.items():
                 (folder / name).write_bytes(content)
 
     def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
-        index = self._index()
-        entries = [self._entry(name, index[name], progress) for name in sorted(index, key=layer_order)]
+        entries = [self._entry(name, progress) for name in sorted(self.index, key=layer_order)]
         groups = group_by_file(entries, shard_bytes)
         metadata = {"format": "pt", _SOURCE: digest_of(self.checkpoint / manifest.NAME)}
         weight_map = {}
@@ -105,10 +88,10 @@ class HfExport:
             weight_map |= {entry.name: file for entry in group}
         if len(groups) > 1:
             text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": weight_map}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+            _write_json(folder / "model.safetensors.index.json", text)
 
-    def _entry(self, name: str, stored: TensorMetadata, progress: Progress) -> TensorWrite:
-        hf, head_dim = self.spec.huggingface, self.sizes.head_dim
+    def _entry(self, name: str, progress: Progress) -> TensorWrite:
+        hf, head_dim, stored = self.spec.huggingface, self.sizes.head_dim, self.index[name]
 
         def read(start: int, stop: int) -> Tensor:
             rows = read_rows(self.checkpoint, f"model/{name}", stored, start, stop)
@@ -116,6 +99,10 @@ class HfExport:
 
         pieces = partial(read_in_chunks, read, stored.shape, self.dtype, head_dim, progress)
         return TensorWrite(hf.name(name), self.dtype, stored.shape, pieces)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def is_export_of(folder: Path, checkpoint: Path) -> bool:
@@ -133,14 +120,11 @@ def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokeniz
     if not model.tokenizer:
         return load_hf_tokenizer(checkpoint)
     path = str(checkpoint / model.tokenizer_files[0])
-    return load_tokenizer(
-        TokenizerConfig(
-            backend=model.tokenizer,
-            path=path,
-            reuse_reserved_tokens=model.reuse_reserved_tokens,
-            extra_special_tokens=model.extra_special_tokens,
-        )
+    reuse, extra = model.reuse_reserved_tokens, model.extra_special_tokens
+    config = TokenizerConfig(
+        backend=model.tokenizer, path=path, reuse_reserved_tokens=reuse, extra_special_tokens=extra
     )
+    return load_tokenizer(config)
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
@@ -163,7 +147,7 @@ def export_run(run_folder: Path, skip_existing: bool = False) -> None:
         newest = latest_per_step(run_folder / "checkpoints")[0]
         if skip_existing and is_export_of(out, newest):
             return
-        HfExport.from_checkpoint(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None, replace=True)
+        HfExport(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None, replace=True)
     except (OSError, CorruptError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"

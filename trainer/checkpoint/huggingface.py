@@ -231,18 +231,11 @@ def import_folder(
 ) -> None:
     """Write a checkpoint that contains only the model, in its stored precision. names: names of all parameters. Raises
     ConfigError if `out` is not empty or a parameter is missing."""
-    index = folder.index(sorted(names, key=layer_order))
-    entries = [
-        TensorWrite(
-            f"model/{name}",
-            stored.dtype,
-            stored.shape,
-            partial(
-                read_in_chunks, partial(folder.rows, name), stored.shape, stored.dtype, folder.sizes.head_dim, progress
-            ),
-        )
-        for name, stored in index.items()
-    ]
+    entries = []
+    for name, stored in folder.index(sorted(names, key=layer_order)).items():
+        dtype, shape, read = stored.dtype, stored.shape, partial(folder.rows, name)
+        pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
+        entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
     require_empty(out)
     with atomic_folder(out) as unfinished:
         files, stored = {}, {}
@@ -254,12 +247,8 @@ def import_folder(
             }
         tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
         seq_len = int(folder.config.get("max_position_embeddings", 2048))
-        special_token_ids = {
-            key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config
-        }
-        model = ModelMetadata(
-            family, asdict(folder.sizes), seq_len, "", tuple(tokenizer_files), special_token_ids, {}, ()
-        )
+        ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
+        model = ModelMetadata(family, asdict(folder.sizes), seq_len, "", tuple(tokenizer_files), ids, {}, ())
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in tokenizer_files}
         for name, content in contents.items():

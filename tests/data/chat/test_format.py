@@ -5,7 +5,7 @@ import pytest
 
 from tests.data.chat.examples import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
 from trainer.config import ConfigError
-from trainer.data.chat.conversations import PromptCompletion
+from trainer.data.chat.conversations import MalformedConversation, PromptCompletion
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.chat.template_files import BUILT_IN
@@ -238,16 +238,30 @@ def test_answers_in_a_prompt_of_messages_are_not_targets(llama3):
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "Yes<|eot_id|>"
 
 
+def reason_of(chat, document) -> str:
+    with pytest.raises((MalformedConversation, TemplateFailure)) as failure:
+        chat.encode_document(document)
+    return str(failure.value)
+
+
+def test_a_document_nested_too_deeply_yields_its_reason(llama3):
+    deep = value = []
+    for _ in range(100_000):
+        value.append([])
+        value = value[0]
+    assert reason_of(llama3, {"messages": [TALK[1] | {"extra": deep}, TALK[2]]}) == "nested too deeply"
+
+
 def test_a_document_without_targets_yields_a_reason(llama3, char_tokenizer):
-    assert llama3.encode_document({"messages": []}) == "no messages"
+    assert reason_of(llama3, {"messages": []}) == "no messages"
     tools = {"messages": TALK, "tools": [{"name": "f"}]}
-    assert llama3.encode_document(tools) == "the template does not support tools"
+    assert reason_of(llama3, tools) == "the template does not support tools"
     two = {"messages": [TALK[1], TALK[1], TALK[2]]}
-    assert load_chat_format("llama2", char_tokenizer).encode_document(two) == (
+    assert reason_of(load_chat_format("llama2", char_tokenizer), two) == (
         "Llama 2 expects an optional system message, then user and assistant in turn, without tools"
     )
     calls = {"role": "assistant", "content": "I call.", "tool_calls": [{"name": "f", "arguments": {}}]}
-    assert llama3.encode_document({"messages": [TALK[1], calls]}) == (
+    assert reason_of(llama3, {"messages": [TALK[1], calls]}) == (
         "Llama 3 supports one tool call per turn, without text"
     )
 
@@ -294,7 +308,7 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answ
     with pytest.raises(ConfigError) as error:
         chat.validate_template()
     assert str(error.value) == f"data.chat_template: {message}"
-    assert chat.encode_document({"messages": TALK[1:]}) == message
+    assert reason_of(chat, {"messages": TALK[1:]}) == message
     tokens, targets = chat.encode(TALK[1:3])
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "(thinks)I am.<|eot_id|>"
     assert DEFAULT.decode(chat.prompt(TALK[1:4])) == (
@@ -402,6 +416,5 @@ def test_a_tokenizer_that_parses_special_tokens_in_text_is_an_error(llama3):
             return [self.special_tokens["<|eot_id|>"]] if text == "<|eot_id|>" else DEFAULT.encode(text)
 
     chat = load_chat_format("llama3", Parsing())
-    assert chat.encode_document({"messages": [TALK[1], {"role": "assistant", "content": "<|eot_id|>"}]}) == (
-        "the tokenizer encodes plain text as a special token"
-    )
+    document = {"messages": [TALK[1], {"role": "assistant", "content": "<|eot_id|>"}]}
+    assert reason_of(chat, document) == "the tokenizer encodes plain text as a special token"

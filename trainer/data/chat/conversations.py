@@ -40,30 +40,21 @@ class PromptCompletion:
     completion: str
 
 
-class _Malformed(Exception):
-    """The reason why a document is not a conversation."""
+class MalformedConversation(Exception):
+    """The reason why a document is not a conversation, in one line."""
 
 
-def parse_conversation(document: Any) -> Conversation | PromptCompletion | str:
-    """Parse a JSON value. Returns the reason as text if the value is not a conversation.
+def parse_conversation(document: Any) -> Conversation | PromptCompletion:
+    """Parse a JSON value. Raises MalformedConversation.
 
     Formats, in order of precedence: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]};
     {"prompt", "completion"}, both text or both lists of messages. An assistant's message is not trained on if it has
     "weight": 0 (OpenAI's format) or belongs to a prompt.
     """
-    try:
-        return _parse(document)
-    except _Malformed as malformed:
-        return str(malformed)
-    except RecursionError:
-        return "nested too deeply"
-
-
-def _parse(document: Any) -> Conversation | PromptCompletion:
     if not isinstance(document, Mapping):
-        raise _Malformed("not a JSON object")
+        raise MalformedConversation("not a JSON object")
     if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
-        raise _Malformed("contains a lone surrogate")
+        raise MalformedConversation("contains a lone surrogate")
     if document.get("messages") is not None:
         return _conversation(_list(document["messages"], "messages"), 0, document.get("tools"))
     if document.get("conversations") is not None:
@@ -72,67 +63,71 @@ def _parse(document: Any) -> Conversation | PromptCompletion:
         return _conversation(messages, 0, document.get("tools"))
     prompt, completion = document.get("prompt"), document.get("completion")
     if prompt is None and completion is None:
-        raise _Malformed("has neither messages nor conversations nor prompt and completion")
-    if prompt is None or completion is None:
-        raise _Malformed("a completion without a prompt" if prompt is None else "a prompt without a completion")
+        raise MalformedConversation("has neither messages nor conversations nor prompt and completion")
+    if prompt is None:
+        raise MalformedConversation("a completion without a prompt")
+    if completion is None:
+        raise MalformedConversation("a prompt without a completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise _Malformed("empty completion")
+            raise MalformedConversation("empty completion")
         return PromptCompletion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], len(prompt), document.get("tools"))
-    raise _Malformed("prompt and completion are neither both text nor both lists of messages")
+    raise MalformedConversation("prompt and completion are neither both text nor both lists of messages")
 
 
 def _list(value: Any, name: str) -> list:
     if not isinstance(value, list):
-        raise _Malformed(f"{name} is not a list")
+        raise MalformedConversation(f"{name} is not a list")
     return value
 
 
 def _from_sharegpt(turn: Any, label: str) -> Any:
     if not isinstance(turn, Mapping):
-        raise _Malformed(f"{label} is not an object")
+        raise MalformedConversation(f"{label} is not an object")
     sender = turn.get("from")
     if sender is None:
-        raise _Malformed(f"{label} has no from")
+        raise MalformedConversation(f"{label} has no from")
     if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
-        raise _Malformed(f"{label} is from {_abbreviated(sender)}; expected one of {', '.join(_SHAREGPT_ROLES)}")
+        raise MalformedConversation(
+            f"{label} is from {_abbreviated(sender)}; expected one of {', '.join(_SHAREGPT_ROLES)}"
+        )
     if turn.get("value") is None:
-        raise _Malformed(f"{label} has no value")
+        raise MalformedConversation(f"{label} has no value")
     return {"role": _SHAREGPT_ROLES[sender], "content": turn["value"]}
 
 
 def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Conversation:
     """Parse messages. prompt_length: number of leading messages that belong to a prompt."""
     if not messages:
-        raise _Malformed("no messages")
+        raise MalformedConversation("no messages")
     parsed = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
     systems = [i for i, message in enumerate(parsed) if message["role"] == "system"]
     if len(systems) > 1:
-        raise _Malformed(f"{len(systems)} system messages; at most one is allowed")
+        raise MalformedConversation(f"{len(systems)} system messages; at most one is allowed")
     if systems and systems[0] != 0:
-        raise _Malformed(f"message {systems[0] + 1} is a system message; only the first message may be one")
+        raise MalformedConversation(f"message {systems[0] + 1} is a system message; only the first message may be one")
     answers = [i for i, message in enumerate(parsed) if message["role"] == "assistant"]
     if not answers:
-        raise _Malformed("no assistant message")
+        raise MalformedConversation("no assistant message")
     weights = [_pop_weight(message, f"message {i}") for i, message in enumerate(parsed, start=1)]
     loss_mask = tuple(i in answers and i >= prompt_length and bool(weight) for i, weight in enumerate(weights))
     if not any(loss_mask):
-        raise _Malformed("no assistant message to train on")
+        raise MalformedConversation("no assistant message to train on")
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools)):
-        raise _Malformed("tools is not a list of objects")
+        raise MalformedConversation("tools is not a list of objects")
     return Conversation(tuple(parsed), loss_mask, tuple(tools) if tools else None)
 
 
 def _message(message: Any, label: str) -> Message:
     if not isinstance(message, Mapping):
-        raise _Malformed(f"{label} is not an object")
+        raise MalformedConversation(f"{label} is not an object")
     role = message.get("role")
     if role is None:
-        raise _Malformed(f"{label} has no role")
+        raise MalformedConversation(f"{label} has no role")
     if role not in ROLES:
-        raise _Malformed(f"{label} has the role {_abbreviated(role)}; expected one of {', '.join(ROLES)}")
+        raise MalformedConversation(f"{label} has the role {_abbreviated(role)}; expected one of {', '.join(ROLES)}")
     calls = message.get("tool_calls")
     if calls:
         _check_calls(calls, role, label)
@@ -141,9 +136,9 @@ def _message(message: Any, label: str) -> Message:
     if "content" in parsed:
         parsed["content"] = _text(parsed["content"], label)
     elif not calls:
-        raise _Malformed(f"{label} has no content")
+        raise MalformedConversation(f"{label} has no content")
     if role == "assistant" and not calls and not parsed["content"].strip():
-        raise _Malformed(f"{label} is an empty answer")
+        raise MalformedConversation(f"{label} is an empty answer")
     return parsed
 
 
@@ -152,32 +147,34 @@ def _text(content: Any, label: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _Malformed(f"{label} has content that is neither text nor a list of content parts")
+        raise MalformedConversation(f"{label} has content that is neither text nor a list of content parts")
     texts = []
     for part in content:
         part_type = part.get("type") if isinstance(part, Mapping) else None
         if part_type != "text":
-            raise _Malformed(f"{label} has a content part of type {_abbreviated(part_type)}; only text is supported")
+            raise MalformedConversation(
+                f"{label} has a content part of type {_abbreviated(part_type)}; only text is supported"
+            )
         if not isinstance(part.get("text"), str):
-            raise _Malformed(f"{label} has a content part without text")
+            raise MalformedConversation(f"{label} has a content part without text")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _check_calls(calls: Any, role: str, label: str) -> None:
     if role != "assistant":
-        raise _Malformed(f"{label} has tool_calls, but only the assistant can call tools")
+        raise MalformedConversation(f"{label} has tool_calls, but only the assistant can call tools")
     for call in _list(calls, f"{label}: tool_calls"):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _Malformed(f"{label} has a tool call without a function name")
+            raise MalformedConversation(f"{label} has a tool call without a function name")
 
 
 def _pop_weight(message: Message, label: str) -> int:
     """Remove and return the weight of a message, which templates do not expect."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
-        raise _Malformed(f"{label} has the weight {_abbreviated(weight)}; expected 0 or 1")
+        raise MalformedConversation(f"{label} has the weight {_abbreviated(weight)}; expected 0 or 1")
     return int(weight)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
+from trainer.data.chat.conversations import MalformedConversation, Message, PromptCompletion, parse_conversation
 from trainer.data.chat.sandbox import BEGIN_MARK, END_MARK
 from trainer.data.chat.template import ChatTemplate, TemplateFailure
 from trainer.data.chat.template_files import SETTING, read_template
@@ -119,18 +119,18 @@ class ChatFormat:
         completion = [*self._encode_text(document.completion, at_start=not document.prompt), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
-    def encode_document(self, document: Any) -> TokensAndMask | str:
-        """Encode a JSON value in any format of parse_conversation. Returns the reason as text if it cannot be trained on."""
-        parsed = parse_conversation(document)
-        if isinstance(parsed, str):
-            return parsed
+    def encode_document(self, document: Any) -> TokensAndMask:
+        """Encode a JSON value in any format of parse_conversation. Raises MalformedConversation or TemplateFailure."""
         try:
+            parsed = parse_conversation(document)
             if isinstance(parsed, PromptCompletion):
                 return self.encode_prompt_completion(parsed)
             tokens, targets = self.encode(parsed.messages, parsed.tools, parsed.loss_mask)
-        except TemplateFailure as failure:
-            return str(failure)
-        return (tokens, targets) if any(targets) else "the template marks no targets"
+        except RecursionError:
+            raise MalformedConversation("nested too deeply") from None
+        if not any(targets):
+            raise TemplateFailure("the template marks no targets")
+        return tokens, targets
 
     def validate_template(self) -> None:
         """Raise ConfigError if training inputs would differ from inference prompts.

@@ -21,19 +21,18 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     if choice in BUILT_IN:
         return _read(BUILT_IN[choice]), None
     path = Path(choice)
-    folder = path if path.is_dir() else path.parent
-    config = folder / "tokenizer_config.json" if path.is_dir() else path
-    if path.is_dir() and (path / "chat_template.jinja").is_file():
-        path = path / "chat_template.jinja"
-    elif path.is_dir() and not config.is_file():
-        raise ConfigError(SETTING, f"{path} holds neither chat_template.jinja nor tokenizer_config.json")
-    if path.is_file() and path.suffix != ".json":
-        config = folder / "tokenizer_config.json"
-        return _read(path), _names(_json(config)) if config.is_file() else None
-    if not config.exists():
+    if path.is_dir():
+        files = [path / name for name in ("chat_template.jinja", "tokenizer_config.json") if (path / name).is_file()]
+        if not files:
+            raise ConfigError(SETTING, f"{path} holds neither chat_template.jinja nor tokenizer_config.json")
+        path = files[0]
+    if not path.exists():
         raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, a file or a folder")
-    content = _json(config)
-    return _template(content, config), _names(content)
+    if path.suffix != ".json":
+        config = path.with_name("tokenizer_config.json")
+        return _read(path), _names(_json(config)) if config.is_file() else None
+    content = _json(path)
+    return _template(content, path), _names(content)
 
 
 def _read(path: Path) -> str:

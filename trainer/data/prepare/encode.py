@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from trainer.config import DataConfig
+from trainer.data.chat.conversations import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template import TemplateFailure
 from trainer.data.sources.source import InvalidDocument
 from trainer.data.store.store import Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -32,10 +34,10 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
 
 def _encode_chat(chat: ChatFormat, record: dict[str, Any]) -> Encoded:
     """Render a conversation by the chat template and encode it."""
-    result = chat.encode_document(record)
-    if isinstance(result, str):
-        raise InvalidDocument(result)
-    tokens, targets = result
+    try:
+        tokens, targets = chat.encode_document(record)
+    except (MalformedConversation, TemplateFailure) as failure:
+        raise InvalidDocument(str(failure)) from None
     return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8))
 
 

@@ -45,13 +45,8 @@ NUM_SPECIAL = 256
 
 
 def _special_tokens(first: int) -> dict[str, int]:
-    names = dict(_LLAMA3_SPECIAL_TOKENS)
-    reserved = 0
-    for i in range(NUM_SPECIAL):
-        if i not in names:
-            names[i] = f"<|reserved_special_token_{reserved}|>"
-            reserved += 1
-    return {names[i]: first + i for i in range(NUM_SPECIAL)}
+    reserved = (f"<|reserved_special_token_{i}|>" for i in itertools.count())
+    return {_LLAMA3_SPECIAL_TOKENS.get(i) or next(reserved): first + i for i in range(NUM_SPECIAL)}
 
 
 def _fingerprint(backend: str, content: bytes) -> str:
@@ -153,7 +148,7 @@ class TiktokenTokenizer:
         return _json_files({"tokenizer.json": content, "tokenizer_config.json": config})
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model, as Llama 2 uses it.
 
     Encoding a text yields its user-defined pieces wherever they occur, as sentencepiece specifies, but never control pieces.
@@ -180,9 +175,6 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         result, text = [], []
@@ -213,7 +205,7 @@ _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_t
 """Names of the files that are saved and exported together with a tokenizer.json."""
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, run by the package tokenizers."""
 
     def __init__(self, path: Path):
@@ -258,9 +250,6 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)

@@ -32,7 +32,8 @@ class Tokenizer(Protocol):
         """Encode plain text. Names of special tokens in it are encoded as text, and no token is added."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """Encode plain text to uint32 token ids, shape (tokens,), without a Python object for each token."""
+        """Encode plain text to uint32 token ids, shape (tokens,)."""
+        return np.array(self.encode(text), np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens to text. A special token becomes its name."""
