@@ -27,19 +27,13 @@ from trainer.checkpoint.storage import (
     write_safetensors,
 )
 from trainer.config import ConfigError
+from trainer.data.tokenizer.backends import COMPANION_FILES
 from trainer.system.files import atomic_folder, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    CHAT_TEMPLATE,
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
 _LARGEST_JSON = 2**28
 
@@ -72,12 +66,11 @@ class ModelMetadata:
         """Read model.json of a checkpoint. Raises CorruptError."""
         try:
             values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
-            files = tuple(values["tokenizer_files"])
-            for name in files:
+            for setting in ("tokenizer_files", "extra_special_tokens"):
+                values[setting] = tuple(values[setting])
+            for name in values["tokenizer_files"]:
                 manifest.require_plain_filename(name, MODEL_FILE)
-            return cls(
-                **values | {"tokenizer_files": files, "extra_special_tokens": tuple(values["extra_special_tokens"])}
-            )
+            return cls(**values)
         except (ValueError, TypeError, KeyError):
             raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
 

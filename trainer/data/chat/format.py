@@ -108,9 +108,9 @@ class ChatFormat:
             turn_mask = [loss_mask[i] for i in answers]
         return self._encode_rendered(rendered, turn_mask)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping] | None = None) -> list[int]:
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Encode messages up to the start of the next answer. Raises TemplateFailure if the template cannot render them."""
-        rendered = self._render(messages, tools, add_generation_prompt=True, strict=False)
+        rendered = self._render(messages, None, add_generation_prompt=True, strict=False)
         return self._encode_rendered(rendered, [False] * len(rendered.turns))[0]
 
     def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
@@ -145,13 +145,11 @@ class ChatFormat:
         except TemplateFailure as failure:
             raise ConfigError(SETTING, str(failure)) from None
         answers = "".join(rendered.text[start:stop] for start, stop in rendered.turns)
-        is_last = [now > following for now, following in zip(targets, [*targets[1:], False], strict=True)]
-        ends = {token for token, last in zip(tokens, is_last, strict=True) if last}
+        following = [*targets[1:], False]
+        ends = {token for token, now, later in zip(tokens, targets, following, strict=True) if now and not later}
         if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= set(self.end_of_turn):
-            message = (
-                "the template's {% generation %} blocks do not contain the answers, each with its end-of-turn token"
-            )
-            raise ConfigError(SETTING, message)
+            reason = "do not contain the answers, each with its end-of-turn token"
+            raise ConfigError(SETTING, f"the template's {{% generation %}} blocks {reason}")
 
     # ---------------------------------------------------------------- text
 
@@ -250,9 +248,8 @@ class ChatFormat:
         start, stop = rendered.turns[0]
         header = rendered.text[start:stop].partition(_ANSWER)[0]
         if with_prompt == without and header.strip():
-            raise TemplateFailure(
-                f"the template writes {header!r} before an answer, but not when add_generation_prompt is set"
-            )
+            reason = "before an answer, but not when add_generation_prompt is set"
+            raise TemplateFailure(f"the template writes {header!r} {reason}")
 
     def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
         names = list(dict.fromkeys(names))
@@ -276,8 +273,7 @@ def _unused_characters(*values: Any) -> list[str]:
 
 def _remove_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
     """Return the text without marks, and the (start, stop) of each marked range in the returned text."""
-    text = ""
-    turns = []
+    text, turns = "", []
     for i, piece in enumerate(marked.split(begin)):
         inside, mark, outside = piece.partition(end)
         if i and (not mark or end in outside):

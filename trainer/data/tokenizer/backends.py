@@ -201,7 +201,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 # Files in which Hugging Face's formats name BOS and EOS, in order of precedence.
 _BOS_EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
-_COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Names of the files that are saved and exported together with a tokenizer.json."""
 
 
@@ -226,9 +226,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.special_tokens = {token.content: i for i, token in added if token.special}
         self.bos = self._find_token(path, "bos", ids)
         self.eos = self._find_token(path, "eos", ids)
-        self._companions = {
-            name: file.read_bytes() for name in _COMPANION_FILES if (file := path.with_name(name)).is_file()
-        }
+        companions = (path.with_name(name) for name in COMPANION_FILES)
+        self._companions = {file.name: file.read_bytes() for file in companions if file.is_file()}
         # The ids may come from a file of the model, which is not saved with the tokenizer.
         ids_file = _json_files({"generation_config.json": {"bos_token_id": self.bos, "eos_token_id": self.eos}})
         self.files = {"tokenizer.json": content} | self._companions | ids_file
