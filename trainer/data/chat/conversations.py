@@ -84,18 +84,22 @@ def _list(value: Any, name: str) -> list:
 
 
 def _from_sharegpt(turn: Any, label: str) -> Any:
-    if not isinstance(turn, Mapping):
-        raise MalformedConversation(f"{label} is not an object")
-    sender = turn.get("from")
-    if sender is None:
-        raise MalformedConversation(f"{label} has no from")
-    if not isinstance(sender, str) or sender not in _SHAREGPT_ROLES:
-        raise MalformedConversation(
-            f"{label} is from {_abbreviated(sender)}; expected one of {', '.join(_SHAREGPT_ROLES)}"
-        )
+    sender = _word(turn, "from", tuple(_SHAREGPT_ROLES), label, "is from")
     if turn.get("value") is None:
         raise MalformedConversation(f"{label} has no value")
     return {"role": _SHAREGPT_ROLES[sender], "content": turn["value"]}
+
+
+def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: str) -> str:
+    """Return a field of a message that must be one of the words."""
+    if not isinstance(message, Mapping):
+        raise MalformedConversation(f"{label} is not an object")
+    word = message.get(field)
+    if word is None:
+        raise MalformedConversation(f"{label} has no {field}")
+    if word not in words:
+        raise MalformedConversation(f"{label} {verb} {_abbreviated(word)}; expected one of {', '.join(words)}")
+    return word
 
 
 def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Conversation:
@@ -121,13 +125,7 @@ def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Co
 
 
 def _message(message: Any, label: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise MalformedConversation(f"{label} is not an object")
-    role = message.get("role")
-    if role is None:
-        raise MalformedConversation(f"{label} has no role")
-    if role not in ROLES:
-        raise MalformedConversation(f"{label} has the role {_abbreviated(role)}; expected one of {', '.join(ROLES)}")
+    role = _word(message, "role", ROLES, label, "has the role")
     calls = message.get("tool_calls")
     if calls:
         _check_calls(calls, role, label)
