@@ -1,4 +1,3 @@
-import os
 import threading
 
 import pytest
@@ -174,7 +173,6 @@ def test_a_kill_from_outside_is_not_a_failure_of_the_conversation():
 
 def test_the_process_ends_with_its_template():
     template = ChatTemplate("x")
-    stdout = os.dup(template._process.stdout.fileno())
+    process = template._process
     del template
-    assert os.read(stdout, 1) == b""  # waits for the end of the process
-    os.close(stdout)
+    assert process.returncode is not None

@@ -36,13 +36,16 @@ class ChatTemplate:
         self.uses_tools = "tools" in names
 
     def _start(self) -> list[str]:
-        """Start the process and return the names in the template. The process ends when this object is deleted, because its
-        input is then closed."""
+        """Start the process and return the names in the template."""
         command = [sys.executable, "-m", sandbox.__name__, str(self._cpu_s), str(self._memory_mib)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         return self._request(self._source)
+
+    def __del__(self) -> None:
+        with self._process:  # the end of the context closes the pipes and waits
+            self._process.kill()
 
     def render(self, variables: Mapping[str, Any], locate: bool) -> tuple[str, list[tuple[int, int] | None]]:
         """Return the text of a conversation and, if `locate` is true, the (start, stop) of each answer in the text. An entry is
