@@ -39,6 +39,8 @@ class ResolvedRun:
     tokenizer: Tokenizer
     chat_template: str
     """Self-contained chat template, or "" if the run does not train on conversations."""
+    end_of_turn: tuple[int, ...]
+    """Ids of the tokens that end an answer of a conversation."""
     fingerprint: dict[str, Any]
     """Setting -> value that must be equal in the checkpoint and in the run that resumes from it."""
     shared: dict[str, Any]
@@ -75,8 +77,10 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
             "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.backend",
             f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
         )
-    chats = any(member.dataset == "chat" for member in dataset_configs(config.data).values())
-    chat_template = chat_format(config.data, tokenizer).self_contained() if chats else ""
+    chat_template, end_of_turn = "", ()
+    if any(member.dataset == "chat" for member in dataset_configs(config.data).values()):
+        chat = chat_format(config.data, tokenizer)
+        chat_template, end_of_turn = chat.self_contained(), chat.end_of_turn
     # The fingerprint contains the resulting model sizes instead of the model settings.
     fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
     fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
@@ -96,6 +100,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         flops_per_token=model.flops_per_token(training.seq_len),
         tokenizer=tokenizer,
         chat_template=chat_template,
+        end_of_turn=end_of_turn,
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.constraint.per_node),
     )

@@ -110,7 +110,7 @@ def create_run_folder(folder: Path) -> None:
 def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
     """Return the files that make a checkpoint self-contained: model sizes, tokenizer and chat template."""
     files = resolved.tokenizer.files
-    ends = list(dict.fromkeys([resolved.tokenizer.eos, *(resolved.chat.end_of_turn if resolved.chat else ())]))
+    ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn]))
     special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     model = ModelMetadata(
         family=config.model.name,
