@@ -1,8 +1,6 @@
 """Chunked, vocabulary-parallel cross-entropy. Full logits never exist: neither for all tokens nor, under tensor parallelism, for
 the full vocabulary."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,59 +14,42 @@ _ROWS = 8192
 """Number of rows of the weight whose gradient is accumulated at a time. The product has the weight's dtype, the sum is fp32."""
 
 
-@dataclass(frozen=True)
-class _VocabShard:
-    """This rank's rows of the vocabulary."""
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits: for the vocabulary rows of this rank, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1). group: the
+    ranks among which the vocabulary is sharded; None for a full vocabulary.
 
-    first: int
-    count: int
-    group: ProcessGroup | None
-    """The ranks among which the vocabulary is sharded; None for a full vocabulary."""
-
-    @classmethod
-    def from_weight(cls, weight: Tensor) -> "_VocabShard":
-        if not isinstance(weight, DTensor):
-            return cls(0, weight.shape[0], None)
-        mesh = weight.device_mesh
-        rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
-        return cls(rows_per_rank * mesh.get_local_rank(), weight.to_local().shape[0], mesh.get_group())
-
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """logits: for the vocabulary rows of this rank, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1).
-
-        Returns four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the target's
-        row on this rank, and whether this rank has that row.
-        """
-        rows = targets - self.first
-        is_local = (rows >= 0) & (rows < self.count)
-        rows = rows.where(is_local, 0)
-        largest = self._reduce(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX)
-        sums = (logits - largest).exp_().sum(-1, keepdim=True)
-        target_logits = logits.gather(1, rows) * is_local
-        sums, target_logits = self._reduce(torch.stack((sums, target_logits)), dist.ReduceOp.SUM)
-        normalizers = largest + sums.log()
-        return normalizers - target_logits, normalizers, rows, is_local
-
-    def _reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.group is not None:
-            dist.all_reduce(tensor, operation, self.group)
-        return tensor
+    Returns four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the target's
+    row on this rank, and whether this rank has that row."""
+    rows = targets - first_row
+    is_local = (rows >= 0) & (rows < logits.shape[1])
+    rows = rows.where(is_local, 0)
+    largest = logits.amax(-1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    sums = (logits - largest).exp_().sum(-1, keepdim=True)
+    sums_and_targets = torch.stack((sums, logits.gather(1, rows) * is_local))
+    if group is not None:
+        dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
+    sums, target_logits = sums_and_targets
+    normalizers = largest + sums.log()
+    return normalizers - target_logits, normalizers, rows, is_local
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The cross-entropy, summed over the target tokens, fp32. It is computed from hidden states and the weight of the output
-    projection.
+    """Cross-entropy in fp32, summed over the target tokens, from hidden states and the weight of the output projection.
 
     Forward computes the gradients chunk by chunk, while a chunk's logits exist. So logits are neither saved nor recomputed.
-    Backward only scales the gradients.
-    """
+    Backward only scales the gradients."""
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: _VocabShard, chunk_tokens: int, needs_gradient: bool
+        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: tuple, chunk_tokens: int, needs_gradient: bool
     ) -> Tensor:
-        """hidden: (tokens, dim); weight: (rows, dim); labels: (tokens,). needs_gradient: whether a backward follows. The gradient
-        of hidden is partial: its sum over the ranks is the full gradient."""
+        """hidden: (tokens, dim); weight: this rank's rows of the vocabulary, (rows, dim); labels: (tokens,). shard: first row and
+        group, as in _cross_entropy. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
+        the ranks is the full gradient."""
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
@@ -77,13 +58,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = F.linear(hidden[chunk], weight).float()  # (chunk, rows)
             is_target = (labels[chunk] != IGNORE_INDEX)[:, None]
             targets = labels[chunk][:, None].where(is_target, 0)
-            losses, normalizers, target_rows, is_local = shard.cross_entropy(logits, targets)
+            losses, normalizers, target_rows, is_local = _cross_entropy(logits, targets, *shard)
             total += (losses * is_target).sum()
             if needs_gradient:
                 logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -is_local.float()).mul_(is_target)
                 grad_logits = logits.to(weight.dtype)
                 grad_hidden[chunk] = grad_logits @ weight
-                for first_row in range(0, shard.count, _ROWS):
+                for first_row in range(0, weight.shape[0], _ROWS):
                     rows = slice(first_row, first_row + _ROWS)
                     grad_weight[rows] += grad_logits[:, rows].T @ hidden[chunk]
                 del grad_logits
@@ -113,8 +94,11 @@ class CrossEntropyHead:
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
         weight is sharded along the vocabulary. Returns the summed loss, a scalar in fp32."""
-        shard = _VocabShard.from_weight(weight)
+        shard = 0, None
         if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
+            shard = rows_per_rank * mesh.get_local_rank(), mesh.get_group()
             hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
             weight = weight.to_local()
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
