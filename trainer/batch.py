@@ -1,7 +1,7 @@
 """The batch that the data loader passes to the step."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ IGNORE_INDEX = -100
 """Label of a position without a target token."""
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Full sequences; all tensors are (batch, seq), int64."""
 
     tokens: Tensor
@@ -21,14 +20,7 @@ class Batch:
     documents: Tensor
     """Index of the document of each token; the same for all tokens of a sample if attention ignores document boundaries."""
 
-    def apply(self, f: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(*(f(getattr(self, field.name)) for field in fields(self)))
-
     @staticmethod
     def cat(batches: "Sequence[Batch]") -> "Batch":
         """Concatenate along the batch dim."""
-        return Batch(*(torch.cat([getattr(b, field.name) for b in batches]) for field in fields(Batch)))
-
-    def pin_memory(self) -> "Batch":
-        """Called by the data loader on GPUs."""
-        return self.apply(lambda t: t.pin_memory())
+        return Batch(*map(torch.cat, zip(*batches, strict=True)))

@@ -1,7 +1,6 @@
 """The Engine of one rank: its model, its optimizer, and the execution of one optimizer step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,22 +24,10 @@ from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """Results of one step over all ranks, identical on every rank."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    num_targets: Tensor
-    outcome: Tensor
-    """Result of StabilityGuard, which StepMonitor reads later."""
-
-
 def build_model_parts(
     config: Config, resolved: ResolvedRun, meshes: Meshes, attention_backend: AttentionBackend
 ) -> dict[Stage, nn.Module]:
-    """Build this rank's pipeline stages, parallelized, on the meta device. Raise ConfigError if the optimizer does not support
-    the layout."""
+    """Build this rank's parallelized stages on the meta device. Raise ConfigError if the optimizer rejects the layout."""
     model_parts = parallelize(
         lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
         resolved.spec.plan(resolved.sizes),
@@ -74,45 +61,43 @@ class Engine:
         are loaded afterwards, so that they need no random initialization."""
         self.config = config
         self.device = device
-        self.meshes = meshes
         self.model_parts = model_parts
-        parallel = config.parallel
         for part in model_parts.values():
-            initialize(part, devices.parameter_device(device, parallel.cpu_offload), config.run.seed, loaded)
+            initialize(part, devices.parameter_device(device, config.parallel.cpu_offload), config.run.seed, loaded)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.batch_group = meshes.data["batch"].get_group()
-        self.forward_backward = self._build_step(resolved)
-
-    def _build_step(self, resolved: ResolvedRun) -> Step:
-        training = self.config.training
-        cp = self.meshes.data["cp"]
+        training, cp = config.training, meshes.data["cp"]
         common = {
             "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens),
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "batch_group": self.batch_group,
-            "loss_group": self.meshes.loss["loss"].get_group(),
+            "loss_group": meshes.loss["loss"].get_group(),
         }
+        self.forward_backward: Step
         if resolved.dims.pp == 1:
-            (model,) = self.model_parts.values()
-            return SpmdStep(model=model, reduce_every_microbatch=training.reduce_every_microbatch, **common)
-        return PipelineStep(
-            model_parts=self.model_parts,
-            schedule_name=self.config.parallel.pipeline_schedule,
-            num_microbatches=resolved.grad_accum,
-            hidden=torch.empty(
-                resolved.hidden_shape, dtype=DTYPES[training.compute_dtype], device=self.device, requires_grad=True
-            ),
-            pipeline_group=self.meshes.model["pp"].get_group(),
-            **common,
-        )
+            (model,) = model_parts.values()
+            self.forward_backward = SpmdStep(
+                model=model, reduce_every_microbatch=training.reduce_every_microbatch, **common
+            )
+        else:
+            dtype = DTYPES[training.compute_dtype]
+            self.forward_backward = PipelineStep(
+                model_parts=model_parts,
+                schedule_name=config.parallel.pipeline_schedule,
+                num_microbatches=resolved.grad_accum,
+                hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=device, requires_grad=True),
+                pipeline_group=meshes.model["pp"].get_group(),
+                **common,
+            )
 
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
-    ) -> StepResult:
-        """Run one optimizer step. stop: whether this rank was asked to stop. on_before_update: called before parameters,
-        optimizer state and the guard's state change."""
+    ) -> tuple[Tensor, Tensor]:
+        """Run one optimizer step. Return the outcome, which StepMonitor reads, and the number of target tokens, both over all
+        ranks. stop: whether this rank was asked to stop. on_before_update: called before parameters, optimizer state and the
+        guard's state change."""
         self.optimizer.start_step(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:
@@ -122,7 +107,7 @@ class Engine:
         on_before_update()
         skip, outcome = self.guard.decide(loss, grad_norm, votes)
         self.optimizer.step(skip=skip)
-        return StepResult(loss, grad_norm, num_targets, outcome)
+        return outcome, num_targets
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint contains, by their names in the checkpoint. They are not copied."""

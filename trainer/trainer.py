@@ -1,8 +1,11 @@
 """The training loop."""
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
+
+from torch import Tensor
 
 from trainer.batch import Batch
 from trainer.checkpoint.commit import SaveFailed
@@ -10,7 +13,7 @@ from trainer.checkpoint.export import export_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import find_resume_point
 from trainer.config import Config
-from trainer.engine import Engine, StepResult
+from trainer.engine import Engine
 from trainer.evaluate import Evaluator
 from trainer.optim.lr_schedule import learning_rate
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
@@ -18,55 +21,43 @@ from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics, duration
+from trainer.run.run_folder import run_folder
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
 from trainer.system import logging
 
 
+@dataclass(frozen=True, kw_only=True)
 class Trainer:
     """The training loop of one run. `build_trainer` constructs its components."""
 
-    def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        state: TrainState,
-        engine: Engine,
-        data: TrainingData,
-        evaluator: Evaluator,
-        checkpoints: CheckpointManager,
-        monitor: StepMonitor,
-        metrics: Metrics,
-        stragglers: StragglerDetector,
-        watchdog: Watchdog,
-    ):
-        self.config = config
-        self.folder = folder
-        self.steps = config.training.steps
-        self.state = state
-        self.engine = engine
-        self.data = data
-        self.evaluator = evaluator
-        self.checkpoints = checkpoints
-        self.monitor = monitor
-        self.metrics = metrics
-        self.stragglers = stragglers
-        self.watchdog = watchdog
+    config: Config
+    state: TrainState
+    engine: Engine
+    data: TrainingData
+    evaluator: Evaluator
+    checkpoints: CheckpointManager
+    monitor: StepMonitor
+    metrics: Metrics
+    stragglers: StragglerDetector
+    watchdog: Watchdog
 
     def train(self, stop: StopRequest | None = None) -> None:
         """Train until training.steps are completed or any rank is asked to stop. Raise TrainingDiverged or SaveFailed."""
-        batches = self._start(self.state)
+        start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
+        batches = self._start()
         stopped = False
         try:
-            while self.state.step < self.steps and not stopped:
-                result = self.train_step(batches, stop is not None and stop.requested)
-                seen = self.monitor.observe(self.state, result.outcome, now=self._anything_due())
+            while state.step < steps and not stopped:
+                outcome, num_targets = self.train_step(batches, stop is not None and stop.requested)
+                due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
+                seen = self.monitor.observe(state, outcome, now=due)
                 if seen.failed:
                     batches = self.roll_back(seen.failed)
                     continue
                 stopped = seen.stop
-                self._after_step(result, seen.latest, last=stopped or self.state.step == self.steps)
+                self._after_step(seen.latest, num_targets, last=stopped or state.step == steps)
             self._wait_for_saves()
         except TrainingDiverged:
             try:
@@ -78,25 +69,31 @@ class Trainer:
             self.watchdog.close()
             self.checkpoints.close()
             self.metrics.close()
-        self._report_end()
+        folder = run_folder(self.config)
+        if state.step < steps:
+            logging.info(f"stopped at step {state.step} (checkpoint saved); rerun the same command to resume")
+            return
+        if self.config.checkpoint.export_huggingface:
+            export_run(folder)
+        logging.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
-    def train_step(self, batches: Iterator[Batch], stop: bool = False) -> StepResult:
-        """Run one optimizer step. stop: whether this rank was asked to stop."""
+    def train_step(self, batches: Iterator[Batch], stop: bool) -> tuple[Tensor, Tensor]:
+        """Run one optimizer step and return the results of `Engine.step`. stop: whether this rank was asked to stop."""
         training = self.config.training
-        with self.metrics.timers.section("data", synchronize=False) as section:
+        with self.metrics.section("data") as seconds:
             microbatches = list(islice(batches, self.data.partition.grad_accum))
-        self.stragglers.after_data(section.seconds)
-        result = self.engine.step(microbatches, self._lr(self.state.step + 1), stop, self.checkpoints.before_update)
+        self.stragglers.after_data(seconds())
+        results = self.engine.step(microbatches, self._lr(self.state.step + 1), stop, self.checkpoints.before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         self.metrics.after_step()
         self.watchdog.after_step(self.state.step)
-        return result
+        return results
 
-    def _after_step(self, result: StepResult, outcome: StepOutcome | None, last: bool) -> None:
+    def _after_step(self, outcome: StepOutcome | None, num_targets: Tensor, last: bool) -> None:
         """Log, evaluate and save if due after this step. outcome: this step's outcome, or None if nothing is due."""
         step = self.state.step
         if self.metrics.due(step):
-            self.metrics.log_step(self.state, outcome, self._lr(step), int(result.num_targets.item()))
+            self.metrics.log_step(self.state, outcome, self._lr(step), int(num_targets.item()))
             if straggler := self.stragglers.compare():
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
@@ -110,13 +107,14 @@ class Trainer:
         """Evaluate on every evaluation dataset."""
         if self.checkpoints.best.dataset:
             self._wait_for_saves()
+        devices.synchronize(self.engine.device)  # the section must not include the work of the step
         with self.watchdog.paused():
             for dataset in self.evaluator.datasets:
-                with self.metrics.timers.section("evaluation") as section:
-                    result = self.evaluator.run(dataset)
-                record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result.record()
-                self.metrics.log_event(record | {"evaluation_time_s": section.seconds})
-                self.checkpoints.best.update(dataset.name, result.loss)
+                with self.metrics.section("evaluation") as seconds:
+                    result = self.evaluator.run(dataset, self.engine.forward_backward)
+                record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
+                self.metrics.log_event(record | {"evaluation_time_s": seconds()})
+                self.checkpoints.best.update(dataset.name, result["loss"])
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
         """Start to save the state. Raise TrainingDiverged if the run ends with several skipped steps."""
@@ -124,7 +122,7 @@ class Trainer:
             self.monitor.require_good_end(outcome)
         self.metrics.flush()
         devices.synchronize(self.engine.device)
-        with self.watchdog.paused(), self.metrics.timers.section("checkpoint", synchronize=False):
+        with self.watchdog.paused(), self.metrics.section("checkpoint"):
             saves = self.checkpoints.save(self.state, suspect=outcome.suspect, last=last)
         self.metrics.log_saves(saves)
 
@@ -149,28 +147,18 @@ class Trainer:
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)
         self.metrics.rewind(state.step)
-        return self._start(state)
+        return self._start()
 
-    def _start(self, state: TrainState) -> Iterator[Batch]:
+    def _start(self) -> Iterator[Batch]:
         self.metrics.start()
         self.stragglers.start()
-        return self.data.batches(state)
+        return self.data.batches(self.state)
 
     def _lr(self, step: int) -> float:
-        return learning_rate(self.config.lr_schedule, self.config.optimizer.lr, step, self.steps)
-
-    def _anything_due(self) -> bool:
-        return any(component.due(self.state.step) for component in (self.metrics, self.evaluator, self.checkpoints))
+        config = self.config
+        return learning_rate(config.lr_schedule, config.optimizer.lr, step, config.training.steps)
 
     def _wait_for_saves(self) -> None:
-        with self.watchdog.paused(), self.metrics.timers.section("checkpoint", synchronize=False):
+        with self.watchdog.paused(), self.metrics.section("checkpoint"):
             saves = self.checkpoints.wait()
         self.metrics.log_saves(saves)
-
-    def _report_end(self) -> None:
-        if self.state.step < self.steps:
-            logging.info(f"stopped at step {self.state.step} (checkpoint saved); rerun the same command to resume")
-            return
-        if self.config.checkpoint.export_huggingface:
-            export_run(self.folder)
-        logging.info(f"done: step {self.steps}, {duration(self.metrics.run_timers.elapsed())}, {self.folder}")

@@ -68,7 +68,7 @@ COMBINATIONS = {
     ),
     "--model.size 8B": "--model.size 8B: expected one of debug, 8b, 70b for llama3; did you mean '8b'?",
     "--model.overrides.n_layer 4": (
-        "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?"
+        "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?"
     ),
     "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected an integer",
     "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",

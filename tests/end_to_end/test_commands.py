@@ -211,7 +211,7 @@ def test_an_unwritable_run_folder_is_an_error_before_training(tiny, tmp_path):
 
 WRONG = {
     "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
-    "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: unknown dimension of llama3; did you mean 'n_layers'?",
+    "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?",
     "--parallel.dp_shard 3": None,
     "--data.dataset text --data.path /no/such": "--data.path /no/such: "
     "no such file or folder, and no file matches it as a pattern",

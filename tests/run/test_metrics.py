@@ -2,15 +2,17 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
-from trainer.config import MetricsConfig
+from trainer.config import Config, MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StepOutcome
-from trainer.run.metrics import Metrics, Timers, duration
+from trainer.run.metrics import Metrics, duration
+from trainer.run.resolve import resolve
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.state import TrainState
@@ -18,23 +20,22 @@ from trainer.state import TrainState
 CPU = torch.device("cpu")
 
 
-def test_timers_add_the_sections_of_a_name(monkeypatch):
+def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_step=1):
+    config = MetricsConfig(interval_steps=5, tensorboard=tensorboard)
+    training = TrainingConfig(steps=steps, global_batch_size=tokens_per_step, seq_len=1)
+    resolved = replace(resolve(Config(), 2), flops_per_token=10**9)
+    return Metrics(config, training, resolved, CPU, folder, first_step)
+
+
+def test_the_sections_of_a_name_are_added(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    timers = Timers(CPU)
-    for seconds in (2.0, 3.0):
-        with timers.section("checkpoint") as section:
-            clock[0] += seconds
-        assert section.seconds == seconds
-    assert timers.spent == {"checkpoint": 5.0}
-
-
-def open_metrics(folder, first_step=0, steps=20, tensorboard=False, **more):
-    settings = {"ranks": 2, "tokens_per_step": 1, "flops_per_token": 10**9, "peak_flops": None} | more
-    config = MetricsConfig(interval_steps=5, tensorboard=tensorboard)
-    metrics = Metrics(config, folder, CPU, first_step=first_step, steps=steps, **settings)
-    metrics.start()
-    return metrics
+    metrics = open_metrics(tmp_path)
+    for duration_s in (2.0, 3.0):
+        with metrics.section("checkpoint") as seconds:
+            clock[0] += duration_s
+        assert seconds() == duration_s
+    assert metrics.spent == {"checkpoint": 5.0}
 
 
 def log_step(metrics, step, loss=3.0):
@@ -54,13 +55,14 @@ def test_the_first_step_every_nth_step_and_the_last_step_are_due(tmp_path):
 def test_throughput_excludes_evaluation_and_checkpoints(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    metrics = open_metrics(tmp_path, peak_flops=50e12, tokens_per_step=50_000)
+    monkeypatch.setattr(devices, "peak_flops", lambda device, dtype: 50e12)
+    metrics = open_metrics(tmp_path, tokens_per_step=50_000)
     clock[0] += 4.0  # two steps
-    with metrics.timers.section("data"):
+    with metrics.section("data"):
         clock[0] += 1.0
-    with metrics.timers.section("checkpoint"):
+    with metrics.section("checkpoint"):
         clock[0] += 100.0
-    with metrics.timers.section("evaluation"):
+    with metrics.section("evaluation"):
         clock[0] += 30.0
     log_step(metrics, 2)
     clock[0] += 2.0  # the next window starts without them
@@ -151,8 +153,7 @@ def test_durations():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
 def test_a_full_disk_costs_records_not_the_run(tmp_path, capsys):
     metrics = open_metrics(tmp_path, tensorboard=True)
-    metrics.file.close()
-    metrics.file = Path("/dev/full").open("a")  # noqa: SIM115 - closed by metrics.close
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     metrics.summary_writer.file_writer.event_writer._async_writer._worker.exception = OSError(
         28, "No space left on device"
     )

@@ -10,7 +10,7 @@ from tests.training_runs import Result, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.planning.estimate import estimate
-from trainer.run.preflight import MemoryNeed, check_memory, minimum_memory, remaining_checkpoints, state_bytes
+from trainer.run.preflight import check_memory, minimum_memory, remaining_checkpoints, state_bytes
 from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 
@@ -31,7 +31,7 @@ def error_or_result(argv, returns, function=train) -> str | Result:
 def size_of(argv):
     """Bytes of a checkpoint."""
     config = load_config(argv)
-    return resolve(config, 1).num_parameters * state_bytes(config.training, config.optimizer)
+    return resolve(config, 1).num_parameters * state_bytes(config)
 
 
 def disk(tiny, checkpoints):
@@ -86,21 +86,22 @@ def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
     returns = {"trainer.run.preflight.node_id": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
-        f"parameters, gradients and optimizer state alone need {need / 2**30:.3g} GiB up to rank 1, more than the "
-        f"{0.9 * need / 2**30:.3g} GiB of host memory that node7 has free; {ADVICE}"
+        f"parameters, gradients and optimizer state alone need {need / 2**30:.3g} GiB of host memory on node7, which "
+        f"has {0.9 * need / 2**30:.3g} GiB free; {ADVICE}"
     )
 
 
 def on_a_gpu(argv):
     config = load_config(argv)
     shard = torch.empty(2**20, device="meta")
-    check_memory([shard], config.training, config.optimizer, config.parallel, torch.device("cuda"))
+    check_memory(config, [shard], torch.device("cuda"))
 
 
 def test_too_little_device_memory_is_an_error(ranks, tiny):
     line = line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**23}, function=on_a_gpu)
     assert line == (
-        f"parameters, gradients and optimizer state alone need 0.0156 GiB on rank 0, whose device has 0.00781 GiB free; {ADVICE}"
+        f"parameters, gradients and optimizer state alone need 0.0156 GiB of device memory on rank 0, which "
+        f"has 0.00781 GiB free; {ADVICE}"
     )
     assert line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**24}, function=on_a_gpu) is None
 
@@ -134,14 +135,14 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
 @pytest.mark.parametrize(
     ("words", "need"),
     [
-        ([], MemoryNeed(16, 0)),
-        (["--training.parameter_dtype", "bf16", "--optimizer.state_dtype", "bf16"], MemoryNeed(8, 0)),
-        (["--optimizer.in_backward", "true", *IN_BACKWARD], MemoryNeed(12, 0)),
-        (["--optimizer.offload", "state"], MemoryNeed(8, 16)),
-        (["--optimizer.offload", "state_and_gradients", "--training.parameter_dtype", "bf16"], MemoryNeed(2, 16)),
-        (["--parallel.cpu_offload", "true"], MemoryNeed(0, 16)),
+        ([], (16, 0)),
+        (["--training.parameter_dtype", "bf16", "--optimizer.state_dtype", "bf16"], (8, 0)),
+        (["--optimizer.in_backward", "true", *IN_BACKWARD], (12, 0)),
+        (["--optimizer.offload", "state"], (8, 16)),
+        (["--optimizer.offload", "state_and_gradients", "--training.parameter_dtype", "bf16"], (2, 16)),
+        (["--parallel.cpu_offload", "true"], (0, 16)),
     ],
 )
 def test_bytes_of_a_parameter(words, need):
     config = load_config(words)
-    assert minimum_memory(1, config.training, config.optimizer, config.parallel) == need
+    assert minimum_memory(config, 1) == need

@@ -155,7 +155,7 @@ def _likely_memory(candidate: Candidate, cost: _BlockCost) -> float:
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
     parameters = resolved.num_parameters / (dims.tp * dims.pp)
-    state = minimum_memory(int(parameters / dims.fsdp), config.training, config.optimizer, config.parallel).device
+    state, _ = minimum_memory(config, int(parameters / dims.fsdp))
     accumulates = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages

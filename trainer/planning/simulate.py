@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -178,7 +178,7 @@ def _update(engine: Engine, microbatches: Sequence[Batch]) -> None:
 
 def _batch(config: Config) -> Batch:
     shape = config.training.local_batch_size, config.training.seq_len
-    return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in fields(Batch)))
+    return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in Batch._fields))
 
 
 class _Microbatches(Sequence[Batch]):

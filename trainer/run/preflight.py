@@ -2,16 +2,15 @@
 
 import math
 import shutil
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.resume import list_checkpoints
-from trainer.config import CheckpointConfig, ConfigError, OptimizerConfig, ParallelConfig, TrainingConfig
+from trainer.config import CheckpointConfig, Config, ConfigError
+from trainer.run.run_folder import run_folder
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
@@ -20,67 +19,49 @@ from trainer.system.process import memory_available, node_id
 from trainer.system.units import GIB
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """Minimum memory of one rank, in bytes."""
-
-    device: int
-    host: int
+def _parameter_and_moment_bytes(config: Config) -> tuple[int, int]:
+    moment = 1 if config.optimizer.state_dtype == "8bit" else DTYPES[config.optimizer.state_dtype].itemsize
+    return DTYPES[config.training.parameter_dtype].itemsize, 2 * moment
 
 
-def state_bytes(training: TrainingConfig, optimizer: OptimizerConfig) -> int:
+def state_bytes(config: Config) -> int:
     """Return the bytes per parameter in a checkpoint: the parameter, two moments, and the fp32 copy if there is one."""
-    parameter = DTYPES[training.parameter_dtype].itemsize
-    copy = 4 if optimizer.offload != "none" and parameter < 4 else 0
-    return parameter + _moment_bytes(optimizer) + copy
+    parameter, moments = _parameter_and_moment_bytes(config)
+    return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
 
 
-def _moment_bytes(optimizer: OptimizerConfig) -> int:
-    return 2 * (1 if optimizer.state_dtype == "8bit" else DTYPES[optimizer.state_dtype].itemsize)
-
-
-def minimum_memory(
-    count: int, training: TrainingConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
-) -> MemoryNeed:
-    """Return the memory for parameters, gradients and optimizer state only, for a rank with `count` parameters."""
-    parameter = DTYPES[training.parameter_dtype].itemsize
-    moments = _moment_bytes(optimizer)
+def minimum_memory(config: Config, count: int) -> tuple[int, int]:
+    """Return the bytes of device and of host memory that a rank with `count` parameters needs for parameters, gradients and
+    optimizer state only."""
+    optimizer = config.optimizer
+    parameter, moments = _parameter_and_moment_bytes(config)
     gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
-    if parallel.cpu_offload:
-        return MemoryNeed(device=0, host=count * (2 * parameter + moments))
+    if config.parallel.cpu_offload:
+        return 0, count * (2 * parameter + moments)
     if optimizer.offload == "none":
-        return MemoryNeed(device=count * (parameter + gradient + moments), host=0)
-    host = (
-        4 + parameter + moments + (parameter if parameter < 4 else 0)
-    )  # fp32 copy, gradient, moments, copy of the parameter
-    return MemoryNeed(device=count * (parameter + gradient), host=count * host)
+        return count * (parameter + gradient + moments), 0
+    copy = parameter if parameter < 4 else 0
+    # The host holds an fp32 copy, the gradient, the moments and a copy of the parameter.
+    return count * (parameter + gradient), count * (4 + parameter + moments + copy)
 
 
-def check_memory(
-    parameters: Iterable[Tensor],
-    training: TrainingConfig,
-    optimizer: OptimizerConfig,
-    parallel: ParallelConfig,
-    device: torch.device,
-) -> None:
+def check_memory(config: Config, parameters: Iterable[Tensor], device: torch.device) -> None:
     """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's, on the meta device."""
-    need = minimum_memory(sum(to_local(p).numel() for p in parameters), training, optimizer, parallel)
+    on_device, on_host = minimum_memory(config, sum(to_local(p).numel() for p in parameters))
     if device.type == "cpu":
-        need = MemoryNeed(device=0, host=need.device + need.host)
-    of_ranks = all_gather_objects((node_id(), need, devices.memory_free(device), memory_available()))
-    host_bytes: dict[str, int] = defaultdict(int)
-    advice = "scripts/plan.py shows the memory of each part, docs/memory.md how to reduce it"
-    subject = "parameters, gradients and optimizer state alone need"
-    for rank, (name, of_rank, free, available) in enumerate(of_ranks):
-        if free is not None and of_rank.device > free:
-            message = (
-                f"{subject} {of_rank.device / GIB:.3g} GiB on rank {rank}, whose device has {free / GIB:.3g} GiB free"
-            )
-            raise ConfigError("", f"{message}; {advice}")
-        host_bytes[name] += of_rank.host
-        if available is not None and host_bytes[name] > available:
-            message = f"more than the {available / GIB:.3g} GiB of host memory that {name} has free"
-            raise ConfigError("", f"{subject} {host_bytes[name] / GIB:.3g} GiB up to rank {rank}, {message}; {advice}")
+        on_device, on_host = 0, on_device + on_host
+    of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))
+    on_nodes: Counter[str] = Counter()
+    for node, on_host, *_ in of_ranks:
+        on_nodes[node] += on_host
+    for rank, (node, _, free_on_host, on_device, free_on_device) in enumerate(of_ranks):
+        device_memory = f"device memory on rank {rank}", on_device, free_on_device
+        host_memory = f"host memory on {node}", on_nodes[node], free_on_host
+        for memory, num_bytes, free in (device_memory, host_memory):
+            if free is not None and num_bytes > free:
+                message = f"{num_bytes / GIB:.3g} GiB of {memory}, which has {free / GIB:.3g} GiB free"
+                advice = "scripts/plan.py shows the memory of each part, docs/memory.md how to reduce it"
+                raise ConfigError("", f"parameters, gradients and optimizer state alone need {message}; {advice}")
 
 
 def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> int:
@@ -89,34 +70,29 @@ def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> in
     return steps // every - step // every + (steps % every > 0)
 
 
-def check_disk(folder: Path, config: CheckpointConfig, num_bytes: int, step: int, steps: int) -> None:
-    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_bytes: size of one checkpoint. step: number of
-    completed steps."""
-    remaining = remaining_checkpoints(config, step, steps)
+def check_disk(config: Config, num_parameters: int, step: int) -> None:
+    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. step: number of completed steps."""
+    folder, checkpoint, steps = run_folder(config) / "checkpoints", config.checkpoint, config.training.steps
+    num_bytes = num_parameters * state_bytes(config)
+    remaining = remaining_checkpoints(checkpoint, step, steps)
+    free, existing = run_on_rank_0(lambda: (shutil.disk_usage(folder).free, len(list_checkpoints(folder))))
 
-    def needed(keep: int, existing: int) -> int:
+    def needed(keep: int) -> int:
         """Return the maximum number of new checkpoints on disk: old ones are deleted only after a new one is written."""
         count = max(1, keep + 1 - existing) if keep else remaining
-        if keep and config.keep_interval_steps:
-            every = config.interval_steps or steps
-            interval = math.lcm(every, config.keep_interval_steps)  # only checkpoints that are due are saved
+        if keep and checkpoint.keep_interval_steps:
+            every = checkpoint.interval_steps or steps
+            interval = math.lcm(every, checkpoint.keep_interval_steps)  # only checkpoints that are due are saved
             count += max(0, (steps - keep * every) // interval - step // interval)
         return min(remaining, count)
 
-    def check() -> None:
-        free = shutil.disk_usage(folder).free
-        existing = len(list_checkpoints(folder))
-        count = needed(config.keep, existing)
-        if count * num_bytes <= free:
-            return
-        message = f"{folder} has {free / GIB:.3g} GiB free"
-        if num_bytes > free:
-            raise ConfigError("run.output_folder", f"a checkpoint needs {num_bytes / GIB:.3g} GiB, but {message}")
-        keep = next((k for k in (3, 2, 1) if needed(k, existing) * num_bytes <= free), None)
-        advice = f"; keep = {keep} needs {needed(keep, existing) * num_bytes / GIB:.3g} GiB" if keep else ""
-        raise ConfigError(
-            "checkpoint.keep",
-            f"up to {count} checkpoints of {num_bytes / GIB:.3g} GiB will exist at a time, but {message}{advice}",
-        )
-
-    run_on_rank_0(check)
+    count = needed(checkpoint.keep)
+    if count * num_bytes <= free:
+        return
+    size, message = f"{num_bytes / GIB:.3g} GiB", f"{folder} has {free / GIB:.3g} GiB free"
+    if num_bytes > free:
+        raise ConfigError("run.output_folder", f"a checkpoint needs {size}, but {message}")
+    keep = next((keep for keep in (3, 2, 1) if needed(keep) * num_bytes <= free), 0)
+    advice = f"; keep = {keep} needs {needed(keep) * num_bytes / GIB:.3g} GiB" if keep else ""
+    message = f"up to {count} checkpoints of {size} will exist at a time, but {message}{advice}"
+    raise ConfigError("checkpoint.keep", message)

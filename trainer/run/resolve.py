@@ -27,7 +27,6 @@ class ResolvedRun:
     sizes: Any
     dims: ParallelDims
     stages: list[Stage]
-    """Pipeline stages, in order."""
     hidden_shape: tuple[int, int, int]
     """Shape of the hidden state between blocks, on each rank: (batch, seq, dim)."""
     parameter_names: frozenset[str]
@@ -61,11 +60,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         model = spec.model(sizes)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:
-        raise ConfigError(
-            "training.global_batch_size",
-            f"must be a multiple of local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks "
-            f"= {samples}",
-        )
+        factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
+        raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, model.parameters())):
@@ -73,10 +69,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("optimizer.state_dtype", message)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
-        raise ConfigError(
-            "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.backend",
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}",
-        )
+        setting = "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.backend"
+        message = f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}"
+        raise ConfigError(setting, message)
     chat_template, end_of_turn = "", ()
     if any(member.dataset == "chat" for member in dataset_configs(config.data).values()):
         chat = chat_format(config.data, tokenizer)
@@ -130,7 +125,7 @@ def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"
         if name not in values:
-            raise ConfigError(key, f"unknown dimension of {config.name}{did_you_mean(name, values)}")
+            raise ConfigError(key, f"{config.name} has no dimension of this name{did_you_mean(name, values)}")
         type_ = type(values[name])
         try:
             values[name] = coerce(value, type_)

@@ -18,6 +18,7 @@ from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, ModelMetad
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
+from trainer.data.build import Datasets
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
@@ -26,7 +27,6 @@ from trainer.system.environment import environment
 from trainer.system.files import atomic_write, folder_error, try_lock
 
 _LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
-_LARGEST_CONFIG = 2**20
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
@@ -86,8 +86,7 @@ def release_if_empty(config: Config, lock: TextIO | None) -> None:
 
 
 def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
-    """Return the checkpoint that this run resumes from, or None for a new run. Raise ConfigError if the checkpoint belongs to
-    an incompatible run."""
+    """Return the checkpoint to resume from, or None for a new run. Raise ConfigError if the checkpoint is incompatible."""
     saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
     if saved is not None:
         resume.require_compatible(saved, resolved.fingerprint)
@@ -147,8 +146,10 @@ def save_run_info(config: Config, device: torch.device) -> None:
     run_on_rank_0(work)
 
 
-def log_summary(config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, data: str) -> None:
-    """Log the model, device and data of the run. data: description of the training data."""
+def log_summary(
+    config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, data: Datasets
+) -> None:
+    """Log the model, device and data of the run."""
     dims, training = resolved.dims, config.training
     logging.info(
         f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
@@ -156,8 +157,8 @@ def log_summary(config: Config, resolved: ResolvedRun, device: torch.device, det
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}"
     )
     logging.info(
-        f"data {data} samples of {training.seq_len} tokens, {training.global_batch_size} per step, in "
-        f"{resolved.grad_accum} microbatches per rank"
+        f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "
+        f"{training.global_batch_size} per step, in {resolved.grad_accum} microbatches per rank"
     )
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.batch import Batch
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.config import Config
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
@@ -17,37 +18,22 @@ from trainer.state import TrainState
 
 
 class TrainingData:
-    def __init__(
-        self,
-        config: DataConfig,
-        evaluation: dict[str, str],
-        tokenizer_config: TokenizerConfig,
-        tokenizer: Tokenizer,
-        partition: BatchPartition,
-        device: torch.device,
-        *,
-        seq_len: int,
-        seed: int,
-    ):
-        """Prepare, once per node, the datasets that do not exist yet, and open all. evaluation: evaluation-only datasets.
-
-        Raises ConfigError if a dataset cannot be prepared or is smaller than one sample."""
-        stores = once_per_node(lambda: prepare_datasets(config, evaluation, tokenizer_config, tokenizer, seq_len))
-        self.datasets = open_datasets(config, evaluation, stores, seq_len)
+    def __init__(self, config: Config, tokenizer: Tokenizer, batch_axis: DeviceMesh, device: torch.device):
+        """Prepare, once per node, the datasets that do not exist yet, and open all. batch_axis: of the data mesh. Raise
+        ConfigError if a dataset cannot be prepared or is smaller than one sample."""
+        data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
+        stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len))
+        self.datasets = open_datasets(data, evaluation, stores, seq_len)
         require_agreement({"data": self.datasets.name, "evaluation.datasets": self.datasets.evaluation_names})
-        self.config = config
-        self.partition = partition
+        self.config = data
+        self.seed = config.run.seed
+        self.partition = BatchPartition(
+            global_batch_size=config.training.global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            rank=batch_axis.get_local_rank(),
+            ranks=batch_axis.size(),
+        )
         self.device = device
-        self.seed = seed
-
-    @property
-    def description(self) -> str:
-        return f"{self.datasets.name}: {len(self.datasets.training)}"
-
-    @property
-    def mixture(self) -> list[list[int]]:
-        """Start and quotas of each phase of the mixture, as TrainState saves them."""
-        return [[phase.start, *phase.quotas] for phase in self.datasets.phases]
 
     def order(self, state: TrainState) -> SampleOrder:
         return SampleOrder(
@@ -63,7 +49,7 @@ class TrainingData:
             yield self.to_device(batch)
 
     def to_device(self, batch: Batch) -> Batch:
-        return batch.apply(lambda t: t.to(self.device, non_blocking=True))
+        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:
         """Return the half-open range of the sample order that the cursor positions [start, stop) cover."""
