@@ -24,8 +24,10 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
     model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
+            if name in loaded:
+                continue  # before local_region, which fake tensors cannot compute
             local, shape, offset = local_region(parameter)
-            if name in loaded or local.numel() == 0:
+            if local.numel() == 0:
                 continue
             last = offset[0] + local.shape[0]
             groups = range(offset[0] // ROWS_PER_SEED, -(-last // ROWS_PER_SEED))
