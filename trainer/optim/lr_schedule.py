@@ -4,25 +4,19 @@ import math
 
 from trainer.config import LrScheduleConfig
 
-
-def _cosine(progress: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _linear(progress: float) -> float:
-    return 1 - progress
-
-
 # Name -> decay: its value is 1 at the peak and 0 at the minimum, and it falls while progress rises from 0 to 1.
-DECAYS = {"cosine": _cosine, "linear": _linear, "warmup_stable_decay": _linear}
+DECAYS = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "warmup_stable_decay": lambda progress: 1 - progress,
+}
 
 
 def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 1, in a run of `steps`.
 
     The learning rate rises linearly to the peak at step warmup_steps, so the first step is not wasted at 0. Then it decays to
-    min_lr_ratio * peak in the last step. With name = warmup_stable_decay, it stays at the peak until the last decay_steps
-    steps.
+    min_lr_ratio * peak in the last step. The schedule warmup_stable_decay stays at the peak until the last decay_steps steps.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
