@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.loss import CrossEntropyHead
-from trainer.optim.optimizer import Optimizer, require_shard_independent_blocks
+from trainer.optim.optimizer import build_optimizer
+from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.context import shard_sequence
 from trainer.parallel.init_weights import initialize
@@ -20,7 +20,6 @@ from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
-from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 
 
@@ -62,10 +61,11 @@ class Engine:
         self.config = config
         self.device = device
         self.model_parts = model_parts
+        parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
         for part in model_parts.values():
-            initialize(part, devices.parameter_device(device, config.parallel.cpu_offload), config.run.seed, loaded)
+            initialize(part, parameter_device, config.run.seed, loaded)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
-        self.optimizer = Optimizer(self.parameters, config.optimizer, dist.group.WORLD, resolved.dims.ranks_per_stage)
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.batch_group = meshes.data["batch"].get_group()
         training, cp = config.training, meshes.data["cp"]

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
-from trainer.optim.optimizer import Optimizer, parameter_groups
+from trainer.optim.adamw import parameter_groups
+from trainer.optim.optimizer import build_optimizer
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import sharded_like, to_local
 
@@ -34,7 +35,7 @@ def clip_and_compare(max_norm, replicate):
     model = build_model()
     shape = (2, dist.get_world_size() // 2) if replicate else (dist.get_world_size(),)
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[: len(shape)]))
-    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, dist.get_world_size())
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.get_world_size())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 10
     for m in (model, reference):
         m(x).square().sum().backward()
@@ -72,7 +73,7 @@ def norm_of_mixed_layouts():
     )
     for i, tensor in enumerate(layouts):
         model.register_parameter(str(i), nn.Parameter(tensor))
-    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(), dist.group.WORLD, 4)
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(), 4)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     return optimizer.clip(None)[0].item(), torch.cat([t.flatten() for t in full]).norm().item()
@@ -87,7 +88,7 @@ def step_and_compare():
     """Compare three steps with those of torch's AdamW. Return the names of the state."""
     model, reference_model = build_model(), build_model()
     fully_shard(model)
-    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1), dist.group.WORLD, 1)
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1), 1)
     reference = torch.optim.AdamW(parameter_groups(reference_model.parameters(), 0.1), betas=(0.9, 0.95), eps=1e-8)
     for lr in (1e-2, 3e-2, 1e-3):
         optimizer.start_step(lr)
@@ -116,7 +117,7 @@ def skip_a_step(precision):
     model = nn.Sequential(nn.Linear(6, 256), nn.RMSNorm(256), nn.Linear(256, 3, bias=False))
     fully_shard(model)
     config = OptimizerConfig(state_dtype=precision)
-    optimizer = Optimizer(dict(model.named_parameters()), config, dist.group.WORLD, 1)
+    optimizer = build_optimizer(dict(model.named_parameters()), config, 1)
 
     def step(scale, skip):
         optimizer.start_step(1e-2)
@@ -152,7 +153,7 @@ def fifty_steps(offload, dtypes=("fp32", "fp32"), max_norm=5.0, in_backward=Fals
     fully_shard(model)
     parameters = dict(model.named_parameters())
     config = OptimizerConfig(offload=offload, in_backward=in_backward, state_dtype=state_dtype, weight_decay=0.1)
-    optimizer = Optimizer(parameters, config, dist.group.WORLD, dist.get_world_size())
+    optimizer = build_optimizer(parameters, config, dist.get_world_size())
     norms = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(50):
@@ -199,7 +200,7 @@ def update_with_one_non_finite_gradient():
     """Return the names of the parameters that an update in backward changed, where one gradient is non-finite."""
     model = build_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = Optimizer(dict(model.named_parameters()), OptimizerConfig(in_backward=True), dist.group.WORLD, 1)
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(in_backward=True), 1)
     model[2].weight.register_hook(lambda gradient: gradient * float("nan"))
     optimizer.start_step(1e-2)
     model(torch.ones(2, 6)).square().sum().backward()
@@ -219,8 +220,8 @@ def update_in_chunks(precision, chunk_values):
     model = nn.Sequential(nn.Linear(6, 256), nn.Linear(256, 37, bias=False))
     config = OptimizerConfig(state_dtype=precision)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.optim.optimizer._CHUNK_VALUES", chunk_values)
-        optimizer = Optimizer(dict(model.named_parameters()), config, dist.group.WORLD, 1)
+        patch.setattr("trainer.optim.adamw._CHUNK_VALUES", chunk_values)
+        optimizer = build_optimizer(dict(model.named_parameters()), config, 1)
         for _ in range(3):
             optimizer.start_step(1e-2)
             model(torch.ones(2, 6)).square().sum().backward()

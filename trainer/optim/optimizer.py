@@ -1,194 +1,204 @@
-"""Optimizers for sharded parameters, with clipping by the global gradient norm."""
+"""Updates of sharded parameters: on their device after backward or inside it, or on the CPU."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from trainer.config import ConfigError, OptimizerConfig
-from trainer.optim.placement import CpuOffload, InBackward, OnDevice, UpdateStrategy
-from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, is_quantizable
-from trainer.runtime.device import DTYPES
+from trainer.config import OptimizerConfig
+from trainer.optim.adamw import adamw
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
+from trainer.runtime.host_memory import Event, HostTransfer
 
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": adamw}
 
-def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
-    """Return two groups: matrices with weight decay, and one-dimensional parameters (norms, biases) without."""
-    decay, no_decay = [], []
-    for parameter in parameters:
-        (decay if parameter.dim() >= 2 else no_decay).append(parameter)
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-
-
-def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with torch's fused kernel and allocated moments."""
-    groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
-    same_dtype = all(p.dtype == DTYPES.get(config.state_dtype) for group in groups for p in group["params"])
-    hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
-    quantizers = {}
-    if config.state_dtype == "8bit":
-        device = groups[0]["params"][0].device
-        quantizers = {name: BlockQuantizer(signed, device) for name, signed in _MOMENTS.items()}
-    if same_dtype:
-        optimizer = torch.optim.AdamW(groups, **hyperparameters)
-    else:
-        optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
-    # Allocated now instead of in the first step, so that a checkpoint can be loaded and the memory is known from the start.
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-            for name in _MOMENTS:
-                optimizer.state[p] |= _new_moment(name, p, quantizers.get(name), DTYPES.get(config.state_dtype))
-    return optimizer
-
-
-_CHUNK_VALUES = 2**23
-"""Number of values converted to fp32 at a time."""
-
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Name of a moment -> whether its values are signed."""
-
-
-def _new_moment(name: str, p: Tensor, quantizer: BlockQuantizer | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a moment of zeros: quantized if a quantizer is given and fits the parameter, else of dtype (default fp32)."""
-    if quantizer is None or not is_quantizable(p):
-        return {name: torch.zeros_like(p, dtype=dtype or torch.float32)}
-    codes, scales = quantizer.zeros_like(to_local(p.detach()))
-    return {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
-
-
-class _MixedPrecisionAdamW(torch.optim.AdamW):
-    """AdamW for parameters and moments of different precisions. The same fused kernel computes each update in fp32, and the
-    result is rounded to nearest."""
-
-    def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
-        """quantizers: name of each 8-bit moment -> its quantizer."""
-        super().__init__(groups, **hyperparameters)
-        self.quantizers = quantizers
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
-
-    def _update(self, p: Tensor, group: dict) -> None:
-        step = self.state[p]["step"]
-        step += 1
-        tensors = {"p": to_local(p), "grad": to_local(p.grad)}
-        tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
-        rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
-        for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
-            self._update_rows(dict(zip(tensors, chunk, strict=True)), step, group)
-        # A skipped update must not increase the step.
-        step -= self.found_inf
-
-    def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
-        """stored: name -> some rows of the parameter, of its gradient or of a moment."""
-        parameter, exp_avg, exp_avg_sq = in_fp32 = [self._to_fp32(stored, name) for name in ("p", *_MOMENTS)]
-        torch._fused_adamw_(
-            [parameter], [stored["grad"].float()], [exp_avg], [exp_avg_sq], [], [step],
-            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=self.found_inf,
-        )  # fmt: skip
-        for name, value in zip(("p", *_MOMENTS), in_fp32, strict=True):
-            if f"{name}_scale" in stored:
-                self.quantizers[name].quantize_(value, stored[name], stored[f"{name}_scale"])
-            else:
-                stored[name].copy_(value)
-
-    def _to_fp32(self, stored: dict[str, Tensor], name: str) -> Tensor:
-        if f"{name}_scale" in stored:
-            return self.quantizers[name].dequantize(stored[name], stored[f"{name}_scale"])
-        return stored[name].float()
-
-
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": _adamw}
-
-
-def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: by name; they may be on the meta device."""
-    for name, p in parameters.items():
-        if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(to_local(p)):
-            columns = to_local(p).shape[1]
-            message = (
-                f"8bit needs rows of multiples of {BLOCK_SIZE}, but under tp rows of {name} have {columns}; use bf16"
-            )
-            raise ConfigError("optimizer.state_dtype", message)
+Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Optimizer:
-    """Update of a rank's parameters, optimizer state by parameter name, and global gradient norm."""
+    """Update of a rank's parameters on their device, after backward. Subclasses update inside backward or on the CPU."""
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], config: OptimizerConfig, model_group: ProcessGroup, ranks_per_stage: int
-    ):
-        """parameters: this rank's parameters by name; frozen ones are ignored. model_group: all ranks that hold a shard of the
-        model. ranks_per_stage: number of ranks in this rank's pipeline stage, which is all of model_group without a pipeline."""
+    host_tensors: Sequence[Tensor] = ()
+    """Tensors that are offloaded to host memory."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int):
+        """parameters: this rank's parameters by name; frozen ones are ignored. ranks_per_stage: number of ranks in this rank's
+        pipeline stage, which are all ranks without a pipeline."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
         factors = [_replication_factor(p, ranks_per_stage) for p in self.names]
         self.replication = torch.tensor(factors, dtype=torch.float32, device=self.device)
+        self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
+        """Parameter -> torch's optimizer that updates it."""
+        self.frees_gradients = config.in_backward or config.offload == "state_and_gradients"
+        """Whether each gradient is used in backward, as soon as it is reduced, and then freed."""
+        self.grad_norms: dict[Tensor, Tensor] = {}
+        """Parameter -> norm of its freed gradient."""
+        if self.frees_gradients:
+            for p in self.names:
+                p.register_post_accumulate_grad_hook(self._on_grad_ready)
 
-        def factory(subset: Iterable[Tensor]) -> torch.optim.Optimizer:
-            return OPTIMIZERS[config.name](subset, config)
+    def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
+        return dict.fromkeys(self.names, create(self.names))
 
-        self.update: UpdateStrategy
-        if config.in_backward:
-            self.update = InBackward(list(self.names), factory)
-        elif config.offload == "none":
-            self.update = OnDevice(list(self.names), factory)
-        else:
-            self.update = CpuOffload(list(self.names), factory, config.offload == "state_and_gradients")
-        self.model_group = model_group
+    @torch.no_grad()
+    def _on_grad_ready(self, p: Tensor) -> None:
+        (self.grad_norms[p],) = _grad_norms([p])
+        self._use_gradient(p)
+        p.grad = None
+
+    def _use_gradient(self, p: Tensor) -> None:
+        raise NotImplementedError
 
     def start_step(self, lr: float) -> None:
         """Set the learning rate and free the gradients, before the first backward of a step."""
-        for p in self.names:
+        for p, optimizer in self.optimizer_of.items():
             p.grad = None
-        self.update.set_lr(lr)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
         """Scale the gradients so that their global norm is at most max_norm (None: do not scale). Return the norm before
         scaling and the number of ranks that voted, both scalars."""
+        norms = [self.grad_norms[p] for p in self.names] if self.frees_gradients else _grad_norms(self.names)
         # One all-reduce for all layouts: ranks that hold the same values contribute equal shares of their squared norm.
-        local = (self.update.norms().square() / self.replication).sum()
-        squared, votes = sum_over(torch.stack([local, torch.full_like(local, vote)]), self.model_group).unbind()
+        local = (torch.stack(norms).square() / self.replication).sum()
+        squared, votes = sum_over(torch.stack([local, torch.full_like(local, vote)]), dist.group.WORLD).unbind()
         norm = squared.sqrt()
         if max_norm is not None:
             # Multiply in any case, because a condition would need a host synchronization.
-            self.update.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            self._scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm, votes
 
-    def step(self, skip: Tensor) -> None:
-        """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change.
+    def _scale_gradients(self, factor: Tensor) -> None:
+        torch._foreach_mul_([to_local(p.grad) for p in self.names], factor)
 
-        An update in backward has already run, and has skipped only the shards with non-finite gradients.
-        """
-        self.update.step(skip.to(self.replication))
+    def step(self, skip: Tensor) -> None:
+        """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change."""
+        for optimizer in set(self.optimizer_of.values()):
+            _step(optimizer, skip.to(self.replication))
 
     def state(self) -> dict[str, Tensor]:
         """Return the live state: "<parameter>/<quantity>" -> tensor. Hyperparameters are settings, not state."""
         return {
             f"{name}/{quantity}": tensor
             for p, name in self.names.items()
-            for quantity, tensor in self.update.state(p).items()
+            for quantity, tensor in self._state_of(p).items()
         }
 
-    def sync_master_weights(self, state_loaded: bool) -> None:
-        """Call after parameters were loaded. state_loaded: whether the optimizer state was loaded too."""
-        self.update.sync_master_weights(state_loaded)
+    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+        return self.optimizer_of[p].state[p]
 
-    def host_tensors(self) -> list[Tensor]:
-        """Return the tensors that are offloaded to host memory."""
-        return self.update.host_tensors()
+    def sync_master_weights(self, state_loaded: bool) -> None:
+        """Copy loaded parameters to the master weights, unless the master weights were loaded too (state_loaded)."""
+
+
+class InBackward(Optimizer):
+    """Update of each parameter in backward, as soon as its gradient is reduced. The gradient is freed after the update (Lv et
+    al. 2023, "LOMO", arXiv:2306.09782).
+
+    Clipping and skipping a complete step are impossible, because they need all gradients. A shard with a non-finite gradient
+    stays unchanged, but other shards are updated, so the run must not continue from this state.
+    """
+
+    def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
+        return {p: create([p]) for p in self.names}
+
+    def _use_gradient(self, p: Tensor) -> None:
+        _step(self.optimizer_of[p], skip=self.grad_norms[p].isfinite().logical_not().float())
+
+    def step(self, skip: Tensor) -> None:
+        """Do nothing, because the update has already run."""
+
+
+class CpuOffload(Optimizer):
+    """Update on the CPU, one parameter at a time: its gradient is copied to host memory, a separate optimizer updates its fp32
+    master weights there, and the result is copied back during the next update (Ren et al. 2021, "ZeRO-Offload",
+    arXiv:2101.06840).
+
+    All buffers are allocated once. On a CPU device the copies stay within host memory; everything else is the same.
+    """
+
+    def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
+        self.transfer = HostTransfer(self.device)
+        shards = {p: to_local(p.detach()) for p in self.names}
+        self.masters = {p: self.transfer.host_like(shard, torch.float32) for p, shard in shards.items()}
+        self.gradients = {p: self.transfer.host_like(shard, p.dtype) for p, shard in shards.items()}
+        low_precision = {p: shard for p, shard in shards.items() if p.dtype != torch.float32}
+        self.results = {p: self.transfer.host_like(shard, p.dtype) for p, shard in low_precision.items()}
+        """Updated values in the precision of a parameter that is less precise than its master weights."""
+        self.arrivals: dict[Tensor, Event] = {}
+        self.sync_master_weights(state_loaded=False)
+        optimizers = {p: create([master]) for p, master in self.masters.items()}
+        states = [tensor for p, o in optimizers.items() for tensor in o.state[self.masters[p]].values()]
+        self.host_tensors = [*self.masters.values(), *self.gradients.values(), *self.results.values(), *states]
+        return optimizers
+
+    def _use_gradient(self, p: Tensor) -> None:
+        self.arrivals[p] = self.transfer.copy([self.gradients[p]], [to_local(p.grad)])
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        if not self.frees_gradients:
+            super()._scale_gradients(factor)
+            return
+        factor = factor.cpu()
+        for p, gradient in self.gradients.items():
+            self.arrivals[p].synchronize()
+            gradient.mul_(factor)
+
+    @torch.no_grad()
+    def step(self, skip: Tensor) -> None:
+        if not self.frees_gradients:
+            for p in self.names:
+                self._use_gradient(p)
+        skip = skip.float().cpu()
+        for p, master in self.masters.items():
+            self.arrivals[p].synchronize()
+            master.grad = self.gradients[p].float()
+            _step(self.optimizer_of[p], skip)
+            master.grad = None
+            result = self.results[p].copy_(master) if p in self.results else master
+            returned = self.transfer.copy([to_local(p.detach())], [result])
+        returned.wait()  # waiting for it includes all earlier copies of this stream
+
+    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+        """Include the master weights if they are more precise than the parameter."""
+        state = dict(self.optimizer_of[p].state[self.masters[p]])
+        if p in self.results:
+            state["master"] = self.masters[p]
+        return {quantity: sharded_like(p, tensor) for quantity, tensor in state.items()}
+
+    @torch.no_grad()
+    def sync_master_weights(self, state_loaded: bool) -> None:
+        for p, master in self.masters.items():
+            if p not in self.results or not state_loaded:
+                master.copy_(to_local(p.detach()))
+
+
+def build_optimizer(parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int) -> Optimizer:
+    placement = Optimizer
+    if config.in_backward:
+        placement = InBackward
+    elif config.offload != "none":
+        placement = CpuOffload
+    return placement(parameters, config, ranks_per_stage)
+
+
+def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each gradient, as scalars in fp32."""
+    return torch._foreach_norm([to_local(p.grad) for p in parameters], 2, dtype=torch.float32)
+
+
+def _step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """skip: scalar, fp32."""
+    optimizer.found_inf = skip  # the protocol of torch.amp.GradScaler, which the fused kernels implement
+    optimizer.step()
 
 
 def _replication_factor(parameter: Tensor, ranks_per_stage: int) -> int:
@@ -196,9 +206,5 @@ def _replication_factor(parameter: Tensor, ranks_per_stage: int) -> int:
     if not isinstance(parameter, DTensor):
         return ranks_per_stage
     assert not any(placement.is_partial() for placement in parameter.placements)
-    shards = math.prod(
-        parameter.device_mesh.size(axis)
-        for axis, placement in enumerate(parameter.placements)
-        if not isinstance(placement, Replicate)
-    )
-    return ranks_per_stage // shards
+    axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return ranks_per_stage // math.prod(size for size, placement in axes if not placement.is_replicate())

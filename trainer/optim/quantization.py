@@ -5,8 +5,13 @@ A quantization block is part of one row. The quantized value therefore does not 
 be resumed with another layout.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.runtime.dtensor import to_local
 
 BLOCK_SIZE = 256
 """Number of values that share a scale."""
@@ -15,6 +20,15 @@ BLOCK_SIZE = 256
 def is_quantizable(matrix: Tensor) -> bool:
     """Return whether the rows of a matrix consist of complete blocks. Other tensors, such as norms and biases, stay fp32."""
     return matrix.dim() == 2 and matrix.shape[1] % BLOCK_SIZE == 0
+
+
+def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: by name; they may be on the meta device."""
+    for name, p in parameters.items():
+        local = to_local(p)
+        if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(local):
+            rule = f"8bit needs rows of multiples of {BLOCK_SIZE}, but under tp rows of {name} have {local.shape[1]}"
+            raise ConfigError("optimizer.state_dtype", f"{rule}; use bf16")
 
 
 def _values(signed: bool) -> list[float]:

@@ -208,7 +208,7 @@ def _preallocated(
     """Yield (tensor, category, whether it is in host memory) for each tensor that exists before the step. The category of
     device buffers is "", because it follows from their use. offloaded: whether parameters and optimizer state are in host
     memory. buffers: buffers in host memory."""
-    yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors())
+    yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors)
     if on_gpu:
         yield from ((tensor, "activations", True) for tensor in buffers)
     yield from ((parameter.detach(), "parameters", offloaded) for parameter in engine.parameters.values())

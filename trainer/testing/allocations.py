@@ -117,7 +117,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
                 _label(parameter, "parameters")
                 if parameter.grad is not None:
                     _label(parameter.grad, "gradients")
-            for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors()):
+            for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors):
                 _label(tensor, "optimizer")
         return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
 

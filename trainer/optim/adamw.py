@@ -1,0 +1,94 @@
+"""AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with torch's fused kernel, for moments of any precision."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import OptimizerConfig
+from trainer.optim.quantization import BlockQuantizer, is_quantizable
+from trainer.runtime.device import DTYPES
+from trainer.runtime.dtensor import sharded_like, to_local
+
+_CHUNK_VALUES = 2**23
+"""Number of values converted to fp32 at a time."""
+
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Name of a moment -> whether its values are signed."""
+
+
+def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
+    """Return two groups: matrices with weight decay, and one-dimensional parameters (norms, biases) without."""
+    decay, no_decay = [], []
+    for parameter in parameters:
+        (decay if parameter.dim() >= 2 else no_decay).append(parameter)
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+
+
+def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return AdamW with allocated state, so that a checkpoint can be loaded and the memory is known before the first step."""
+    groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    quantizers = {}
+    if config.state_dtype == "8bit":
+        quantizers = {name: BlockQuantizer(signed, parameters[0].device) for name, signed in _MOMENTS.items()}
+    if all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
+        optimizer = torch.optim.AdamW(groups, **hyperparameters)
+    else:
+        optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
+    for p in parameters:
+        state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+        for name in _MOMENTS:
+            if quantizers and is_quantizable(p):
+                codes, scales = quantizers[name].zeros_like(to_local(p.detach()))
+                state |= {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
+            else:
+                state[name] = torch.zeros_like(p, dtype=DTYPES.get(config.state_dtype, torch.float32))
+        optimizer.state[p] = state
+    return optimizer
+
+
+class _MixedPrecisionAdamW(torch.optim.AdamW):
+    """AdamW for mixed precisions. The same fused kernel computes each update in fp32, and the result is rounded to nearest."""
+
+    def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
+        """quantizers: name of each 8-bit moment -> its quantizer."""
+        super().__init__(groups, **hyperparameters)
+        self.quantizers = quantizers
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p: Tensor, group: dict) -> None:
+        step = self.state[p]["step"]
+        step += 1
+        tensors = {"p": to_local(p), "grad": to_local(p.grad)}
+        tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
+        rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
+        for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
+            self._update_rows(dict(zip(tensors, chunk, strict=True)), step, group)
+        # A skipped update must not increase the step.
+        step -= self.found_inf
+
+    def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
+        """stored: name -> some rows of the parameter, of its gradient or of a moment."""
+        values = {}
+        for name in ("p", *_MOMENTS):
+            value, scales = stored[name], stored.get(f"{name}_scale")
+            values[name] = value.float() if scales is None else self.quantizers[name].dequantize(value, scales)
+        torch._fused_adamw_(
+            [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]], [], [step],
+            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=self.found_inf,
+        )  # fmt: skip
+        for name, value in values.items():
+            if f"{name}_scale" in stored:
+                self.quantizers[name].quantize_(value, stored[name], stored[f"{name}_scale"])
+            else:
+                stored[name].copy_(value)
