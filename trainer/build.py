@@ -72,7 +72,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
         data=data,
         evaluator=Evaluator(config.evaluation, eval_sets, data.partition, data.to_device, config.training.steps),
         checkpoints=checkpoints,
-        monitor=StepMonitor(config.resilience, late=engine.optimizer.device.type != "cpu"),
+        monitor=StepMonitor(config.resilience, engine.optimizer.device),
         metrics=Metrics(config.metrics, config.training, resolved, device, records, first_step=state.step),
         stragglers=stragglers,
         watchdog=Watchdog(config.resilience.hang_timeout_s),

@@ -52,12 +52,12 @@ class Trainer:
             while state.step < steps and not stopped:
                 outcome, num_targets = self.train_step(batches, stop is not None and stop.requested)
                 due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
-                seen = self.monitor.observe(state, outcome, now=due)
-                if seen.failed:
-                    batches = self.roll_back(seen.failed)
+                latest, failed, stopping = self.monitor.observe(state, outcome, now=due)
+                if failed:
+                    batches = self.roll_back(failed)
                     continue
-                stopped = seen.stop
-                self._after_step(seen.latest, num_targets, last=stopped or state.step == steps)
+                stopped = stopping
+                self._after_step(latest, num_targets, last=stopped or state.step == steps)
             self._wait_for_saves()
         except TrainingDiverged:
             try:
@@ -142,7 +142,6 @@ class Trainer:
                 f"{outcome}; rolling back to step {point.state.step}, skipping samples {start} to {stop - 1}"
             )
             rollbacks, skipped_samples = state.rollbacks, state.skipped_samples
-            self.monitor.reset()
             self.checkpoints.restore(point, state)
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)

@@ -20,8 +20,8 @@ from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import ResilienceConfig
 from trainer.resilience.guard import (
     WINDOW,
-    OutcomeReader,
     StabilityGuard,
+    StepMonitor,
     StepOutcome,
     TrainingDiverged,
     should_roll_back,
@@ -34,11 +34,10 @@ CPU = torch.device("cpu")
 
 def outcomes_of(config, pairs):
     """Yield the outcome of each (loss, gradient norm)."""
-    guard, outcomes = StabilityGuard(config, CPU), OutcomeReader(late=False)
+    guard, monitor = StabilityGuard(config, CPU), StepMonitor(config, CPU)
     for step, (loss, norm) in enumerate(pairs, start=1):
         skipped, outcome = guard.decide(torch.tensor(loss), torch.tensor(norm), torch.tensor(0.0))
-        outcomes.put(step, 0, outcome)
-        (read,) = outcomes.read(now=False)
+        read, _, _ = monitor.observe(TrainState(step=step), outcome, now=False)
         assert read.skipped == skipped.item()
         yield read
 
@@ -91,12 +90,12 @@ def test_skips_and_spikes_stop_or_roll_back_as_configured():
     assert not should_roll_back(ResilienceConfig(on_loss_spike="skip"), outcome(spike=True), 0)
 
 
-def test_a_late_reader_returns_all_but_the_last_step():
-    outcomes = OutcomeReader(late=True)
-    for step in (1, 2, 3):
-        outcomes.put(step, 0, torch.zeros(7, dtype=torch.float64))
-    assert [v.step for v in outcomes.read(now=False)] == [1, 2]
-    assert [v.step for v in outcomes.read(now=True)] == [3]
+def test_outcomes_on_a_gpu_are_read_one_step_late():
+    monitor = StepMonitor(ResilienceConfig(), CPU)
+    monitor.late = True
+    outcome = torch.zeros(7, dtype=torch.float64)
+    observed = [monitor.observe(TrainState(step=step), outcome, now=step == 3) for step in (1, 2, 3)]
+    assert [latest and latest.step for latest, _, _ in observed] == [None, 1, 3]
 
 
 def skip(ranges, start, stop):
@@ -119,7 +118,7 @@ def train(argv, faulty_steps=(), scale=float("nan"), skipped_steps=(), late=Fals
     """Train to the end. faulty_steps: gradients are scaled on the last rank. skipped_steps: finite steps that are skipped.
     late: read outcomes one step late, as on a GPU."""
     trainer = trainer_from(argv)
-    trainer.monitor.reader.late |= late
+    trainer.monitor.late |= late
     engine, state = trainer.engine, trainer.state
     clip, decide = engine.optimizer.clip, engine.guard.decide
 

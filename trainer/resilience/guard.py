@@ -1,14 +1,13 @@
 """Non-finite steps and loss spikes: which updates are skipped, and when a run rolls back or stops."""
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainer.config import ResilienceConfig
-from trainer.runtime import device as devices
+from trainer.runtime.host_memory import Event, HostTransfer
 from trainer.state import TrainState
 from trainer.system import logging
 
@@ -28,7 +27,6 @@ class StepOutcome:
     stop: bool
     """Whether any rank was asked to stop."""
     skipped: bool
-    """Whether the update was skipped."""
     spike: bool
     """Whether a spike was the reason for the skip."""
     consecutive_skips: int
@@ -49,30 +47,6 @@ class StepOutcome:
 
 class TrainingDiverged(Exception):
     """Training cannot recover by itself. The message is one line for the user; the exit code is 1."""
-
-
-class OutcomeReader:
-    """Reader of outcomes. It reads one step late, without a host synchronization, unless the host must wait anyway."""
-
-    def __init__(self, late: bool):
-        self.late = late
-        self.unread: deque[tuple[int, int, Callable[[], list[float]]]] = deque()
-
-    def put(self, step: int, cursor: int, outcome: Tensor) -> None:
-        self.unread.append((step, cursor, devices.async_read(outcome)))
-
-    def read(self, now: bool) -> list[StepOutcome]:
-        """Return the unread outcomes in order, including the newest one if `now`. Log a warning for each skipped step."""
-        outcomes = []
-        while len(self.unread) > (1 if self.late and not now else 0):
-            step, cursor, values = self.unread.popleft()
-            stop, skipped, spike, consecutive, total, loss, grad_norm = values()
-            flags, counts = (bool(stop), bool(skipped), bool(spike)), (int(consecutive), int(total))
-            outcome = StepOutcome(step, cursor, *flags, *counts, loss, grad_norm)
-            if outcome.skipped:
-                logging.warning(f"{outcome}; update skipped ({int(consecutive)} in a row, {int(total)} in total)")
-            outcomes.append(outcome)
-        return outcomes
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
@@ -100,7 +74,7 @@ class StabilityGuard:
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
 
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether to skip the update, a scalar, and the outcome for OutcomeReader. All arguments are scalars."""
+        """Return whether to skip the update, a scalar, and the outcome for StepMonitor. All arguments are scalars."""
         # With offloaded parameters, loss and gradient norm are on different devices.
         values = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
         finite = values.isfinite().all()
@@ -126,46 +100,54 @@ class StabilityGuard:
         return {"counts": self.counts, "history": self.history}
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Outcomes that StepMonitor read after a step."""
-
-    latest: StepOutcome | None
-    """Newest outcome that was read; None if no outcome was read."""
-    failed: StepOutcome | None
-    """First outcome that requires a rollback."""
-    stop: bool
-    """Whether a rank was asked to stop and the newest step was applied; otherwise the next step decides whether the state is
-    good."""
-
-
 class StepMonitor:
-    """Outcomes of steps, and the policy for skipped steps."""
+    """Reader of outcomes, and the policy for skipped steps. Outcomes on a GPU are read one step late, without a host
+    synchronization, unless the host must wait anyway."""
 
-    def __init__(self, config: ResilienceConfig, late: bool):
-        """late: read outcomes one step late, without a host synchronization."""
+    def __init__(self, config: ResilienceConfig, device: torch.device):
+        """device: device of the outcomes."""
         self.config = config
-        self.reader = OutcomeReader(late)
+        self.late = device.type != "cpu"
+        self.transfer = HostTransfer(device)
+        self.unread: deque[tuple[int, int, Tensor, Event]] = deque()
+        """Step, cursor, outcome in host memory, and the event that ends its copy."""
 
-    def observe(self, state: TrainState, outcome: Tensor, now: bool) -> Observation:
-        """outcome: of the step that the state has just counted. now: whether to read it too, even if the host must wait.
+    def observe(
+        self, state: TrainState, outcome: Tensor, now: bool
+    ) -> tuple[StepOutcome | None, StepOutcome | None, bool]:
+        """Return the newest outcome that was read, the first one that requires a rollback, and whether to stop.
 
-        Raise TrainingDiverged if the policy requires a stop.
+        outcome: outcome of the step that the state has just counted. now: whether to read it too, even if the host must wait. A
+        run stops if a rank was asked to stop and the newest step was applied; otherwise the next step decides whether the state
+        is good. Raise TrainingDiverged if the policy requires it.
         """
-        self.reader.put(state.step, state.cursor, outcome)
-        outcomes = self.reader.read(now)
+        values = self.transfer.host_like(outcome, outcome.dtype)
+        self.unread.append((state.step, state.cursor, values, self.transfer.copy([values], [outcome])))
+        outcomes = self._read(now)
         stop = any(o.stop for o in outcomes)
         if stop:
-            outcomes += self.reader.read(now=True)
+            outcomes += self._read(now=True)
         failed = [o for o in outcomes if should_roll_back(self.config, o, state.rollbacks)]
+        if failed:
+            self._read(now=True)  # the rollback discards these steps
         latest = outcomes[-1] if outcomes else None
-        return Observation(latest, failed[0] if failed else None, stop and not outcomes[-1].skipped)
+        return latest, failed[0] if failed else None, stop and not outcomes[-1].skipped
+
+    def _read(self, now: bool) -> list[StepOutcome]:
+        """Return the unread outcomes in order, including the newest one if `now`. Log a warning for each skipped step."""
+        outcomes = []
+        while len(self.unread) > (self.late and not now):
+            step, cursor, values, copied = self.unread.popleft()
+            copied.synchronize()
+            *flags, consecutive, total, loss, grad_norm = values.tolist()
+            outcome = StepOutcome(step, cursor, *map(bool, flags), int(consecutive), int(total), loss, grad_norm)
+            if outcome.skipped:
+                counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
+                logging.warning(f"{outcome}; update skipped ({counts})")
+            outcomes.append(outcome)
+        return outcomes
 
     def require_good_end(self, outcome: StepOutcome) -> None:
         """Raise TrainingDiverged if the run would end after several non-finite steps in a row."""
         if outcome.suspect and outcome.consecutive_skips > 1:
             raise TrainingDiverged(f"{outcome}: training stops, and this state is not saved")
-
-    def reset(self) -> None:
-        """Discard unread outcomes."""
-        self.reader.read(now=True)

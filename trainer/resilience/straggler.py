@@ -1,7 +1,6 @@
 """Straggler detection."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ class StragglerDetector:
         """ratio: factor by which a straggler exceeds the time of the median rank; None disables the detection."""
         self.ratio = ratio if dist.get_world_size() > 1 else None
         self.device = device
-        self.block = devices.IntervalTimer(device)
         self.last_reported: int | None = None
         """Rank that the last warning named."""
         self.start()
@@ -36,19 +34,23 @@ class StragglerDetector:
     def start(self) -> None:
         """Start a new window of steps."""
         self.steps, self.data_s, self.since = 0, 0.0, time.perf_counter()
-        self.block.shortest_s()
+        self.forwards: list[tuple[Any, Any]] = []
+        """Start and end of each forward of the timed block."""
 
     def time_blocks_of(self, blocks: nn.Module) -> None:
         """Time the first block, if any. Call this after the block has been compiled, sharded and wrapped by FSDP."""
-        for block in list(blocks.children())[:1]:
-            block.forward = self._timed(block.forward)
+        block = next(blocks.children(), None)
+        if block is None or self.ratio is None:
+            return
+        forward = block.forward
 
-    def _timed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self.block.lap():
-                return forward(*args, **kwargs)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = devices.timestamp(self.device)
+            output = forward(*args, **kwargs)
+            self.forwards.append((start, devices.timestamp(self.device)))
+            return output
 
-        return forward if self.ratio is None else wrapper
+        block.forward = timed
 
     def after_data(self, data_s: float) -> None:
         self.steps += 1
@@ -61,11 +63,12 @@ class StragglerDetector:
         """
         if self.ratio is None or self.steps < _MIN_STEPS:
             return None
-        local = torch.tensor([self.data_s, self.block.shortest_s()], dtype=torch.float64, device=self.device)
+        shortest_s = min((devices.seconds_between(start, end) for start, end in self.forwards), default=0.0)
+        local = torch.tensor([self.data_s, shortest_s], dtype=torch.float64, device=self.device)
         elapsed_s = time.perf_counter() - self.since
-        all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(all_ranks, local)
-        straggler = find_straggler(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
+        all_ranks = local.new_empty(dist.get_world_size(), 2)
+        dist.all_gather_into_tensor(all_ranks, local)
+        straggler = find_straggler(all_ranks.cpu(), elapsed_s, self.ratio)
         self.start()
         if straggler is not None and straggler["rank"] != self.last_reported:
             logging.warning(f"rank {straggler['rank']} is a straggler: {straggler['reason']}")
@@ -74,16 +77,12 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """times: seconds for the data of all steps and for one block's forward, shape (ranks, 2). elapsed_s: duration of these
-    steps."""
+    """times: seconds for the data of all steps and for one block's forward, (ranks, 2). elapsed_s: duration of these steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):
-        share = 100 * data_late_s / elapsed_s
-        return {
-            "rank": times[:, 0].argmax().item(),
-            "reason": f"other ranks wait {share:.0f} % of the time for its data",
-        }
+        reason = f"other ranks wait {100 * data_late_s / elapsed_s:.0f} % of the time for its data"
+        return {"rank": times[:, 0].argmax().item(), "reason": reason}
     slowest_s, median_s = times[:, 1].max().item(), medians[1].item()
     if slowest_s > ratio * median_s > 0:
         reason = f"a block's forward takes {slowest_s * 1e3:.3g} ms, against {median_s * 1e3:.3g} ms on the median rank"

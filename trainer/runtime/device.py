@@ -5,8 +5,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -42,14 +40,8 @@ def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
 def require_enough_gpus(choice: Literal["auto", "cpu"], ranks: int) -> None:
     """Raise ConfigError if this node has GPUs, but fewer GPUs than ranks."""
     if choice != "cpu" and 0 < gpu_count() < ranks:
-        raise ConfigError(
-            "", f"NGPU={ranks}: more ranks than the {gpu_count()} GPUs of this node; --run.device cpu uses none"
-        )
-
-
-def parameter_device(device: torch.device, offloaded: bool) -> torch.device:
-    """Return the device of the parameters, which is the CPU if they are offloaded."""
-    return torch.device("cpu") if offloaded else device
+        message = f"NGPU={ranks}: more ranks than the {gpu_count()} GPUs of this node; --run.device cpu uses none"
+        raise ConfigError("", message)
 
 
 def communication_backend(device: torch.device) -> str:
@@ -95,36 +87,21 @@ def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
 
 
-class IntervalTimer:
-    """Durations of intervals of device work, measured without host synchronization."""
+def timestamp(device: torch.device) -> Any:
+    """Return the moment when the device completes the work queued so far. The host does not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._intervals: list[tuple[Any, Any]] = []
 
-    @contextmanager
-    def lap(self) -> Iterator[None]:
-        start = self._mark()
-        yield
-        self._intervals.append((start, self._mark()))
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def shortest_s(self) -> float:
-        """Return the shortest interval since the last call, or 0 without intervals. The device must have completed its work."""
-        intervals, self._intervals = self._intervals, []
-        if self.device.type != "cuda":
-            return min((end - start for start, end in intervals), default=0.0)
-        return min((start.elapsed_time(end) / 1000 for start, end in intervals), default=0.0)
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two timestamps, whose device must have completed its work."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 def memory_now(device: torch.device) -> int:
@@ -157,22 +134,6 @@ def _largest_resident() -> int:
 def reset_memory_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def async_read(tensor: Tensor) -> Callable[[], list]:
-    """Start to copy a small tensor to the host. Return a function that waits for this copy only and returns the values."""
-    if tensor.device.type != "cuda":
-        return tensor.tolist
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-
-    def read() -> list:
-        done.synchronize()
-        return host.tolist()
-
-    return read
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

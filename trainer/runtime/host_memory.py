@@ -23,17 +23,6 @@ def pin(buffer: Tensor, device: torch.device) -> None:
             raise MemoryError(f"cannot pin {buffer.nbytes / GIB:.1f} GiB of host memory (CUDA error {code})")
 
 
-def pinned(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a pinned buffer that shares no page with other buffers, because a page can be registered only once."""
-    num_bytes = shape.numel() * dtype.itemsize
-    if num_bytes < _PAGE_BYTES:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    storage = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
-    start = -storage.data_ptr() % _PAGE_BYTES
-    pin(storage[start : start + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES], device)
-    return storage[start : start + num_bytes].view(dtype).view(shape)
-
-
 class HostTransfer:
     """Copies between a device and host memory on a separate stream. On a CPU, a copy is complete when the call returns."""
 
@@ -43,10 +32,15 @@ class HostTransfer:
         self.stream = self.module.Stream()
 
     def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a buffer in host memory with the tensor's shape. It stays pinned until the process ends."""
-        if self.device.type == "cpu":
-            return torch.empty(tensor.shape, dtype=dtype)
-        return pinned(tensor.shape, dtype, self.device)
+        """Return a buffer in host memory with the tensor's shape. It stays pinned until the process ends, unless it is small."""
+        num_bytes = tensor.numel() * dtype.itemsize
+        if self.device.type == "cpu" or num_bytes < _PAGE_BYTES:
+            return torch.empty(tensor.shape, dtype=dtype, pin_memory=self.device.type != "cpu")
+        # A page can be registered only once, so the buffer shares no page with others.
+        storage = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
+        start = -storage.data_ptr() % _PAGE_BYTES
+        pin(storage[start : start + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES], self.device)
+        return storage[start : start + num_bytes].view(dtype).view(tensor.shape)
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
