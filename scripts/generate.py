@@ -67,15 +67,13 @@ def user_lines() -> Iterator[str]:
     """Yield, on all ranks, the lines that rank 0 reads from stdin."""
     on_terminal = sys.stdin.isatty()
     sys.stdin.reconfigure(errors="replace")
-    while True:
-        line = None
-        if dist.get_rank() == 0:
-            if on_terminal:
-                print_on_rank_0("> ")
-            line = sys.stdin.readline()
-        line = distributed.broadcast(line, source=0)
-        if not line:
-            return
+
+    def read_line() -> str:
+        if on_terminal:
+            print_on_rank_0("> ")
+        return sys.stdin.readline()
+
+    while line := distributed.run_on_rank_0(read_line):
         if line.strip():
             yield line.strip()
 

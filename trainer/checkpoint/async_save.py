@@ -22,7 +22,7 @@ from trainer.checkpoint.commit import SaveFailed, SaveRequest, Tensors
 from trainer.checkpoint.storage import local_save_plan
 from trainer.config import ConfigError
 from trainer.runtime.device import local_world_size
-from trainer.runtime.distributed import broadcast, is_peer_loss
+from trainer.runtime.distributed import is_peer_loss, run_on_rank_0
 from trainer.runtime.dtensor import to_local
 from trainer.runtime.host_memory import HostTransfer, pin
 from trainer.system.process import detach_signals
@@ -235,7 +235,7 @@ def _writer_store() -> tuple[dist.Store | None, tuple[str, int] | None]:
     single_node = local_world_size() == dist.get_world_size()
     host = "localhost" if single_node else os.environ["MASTER_ADDR"]  # training has reached rank 0 at this address
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    return store, (host, broadcast(None if store is None else store.port, source=0))
+    return store, (host, run_on_rank_0(lambda: store.port))
 
 
 def _mapped(descriptor: int) -> Tensor:

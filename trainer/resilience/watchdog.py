@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
-from trainer.runtime.distributed import clone_store, flight_recorder_dumps
+from trainer.runtime.distributed import clone_store
 
 _LONGEST_STEPS = 5
 """Factor: a hang lasts longer than this many times the longest step so far, and longer than the timeout."""
@@ -36,7 +37,6 @@ class Watchdog:
         """Start of the timed step; None while nothing is timed."""
         self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
         self.closed = False
-        self._heartbeat("0 0")
         if timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
         if self.store is not None:
@@ -70,11 +70,15 @@ class Watchdog:
     def _watch(self) -> None:
         beats = 0
         while not self.closed or self.store is not None:
-            time.sleep(self.beat_s)
-            beats += 1
-            self._heartbeat(f"{self.step} {beats}")
+            if self.store is not None:
+                try:
+                    self.store.set(f"heartbeat/{dist.get_rank()}", f"{self.step} {beats}")
+                except RuntimeError:
+                    self.store = None  # the process that hosts the store has ended
             if waited_s := self.overdue_s():
                 self._end(waited_s)
+            time.sleep(self.beat_s)
+            beats += 1
 
     def _watch_neighbour(self) -> None:
         """Check the heartbeat of the next rank only, so that the load on the store grows linearly with the number of ranks.
@@ -93,21 +97,15 @@ class Watchdog:
             if current != last or self.since is not None:
                 last, changed = current, time.monotonic()
             elif (silent_s := time.monotonic() - changed) > max(self.timeout_s, _MIN_SILENCE_S):
-                message = f"[rank {rank}] no heartbeat from rank {neighbour} for {silent_s:.0f} s"
-                print(message, file=sys.stderr, flush=True)
+                text = f"[rank {rank}] no heartbeat from rank {neighbour} for {silent_s:.0f} s"
+                print(text, file=sys.stderr, flush=True)
                 os._exit(1)
 
-    def _heartbeat(self, text: str) -> None:
-        if self.store is not None:
-            try:
-                self.store.set(f"heartbeat/{dist.get_rank()}", text)
-            except RuntimeError:
-                self.store = None  # the process that hosts the store has ended
-
     def _end(self, waited_s: float) -> None:
-        rank = dist.get_rank()
-        lines = [f"[rank {rank}] no step has completed for {waited_s:.0f} s, since step {self.step}"]
-        lines += [line for dump in flight_recorder_dumps() for line in parse_collectives(dump)]
+        lines = [f"[rank {dist.get_rank()}] no step has completed for {waited_s:.0f} s, since step {self.step}"]
+        for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # a build of torch has those of its backends
+            if recorder := getattr(torch._C._distributed_c10d, name, None):
+                lines += parse_collectives(recorder())
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # Query the store last, because it may be on the node that hangs.
@@ -116,40 +114,36 @@ class Watchdog:
 
     def _stalled_ranks(self) -> list[str]:
         """Return one line for each rank without a heartbeat, and one line that lists the ranks at an earlier step than others."""
-        before = self._heartbeats()
-        time.sleep(3 * self.beat_s)
-        after = self._heartbeats()
-        steps = {rank: int(beat.split()[0]) for rank, beat in after.items()}
+        if self.store is None:
+            return []
+        ranks = range(dist.get_world_size())
+        keys = [f"heartbeat/{rank}" for rank in ranks]
+        try:
+            before = self.store.multi_get(keys)
+            time.sleep(3 * self.beat_s)
+            after = self.store.multi_get(keys)
+        except RuntimeError:
+            return []
+        steps = [int(beat.split()[0]) for beat in after]
         lines = [
             f"rank {rank} sends no heartbeat; its last one was at step {steps[rank]}"
-            for rank in after
-            if before.get(rank) == after[rank] and rank != dist.get_rank()
+            for rank in ranks
+            if before[rank] == after[rank] and rank != dist.get_rank()
         ]
-        behind = [f"{rank} (step {step})" for rank, step in steps.items() if step < max(steps.values())]
+        behind = [f"{rank} (step {step})" for rank, step in enumerate(steps) if step < max(steps)]
         return lines + ([f"behind: rank {', '.join(behind[:8])}"] if behind else [])
-
-    def _heartbeats(self) -> dict[int, str]:
-        if self.store is None:
-            return {}
-        try:
-            beats = self.store.multi_get([f"heartbeat/{rank}" for rank in range(dist.get_world_size())])
-        except RuntimeError:
-            return {}
-        return {rank: beat.decode() for rank, beat in enumerate(beats)}
 
 
 def parse_collectives(dump: str) -> list[str]:
     """Return a line for each collective in a flight recorder's JSON dump that has started but not completed."""
     try:
         trace = json.loads(dump)
+        names = {(str(e["pg_id"]), e["collective_seq_id"]): e["profiling_name"] for e in trace["entries"]}
         lines = []
         for group, state in trace["pg_status"].items():
             started = int(state["last_enqueued_collective"])
             if started > int(state["last_completed_collective"]):
-                entries = [
-                    e for e in trace["entries"] if str(e["pg_id"]) == group and e["collective_seq_id"] == started
-                ]
-                name = entries[-1]["profiling_name"] if entries else "a collective"
+                name = names.get((group, started), "a collective")
                 lines.append(f"waiting in {name}, collective {started} of process group {group}")
         return lines
     except (ValueError, KeyError, TypeError):

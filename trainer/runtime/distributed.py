@@ -1,12 +1,11 @@
 """The process group of a run: initialization, shutdown, and collectives outside the step."""
 
-import hashlib
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,10 +19,14 @@ from trainer.system.process import local_rank, node_id
 
 T = TypeVar("T")
 
-_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_STORE_LOST = (dist.DistNetworkError, dist.DistStoreError)
 
 # Preparing a large corpus may take this long. If the working rank dies, the launcher ends the ranks that wait.
 _WAIT_FOR_WORK = timedelta(days=7)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def world_size() -> int:
@@ -32,7 +35,6 @@ def world_size() -> int:
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
-    timeout = timedelta(seconds=config.timeout_s)
     store = _create_store(timedelta(seconds=config.init_timeout_s))
     _wait_for_all_ranks(store, config.init_timeout_s)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # enables the flight recorder that the watchdog reads
@@ -41,7 +43,7 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
         store=store,
         rank=int(os.environ.get("RANK", "0")),
         world_size=world_size(),
-        timeout=timeout,
+        timeout=timedelta(seconds=config.timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
 
@@ -67,17 +69,17 @@ def _create_store(timeout: timedelta) -> dist.Store:
 
 def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
     """Return when every rank has joined. Raise DistStoreError with the missing ranks after timeout_s."""
-    ranks = range(world_size())
-    store.set(f"joined/{os.environ.get('RANK', '0')}", "")
-    if os.environ.get("RANK", "0") == "0":
+    ranks, rank = range(world_size()), os.environ.get("RANK", "0")
+    store.set(f"joined/{rank}", "")
+    if rank == "0":
+        message = ""
         try:
             store.wait([f"joined/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
             missing = [str(rank) for rank in ranks if not store.check([f"joined/{rank}"])]
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            store.set("all_joined", f"of {len(ranks)} ranks, {shown} did not join within {timeout_s:g} s")
-        else:
-            store.set("all_joined", "")
+            message = f"of {len(ranks)} ranks, {shown} did not join within {timeout_s:g} s"
+        store.set("all_joined", message)
     # Wait for twice the time, because rank 0 may have started to wait later.
     store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
     if message := store.get("all_joined").decode():
@@ -86,61 +88,43 @@ def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
 
 def shutdown() -> None:
     """Return when all ranks have called this, so that no rank exits while another needs it."""
-    store = dist.distributed_c10d._get_default_store()
+    store = _store()
     ranks = dist.get_world_size()
     if store.add("finished", 1) == ranks:
         store.set("all_finished", "1")
     store.wait(["all_finished"], _WAIT_FOR_WORK)
-    # Rank 0 may host the store, so it exits last.
-    exited = store.add("exited", 1)
-    while dist.get_rank() == 0 and exited < ranks:
+    store.add("exited", 1)
+    while dist.get_rank() == 0 and store.add("exited", 0) < ranks:  # rank 0 may host the store, so it exits last
         time.sleep(0.01)
-        exited = store.add("exited", 0)
 
 
 def print_once_per_node(line: str) -> None:
     """Print a line on stderr, on the first calling rank of each node, because several ranks may find the same error."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set("failed", "")  # so that ranks that lose the connection to this one stay silent
-        count = store.add(f"reported/{node_id()}", 1)
-    except (dist.DistNetworkError, dist.DistStoreError):
-        return  # the rank that hosted the store has reported the error and ended
-    if count == 1:
-        print(line, file=sys.stderr, flush=True)
+    with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
+        _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
+        if _store().add(f"reported/{node_id()}", 1) == 1:
+            print(line, file=sys.stderr, flush=True)
 
 
 def report_failure(error: BaseException) -> None:
     """Print the traceback on the rank that failed. Ranks that only lost the connection to the failed rank stay silent, unless
     the failed rank ended before it could report."""
     rank = os.environ.get("RANK", "0")
-    text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
-    if not dist.is_initialized():
-        print(text, file=sys.stderr, flush=True)
+    if dist.is_initialized() and is_peer_loss(error):
+        with suppress(*_STORE_LOST):
+            if not _store().check(["failed"]):
+                print_once_per_node(f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}")
         return
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if not is_peer_loss(error):
-            store.set("failed", "")
-            print(text, file=sys.stderr, flush=True)
-        elif not store.check(["failed"]):
-            print_once_per_node(f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}")
-    except (dist.DistNetworkError, dist.DistStoreError):
-        if not is_peer_loss(error):
-            print(text, file=sys.stderr, flush=True)
+    with suppress(*_STORE_LOST):
+        if dist.is_initialized():
+            _store().set("failed", "")
+    print(f"[rank {rank}] " + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether a collective raised this error because another rank ended."""
     patterns = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
     return isinstance(error, RuntimeError) and any(pattern in str(error) for pattern in patterns)
-
-
-def broadcast(value: Any, source: int) -> Any:
-    """Return the value of rank `source` on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values, src=source, device=torch.device("cpu"))
-    return values[0]
 
 
 def all_gather_objects(value: T) -> list[T]:
@@ -151,33 +135,30 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T:
-    """Run work on rank 0 and return its result on all ranks. A ConfigError is raised on all ranks; any other error ends rank 0,
-    and therefore the job."""
-    result, config_error = None, None
+    """Run work on rank 0 and return its result on all ranks. A ConfigError is raised on all ranks; other errors end the job."""
+    results: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            result = work()
+            results = [work()]
         except ConfigError as error:
-            config_error = (error.key, error.message)
-    result, config_error = broadcast((result, config_error), source=0)
-    if config_error is not None:
-        raise ConfigError(*config_error)
-    return result
+            results = [error]
+    dist.broadcast_object_list(results, device=torch.device("cpu"))
+    if isinstance(results[0], ConfigError):
+        raise results[0]
+    return results[0]
 
 
 def require_agreement(values: Mapping[str, Any]) -> None:
     """Raise ConfigError on all ranks, with the differences, if the values are not the same on all ranks."""
-    digests = all_gather_objects(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
-        return
-    first, second = broadcast(values, source=0), broadcast(values, source=other)
+    first = run_on_rank_0(lambda: values)
     differences = [
-        f"{key} is {first[key]} on rank 0, {value} on rank {other}"
-        for key, value in second.items()
+        f"{key} is {first[key]} on rank 0, {value} on rank {dist.get_rank()}"
+        for key, value in values.items()
         if first[key] != value
     ]
-    raise ConfigError("", f"ranks were launched with different settings: {'; '.join(differences)}")
+    found = [text for text in all_gather_objects("; ".join(differences)) if text]
+    if found:
+        raise ConfigError("", f"ranks were launched with different settings: {found[0]}")
 
 
 def once_per_node(work: Callable[[], str]) -> str:
@@ -185,30 +166,22 @@ def once_per_node(work: Callable[[], str]) -> str:
 
     The work should create files that later calls find. On a shared file system it is then done once, otherwise once per node.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = _store()
     call = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)
     rank_0_key, node_key = f"once_per_node/{call}", f"once_per_node/{call}/{node_id()}"
-    if local_rank() > 0:
-        store.wait([node_key], _WAIT_FOR_WORK)
-        return store.get(node_key).decode()
-    if dist.get_rank() > 0:
-        store.wait([rank_0_key], _WAIT_FOR_WORK)
-    result = work()
-    if dist.get_rank() == 0:
-        store.set(rank_0_key, "done")
-    store.set(node_key, result)
-    return result
+    if local_rank() == 0:
+        if dist.get_rank() > 0:
+            store.wait([rank_0_key], _WAIT_FOR_WORK)
+        store.set(node_key, work())
+        if dist.get_rank() == 0:
+            store.set(rank_0_key, "done")
+    store.wait([node_key], _WAIT_FOR_WORK)
+    return store.get(node_key).decode()
 
 
 def clone_store() -> dist.Store:
     """Return a separate connection to the ranks' store, for use in a thread. Requests on a shared connection block each other."""
-    return dist.PrefixStore("side", dist.distributed_c10d._get_default_store().clone())
-
-
-def flight_recorder_dumps() -> list[str]:
-    """Return the JSON dumps of torch's flight recorders, one per backend. They contain the collectives of this rank."""
-    recorders = (getattr(torch._C._distributed_c10d, name, None) for name in _RECORDERS)
-    return [recorder() for recorder in recorders if recorder is not None]
+    return dist.PrefixStore("side", _store().clone())
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
