@@ -66,9 +66,9 @@ class StragglerDetector:
         shortest_s = min((devices.seconds_between(start, end) for start, end in self.forwards), default=0.0)
         local = torch.tensor([self.data_s, shortest_s], dtype=torch.float64, device=self.device)
         elapsed_s = time.perf_counter() - self.since
-        all_ranks = local.new_empty(dist.get_world_size(), 2)
-        dist.all_gather_into_tensor(all_ranks, local)
-        straggler = find_straggler(all_ranks.cpu(), elapsed_s, self.ratio)
+        all_ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(all_ranks, local)
+        straggler = find_straggler(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
         self.start()
         if straggler is not None and straggler["rank"] != self.last_reported:
             logging.warning(f"rank {straggler['rank']} is a straggler: {straggler['reason']}")
