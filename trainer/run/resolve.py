@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from models import MODELS
-from models.spec import ModelSpec, SizeError
+from models.spec import Model, ModelSpec, SizeError
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
 from trainer.data.datasets import dataset_configs
@@ -56,8 +57,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     check_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
-    with torch.device("meta"):
-        model = spec.model(sizes)
+    model = _meta_model(spec.model, sizes)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:
         factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
@@ -103,8 +103,14 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
 
 def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
     """Return the names of the complete model's parameters. A parameter shared by two modules is listed once."""
+    return frozenset(name for name, _ in _meta_model(spec.model, sizes).named_parameters())
+
+
+@lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second
+def _meta_model(build: Callable[[Any], Model], sizes: Any) -> Model:
+    """Return the complete model on the meta device. Callers must not change the model."""
     with torch.device("meta"):
-        return frozenset(name for name, _ in spec.model(sizes).named_parameters())
+        return build(sizes)
 
 
 def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:
