@@ -1,13 +1,13 @@
 """Measurement of a rank's memory over a step, from the allocator's events in torch's profiler."""
 
-import bisect
 import gc
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from time import sleep
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import Batch
-from trainer.config import Config, TrainingConfig
+from trainer.config import Config
 from trainer.config.load import load_config
 from trainer.engine import Engine, build_model_parts
 from trainer.parallel.attention import CPU_BACKEND
@@ -56,14 +56,6 @@ def _label(tensor: Tensor, category: str) -> None:
         pass
 
 
-def _recorded_backward(*args: Any, **kwargs: Any) -> Any:
-    with record_function(BACKWARD):
-        return _run_backward(*args, **kwargs)
-
-
-_run_backward = torch.autograd._engine_run_backward
-
-
 class _WaitForRelease(TorchDispatchMode):
     """Sleeps after each collective until the communication thread has released its buffers. On a busy machine the thread would
     release them later, and they would be counted."""
@@ -84,9 +76,16 @@ def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
     meshes = Meshes(resolved.dims, cpu)
     parts = build_model_parts(config, resolved, meshes, CPU_BACKEND)
     engine = Engine(config, resolved, cpu, meshes, parts, loaded=set())
+    shape = training.local_batch_size, training.seq_len
+
+    def batch() -> Batch:
+        tokens = torch.randint(resolved.sizes.vocab_size, shape)
+        return Batch(
+            tokens, tokens.clone(), torch.arange(training.seq_len).repeat(shape[0], 1), torch.zeros_like(tokens)
+        )
 
     def step() -> None:
-        batches = [_batch(resolved.sizes.vocab_size, training) for _ in range(resolved.grad_accum)]
+        batches = [batch() for _ in range(resolved.grad_accum)]
         engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
 
     return engine, step
@@ -101,6 +100,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
     """Measure the memory of `repeats` steps after the first one, and return the measurement with the smallest peak. Run on each
     rank."""
     engine, step = build_step(load_config(argv))
+    recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 
     def measured() -> Measured:
         engine.optimizer.start_step(1e-4)
@@ -109,7 +109,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
             profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
             record_function(STEP),
             annotate_fsdp(_label),
-            patch.object(torch.autograd, "_engine_run_backward", _recorded_backward),
+            patch.object(torch.autograd, "_engine_run_backward", recorded_backward),
             _WaitForRelease(),
         ):
             step()
@@ -136,13 +136,6 @@ def _allocated_buffers() -> list[Buffer]:
     return [Buffer(address, n, born=0) for address, n in num_bytes.items() if n]
 
 
-def _batch(vocab_size: int, training: TrainingConfig) -> Batch:
-    shape = training.local_batch_size, training.seq_len
-    tokens = torch.randint(vocab_size, shape)
-    positions = torch.arange(training.seq_len).repeat(training.local_batch_size, 1)
-    return Batch(tokens=tokens, labels=tokens.clone(), positions=positions, documents=torch.zeros_like(tokens))
-
-
 # ---------------------------------------------------------------- profiler events
 
 
@@ -156,12 +149,12 @@ def _read(tree: Sequence, before: list[Buffer]) -> Measured:
     events = sorted(_flat(tree), key=lambda event: event.start_time_ns)
     (step,) = [event for event in events if event.name == STEP]
     buffers = _buffers(events, before)
-    by_address: dict[int, list[Buffer]] = {}
+    by_address: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in buffers:
-        by_address.setdefault(buffer.address, []).append(buffer)
+        by_address[buffer.address].append(buffer)
 
     def find(address: int, time: int) -> Buffer | None:
-        return next((b for b in by_address.get(address, ()) if b.born <= time <= b.died), None)
+        return next((b for b in by_address[address] if b.born <= time <= b.died), None)
 
     sent: set[int] = set()
     for event in events:
@@ -170,17 +163,18 @@ def _read(tree: Sequence, before: list[Buffer]) -> Measured:
             buffer.category = category
         elif event.name.startswith(("c10d::", "_c10d_functional::")):
             sent |= {id(buffer) for address in _inputs(event) if (buffer := find(address, event.start_time_ns))}
-    in_backward = _backward_intervals(events)
+    backward = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == BACKWARD]
+
+    def in_backward(time: float) -> bool:
+        return any(start <= time <= end for start, end in backward)
+
     alive = [b for b in buffers if b.born <= step.end_time_ns and b.died >= step.start_time_ns]
-    times = sorted({b.born for b in alive if b.born >= step.start_time_ns} | {step.start_time_ns})
-    changes = sorted([(b.born, b.num_bytes) for b in alive] + [(b.died, -b.num_bytes) for b in alive])
-    peak, peak_time, total, i = 0, 0, 0, 0
-    for time in times:
-        while i < len(changes) and changes[i][0] <= time:
-            total += changes[i][1]
-            i += 1
-        if total > peak:
-            peak, peak_time = total, time
+    changes: Counter[float] = Counter()
+    for buffer in alive:
+        changes[max(buffer.born, step.start_time_ns)] += buffer.num_bytes
+        changes[buffer.died] -= buffer.num_bytes
+    times = sorted(changes)
+    peak, peak_time = max(zip(accumulate(changes[time] for time in times), times, strict=True), key=itemgetter(0))
     by_category: Counter[str] = Counter()
     for buffer in alive:
         if buffer.born <= peak_time < buffer.died:
@@ -211,15 +205,3 @@ def _inputs(event) -> Iterator[int]:
         for tensor in argument if isinstance(argument, list) else [argument]:
             if getattr(tensor, "storage_data_ptr", None):
                 yield tensor.storage_data_ptr
-
-
-def _backward_intervals(events: Iterable) -> Callable[[float], bool]:
-    """Return a function that returns whether a time is in backward."""
-    intervals = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == BACKWARD]
-    starts = [start for start, _ in intervals]
-
-    def inside(time: float) -> bool:
-        i = bisect.bisect_right(starts, time) - 1
-        return i >= 0 and time <= intervals[i][1]
-
-    return inside
