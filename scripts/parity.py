@@ -19,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -42,8 +44,10 @@ from trainer.testing.layouts import (
     PARITY_MATRIX,
     Layout,
     Table,
+    add_layout_option,
     batch_settings,
     flags,
+    load_layout,
     num_ranks,
     settings_of,
 )
@@ -53,24 +57,16 @@ LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "gra
 """Maximum relative deviations that count as rounding errors, by compute_dtype."""
 
 
-@dataclass(frozen=True)
-class Deviation:
-    loss: float
-    grad_norm: float
+def deviations(reference: Sequence[dict], records: Sequence[dict]) -> dict[str, float]:
+    """Return the largest relative deviations of loss and gradient norm over all steps; NaN if a value is NaN."""
+    assert [r["step"] for r in reference] == [r["step"] for r in records]
+    metrics = ("loss", "grad_norm")
+    a, b = (np.array([[record[name] for name in metrics] for record in run]) for run in (reference, records))
+    return dict(zip(metrics, (abs(a - b) / abs(a)).max(axis=0).tolist(), strict=True))
 
-    @classmethod
-    def between(cls, reference: Sequence[dict], records: Sequence[dict]) -> "Deviation":
-        """Return the largest relative deviations over all steps; NaN if a value is NaN."""
-        assert [r["step"] for r in reference] == [r["step"] for r in records]
 
-        def largest(key: str) -> float:
-            a, b = (np.array([record[key] for record in run]) for run in (reference, records))
-            return float((abs(a - b) / abs(a)).max())
-
-        return cls(largest("loss"), largest("grad_norm"))
-
-    def within(self, limits: dict[str, float]) -> bool:
-        return self.loss <= limits["loss"] and self.grad_norm <= limits["grad_norm"]
+def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
+    return all(deviation[name] <= limit for name, limit in limits.items())
 
 
 def train(argv: Sequence[str], inject_error: bool) -> None:
@@ -90,14 +86,18 @@ class Runs:
 
     def __init__(self, argv: Sequence[str], steps: int, folder: Path):
         self.given = settings_of(argv)
-        for key in self.given:
-            if key.partition(".")[0] in LAYOUT_SECTIONS:
-                raise ConfigError("", f"--{key}: must be part of a layout: --layout 'name=value'")
+        for key, value in self.given.items():
+            section = key.partition(".")[0]
+            if section in LAYOUT_SECTIONS:
+                raise ConfigError("", f"--{key} {value}: only --layout 'name=value ...' can set [{section}]")
         self.folder = folder
         config = load_config(argv)
-        of_layouts = {key: setting for key, setting in settings().items() if setting.section in LAYOUT_SECTIONS}
-        changed = {key: setting for key, setting in of_layouts.items() if config.value(key) != setting.default}
-        self.common = {key: toml_value(setting.default).strip('"') for key, setting in changed.items()} | {
+        defaults = {
+            key: toml_value(setting.default).strip('"')
+            for key, setting in settings().items()
+            if setting.section in LAYOUT_SECTIONS and config.value(key) != setting.default
+        }
+        self.common = defaults | {
             "run.device": "cpu",
             "run.output_folder": str(folder),
             "training.steps": str(steps),
@@ -136,74 +136,71 @@ class Runs:
         if dtype == "fp32":
             return limits
         exact = self.reference(layout, **{"training.compute_dtype": "fp32"})
-        rounding = Deviation.between(exact, self.reference(layout))
-        return {key: max(limit, 2 * getattr(rounding, key)) for key, limit in limits.items()}
+        rounding = deviations(exact, self.reference(layout))
+        return {name: max(limit, 2 * rounding[name]) for name, limit in limits.items()}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a layout with a number of microbatches, or the reason why the layout cannot run."""
+    """A row of the table: a layout with a number of microbatches."""
 
     layout: Layout
-    config: Config | None
+    config: Config
     settings: dict[str, str]
     microbatches: int
-    reason: str = ""
 
     @classmethod
     def build(cls, runs: Runs, layout: Layout, factor: int) -> "Row":
-        """factor: ratio of the number of microbatches to the minimum number."""
-        try:
-            batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
-            config = load_config(runs.flags(layout.settings | batch))
-        except ConfigError as error:
-            return cls(layout, None, {}, 0, str(error))
-        try:
-            resolve(config, num_ranks(config.parallel))
-        except ConfigError as error:
-            return cls(layout, None, {}, 0, config.explain(error))
-        return cls(layout, config, layout.settings | batch, microbatches)
+        """factor: ratio of the number of microbatches to the minimum number. Raises ConfigError if the layout does not fit."""
+        batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
+        settings = layout.settings | batch
+        return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
 
     def run(self, runs: Runs, table: Table, inject_error: bool = False) -> bool:
         """Print the row and return whether the deviations are within the limits."""
         start, ranks, dtype = time.perf_counter(), num_ranks(self.config.parallel), self.config.training.compute_dtype
         name = "negative control: gradients averaged instead of summed" if inject_error else self.layout.text
         try:
-            deviation = Deviation.between(runs.reference(self.layout), runs.run(self.settings, ranks, inject_error))
+            deviation = deviations(runs.reference(self.layout), runs.run(self.settings, ranks, inject_error))
             limits = runs.limits(self.layout, dtype)
         except RankError as error:
             table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
             return inject_error  # the layout fails; the negative control counts as not caught
-        passed = deviation.within(limits)
+        passed = within(deviation, limits)
         verdict = ("NOT CAUGHT" if passed else "caught") if inject_error else ("pass" if passed else "FAIL")
         raised = "" if limits == LIMITS[dtype] else f"(limits {limits['loss']:.1e} {limits['grad_norm']:.1e})"
-        columns = f"{deviation.loss:.1e}", f"{deviation.grad_norm:.1e}", f"{time.perf_counter() - start:.0f} s"
+        columns = (*(f"{value:.1e}" for value in deviation.values()), f"{time.perf_counter() - start:.0f} s")
         table.row(name, ranks, self.microbatches, *columns, f"{verdict} {raised}".strip())
         return passed
 
 
 def control_row(runs: Runs) -> Row:
     """Return the first layout that fits the configuration and reduces gradients over two ranks."""
-    rows = [Row.build(runs, Layout.parse(text), 1) for text in ("dp_shard=2", "cp=2")]
-    fitting = [row for row in rows if not row.reason]
-    if not fitting:
-        raise ConfigError("", f"no layout for the negative control fits: {rows[0].reason}")
-    return fitting[0]
+    try:
+        return Row.build(runs, Layout.parse("dp_shard=2"), 1)
+    except ConfigError as error:
+        with suppress(ConfigError):
+            return Row.build(runs, Layout.parse("cp=2"), 1)
+        raise ConfigError("", f"the negative control needs dp_shard=2 or cp=2, but neither fits: {error}") from None
 
 
 def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool) -> bool:
     """Print the table and return whether all layouts pass and the negative control is caught. Raises ConfigError before the first
     run."""
     control = control_row(runs)
-    rows = [Row.build(runs, layout, factor) for layout in layouts for factor in factors]
-    refused = next((row for row in rows if row.reason), None)
-    if must_fit and refused is not None:
-        raise ConfigError("", f"--layout {refused.layout.text!r}: {refused.reason}")
+    rows: list[tuple[Layout, Row | ConfigError]] = []
+    for layout, factor in product(layouts, factors):
+        try:
+            rows.append((layout, Row.build(runs, layout, factor)))
+        except ConfigError as error:
+            if must_fit:
+                raise ConfigError("", f"--layout {layout.text!r}: {error}") from None
+            rows.append((layout, error))
     table = Table(layout="<84", ranks=">5", micro=">5", loss=">8", grad_norm=">9", time=">7")
     passed = []
-    for row in rows:
-        if row.reason:
-            table.row(row.layout.text, f"does not fit: {row.reason}")
+    for layout, row in rows:
+        if isinstance(row, ConfigError):
+            table.row(layout.text, f"does not fit: {row}")
         else:
             passed.append(row.run(runs, table))
     caught = not control.run(runs, table, inject_error=True)
@@ -214,18 +211,13 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
 
 def main() -> None:
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument(
-        "--layout", action="append", metavar="\"name=value ...\"",
-        help="settings of a layout: those of [parallel] by name, others as section.key=value; repeat it for several layouts "
-        "(default: a matrix of all features; layouts that do not fit the configuration are listed)",
-    )  # fmt: skip
+    add_layout_option(parser, "a matrix of all features; layouts that do not fit the configuration are listed")
     parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="optimizer steps of each run")
     parser.add_argument(
         "--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N",
         help="microbatches of a step on each rank, as multiples of the smallest number that a pipeline schedule accepts",
     )  # fmt: skip
     args, argv = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the ranks too
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         try:
             layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]
@@ -237,4 +229,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the ranks too
     run_to_end(main)

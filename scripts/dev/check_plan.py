@@ -16,12 +16,19 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, die, one_line_errors, run_to_end
-from trainer.config.load import load_config
+from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.planning.simulate import Simulation, simulate
-from trainer.run.resolve import resolve
 from trainer.testing.allocations import Measured, measure, silence_profiler
-from trainer.testing.layouts import Layout, Table, flags, num_ranks, settings_of, with_default_model
+from trainer.testing.layouts import (
+    Layout,
+    Table,
+    add_layout_option,
+    flags,
+    load_layout,
+    num_ranks,
+    settings_of,
+    with_default_model,
+)
 from trainer.testing.ranks import LocalRanks
 
 MATRIX = [
@@ -86,23 +93,17 @@ def check(layout: Layout, argv: list[str], config: Config, table: Table) -> bool
 def main() -> None:
     silence_profiler()
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument(
-        "--layout", action="append", metavar="\"name=value ...\"",
-        help="settings of a layout: those of [parallel] by name, others as section.key=value; repeat it for several layouts "
-        "(default: a matrix of layouts, activation checkpointing and gradient accumulation, on a Llama of 100M parameters)",
-    )  # fmt: skip
+    matrix = "a matrix of layouts, checkpointing and gradient accumulation, on a Llama of 100M parameters"
+    add_layout_option(parser, default=matrix)
     args, argv = parser.parse_known_args()
     try:
-        layouts = [Layout.parse(text) for text in args.layout or MATRIX]
         given = with_default_model(settings_of(argv))
         runs = []
-        for layout in layouts:
+        for layout in [Layout.parse(text) for text in args.layout or MATRIX]:
             argv = flags(given | layout.settings)
-            config = load_config(argv)
+            config = load_layout(argv)
             if (ranks := num_ranks(config.parallel)) > MAX_RANKS:
                 raise ConfigError("", f"--layout {layout.text!r}: {ranks:,} ranks, but the limit is {MAX_RANKS}")
-            with one_line_errors(config):
-                resolve(config, ranks)
             runs.append((layout, argv, config))
     except ConfigError as error:
         die(str(error))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.parity import LIMITS, Deviation
+from scripts.parity import LIMITS, deviations, within
 from tests.training_runs import (
     hash_of,
     largest_deviation,
@@ -89,8 +89,8 @@ def assert_like_one_rank(ranks, tiny, folder, on_one_rank, text):
     run(ranks, size, tiny, folder, *extra)
     deep = DEEP if "pp=" in text else []
     reference = records(on_one_rank(*deep, *flags(Layout.parse(text).single_rank_settings)))
-    deviation = Deviation.between(reference, records(folder))
-    assert deviation.within(LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
+    deviation = deviations(reference, records(folder))
+    assert within(deviation, LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
 
 
 def test_losses_do_not_depend_on_the_microbatches(ranks, tiny, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import parity
-from scripts.parity import Deviation
+from scripts.parity import deviations, within
 from tests.conftest import ROOT
 from trainer.testing.layouts import Layout
 
@@ -61,12 +61,13 @@ LINES = {
     (
         "--layout",
         "dp_shard=3",
-    ): "--layout 'dp_shard=3': training.global_batch_size: 16 is not divisible into 3 microbatches",
+    ): "--layout 'dp_shard=3': training.global_batch_size: 16 must be a multiple of 3, the number of microbatches on all "
+    "data-parallel ranks",
     ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (default: 1)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",
     ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: given twice",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
-    ("--parallel.tp", "2"): "--parallel.tp: must be part of a layout: --layout 'name=value'",
+    ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
     ("--steps", "0"): "argument --steps: 0: expected an integer of at least 1",
     ("--microbatches", "0"): "argument --microbatches: 0: expected an integer of at least 1",
 }
@@ -109,12 +110,12 @@ def test_sigterm_ends_the_ranks(tiny, tmp_path):
 def test_deviations_are_relative_and_the_largest_over_all_steps():
     reference = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}, {"step": 2, "loss": 4.0, "grad_norm": 1.0}]
     records = [{"step": 1, "loss": 2.0, "grad_norm": 1.5}, {"step": 2, "loss": 4.4, "grad_norm": 1.0}]
-    deviation = Deviation.between(reference, records)
-    assert (deviation.loss, deviation.grad_norm) == (pytest.approx(0.1), pytest.approx(0.5))
-    assert not deviation.within({"loss": 0.2, "grad_norm": 0.4})
-    assert deviation.within({"loss": 0.2, "grad_norm": 0.6})
-    nan = Deviation.between(reference, [records[0], dict(records[1], loss=float("nan"))])
-    assert not nan.within({"loss": 1.0, "grad_norm": 1.0})
+    deviation = deviations(reference, records)
+    assert deviation == {"loss": pytest.approx(0.1), "grad_norm": pytest.approx(0.5)}
+    assert not within(deviation, {"loss": 0.2, "grad_norm": 0.4})
+    assert within(deviation, {"loss": 0.2, "grad_norm": 0.6})
+    nan = deviations(reference, [records[0], dict(records[1], loss=float("nan"))])
+    assert not within(nan, {"loss": 1.0, "grad_norm": 1.0})
 
 
 def test_the_run_on_one_rank_shares_the_settings_that_change_the_result():

@@ -1,13 +1,15 @@
 """Layouts as text, settings of small runs, and tables, which scripts/parity.py, scripts/dev/ and the tests share."""
 
 import math
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import did_you_mean
-from trainer.config.load import parse_argv
+from trainer.config.load import load_config, parse_argv
 from trainer.parallel.pipeline import SCHEDULES, min_microbatches
+from trainer.run.resolve import resolve
 
 PARITY_MATRIX = [
     *(f"dp_shard={n}" for n in (2, 4, 8)),
@@ -118,6 +120,24 @@ def num_ranks(parallel: ParallelConfig) -> int:
     return math.prod(getattr(parallel, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
 
 
+def add_layout_option(parser: ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--layout", action="append", metavar="\"name=value ...\"",
+        help="settings of a layout: those of [parallel] by name, others as section.key=value; repeat it for several layouts "
+        f"(default: {default})",
+    )  # fmt: skip
+
+
+def load_layout(argv: Sequence[str]) -> Config:
+    """Load the configuration of a layout. Raises ConfigError with the complete line for the user if the layout cannot run."""
+    config = load_config(argv)
+    try:
+        resolve(config, num_ranks(config.parallel))
+    except ConfigError as error:
+        raise ConfigError("", config.explain(error)) from None
+    return config
+
+
 def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
     """Return the setting of the local batch size that gives `factor` times the smallest possible number of microbatches, and
     this number of microbatches. Raises ConfigError if the global batch size is not divisible."""
@@ -125,7 +145,8 @@ def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
     microbatches = factor * min_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches
     if batch % together:
-        raise ConfigError("training.global_batch_size", f"{batch} is not divisible into {together} microbatches")
+        message = f"{batch} must be a multiple of {together}, the number of microbatches on all data-parallel ranks"
+        raise ConfigError("training.global_batch_size", message)
     return {"training.local_batch_size": str(batch // together)}, microbatches
 
 
