@@ -20,9 +20,14 @@ from tests.training_runs import full, train, trainer_from
 from trainer.checkpoint.export import HfExport, export_run, is_export_of
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.checkpoint.storage import read_index, read_rows
+from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.run.resolve import parameter_names
+from trainer.runtime.device import memory_now, memory_peak
+from trainer.runtime.dtensor import to_local
+from trainer.testing.allocations import build_step
 from trainer.testing.ranks import RankError
 
 GIB = 2**30
@@ -163,6 +168,28 @@ def test_new_embedding_rows_are_the_mean_of_the_stored_rows(ranks, tiny, tmp_pat
             torch.testing.assert_close(weight[-37:], mean.expand(37, -1), rtol=0, atol=1e-7)
         else:
             assert torch.equal(weight, expected[name])
+
+
+def memory_of_loading(argv, folder):
+    """Return the bytes of this rank's parameters, and the growth of the process in bytes while it loads them."""
+    cpu, (engine, _) = torch.device("cpu"), build_step(load_config(argv))
+    before = memory_now(cpu)
+    WeightSource(folder).load_into(engine.parameters)
+    return sum(to_local(p.detach()).nbytes for p in engine.parameters.values()), memory_peak(cpu) - before
+
+
+@pytest.mark.parametrize("layout", [[], ["--parallel.tp", "2"]])
+def test_a_rank_that_loads_its_shards_needs_little_more_memory(ranks, tmp_path, layout):
+    """The shards exist before. A rank that read the complete model would need twice their size."""
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=2048, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    sizes = {"dim": 512, "hidden_dim": 2048, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8}
+    flags = [word for name, value in sizes.items() for word in (f"--model.overrides.{name}", str(value))]
+    for shards, growth in ranks(2).run(memory_of_loading, [*flags, *layout], tmp_path / "model"):
+        assert growth < 0.5 * shards
 
 
 def test_excluded_parameters_keep_their_random_values(ranks, tiny, tmp_path, hf_model):

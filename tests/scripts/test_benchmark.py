@@ -2,8 +2,6 @@
 
 import sys
 
-import pytest
-
 from scripts.dev import benchmark
 from scripts.dev.benchmark import main
 
@@ -27,19 +25,3 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
     _, *table = lines_of(monkeypatch, capsys, "data", *small)
     assert [line[-1] for line in table] == ["%"] * 4
     assert table[0][-2] == table[2][-2] == "100"
-
-
-def test_loading_weights_reports_the_memory_of_each_rank(monkeypatch, capsys, hf_model):
-    _, *table = lines_of(monkeypatch, capsys, "load-weights", hf_model, "--ranks", "2")
-    assert [line[:2] for line in table] == [["rank", "0"], ["rank", "1"]]
-
-
-def test_an_invalid_argument_is_one_line(monkeypatch, capsys, tmp_path):
-    for argv, line in (
-        (("load-weights", tmp_path), f"{tmp_path} is neither a checkpoint"),
-        (("loss", "--vocab", "9", "--tp", "8"), "--tp 8: a rank would have no rows"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            lines_of(monkeypatch, capsys, *argv)
-        assert end.value.code == 2
-        assert line in capsys.readouterr().err
