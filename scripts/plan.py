@@ -27,7 +27,7 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.planning.estimate import estimate
+from trainer.planning.estimate import Hardware, estimate
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
@@ -109,20 +109,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, settings = parse(sys.argv[1:])
     config = config_from_command_line(settings, check_files=False)
-    on_gpu = args.device != "cpu"
-    accelerator, reserved_bytes = accelerator_of(args), args.reserve_gib * GIB * on_gpu
-    if reserved_bytes >= accelerator.memory_gib * GIB:
-        die(
-            f"--reserve-gib {args.reserve_gib:g}: must be less than the device's memory of {accelerator.memory_gib:g} GiB"
-        )
+    accelerator, is_gpu = accelerator_of(args), args.device != "cpu"
+    hardware = Hardware(args.world_size, accelerator, is_gpu, args.reserve_gib * GIB * is_gpu)
+    if hardware.usable_bytes <= 0:
+        memory = f"{accelerator.memory_gib:g} GiB"
+        die(f"--reserve-gib {args.reserve_gib:g}: must be less than the device's memory of {memory}")
     with one_line_errors(config):
         figure = canvas(args.plot) if args.plot else None
         if args.search:
-            limit = args.max_candidates or 24
-            num_layouts, found = search(config, args.world_size, accelerator, reserved_bytes, on_gpu, limit)
+            num_layouts, found = search(config, hardware, args.max_candidates or 24)
             print(ranking(num_layouts, found))
             sys.exit(0 if found[0][1].fits else 1)
-        result = estimate(config, args.world_size, accelerator, reserved_bytes, on_gpu)
+        result = estimate(config, hardware)
     if figure is not None:
         draw(figure, args.plot, result.largest, headline(result, args.device), accelerator.memory_gib)
     print(as_json(result) if args.json else as_text(result, args.device, args.tokens))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
-from trainer.planning.estimate import estimate
+from trainer.planning.estimate import Hardware, estimate
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.system.units import GIB
@@ -91,8 +91,7 @@ def main() -> None:
         previous = None
         for name, flags_of_run, config in runs:
             if args.device:
-                accelerator = ACCELERATORS[SHORT_NAMES[args.device]]
-                plan = estimate(config, args.world_size, accelerator, 0.0, on_gpu=True)
+                plan = estimate(config, Hardware(args.world_size, ACCELERATORS[SHORT_NAMES[args.device]]))
                 peak, host, speed = plan.largest.peak, plan.largest.host, plan.tokens_per_second
             else:
                 peak, host = LocalRanks(1).run(measure, flags_of_run, 1)[0].peak, 0

@@ -1,11 +1,14 @@
+from types import SimpleNamespace
+
 import pytest
 
+from trainer.config import ParallelConfig
 from trainer.planning.recorder import Traffic
 from trainer.planning.roofline import (
     BANDWIDTH_EFFICIENCY,
     FLOPS_EFFICIENCY,
     NETWORK_EFFICIENCY,
-    bubble,
+    pipeline_bubble,
     step_time,
     wire_bytes,
 )
@@ -25,9 +28,9 @@ ACCELERATOR = AcceleratorSpec(
 
 
 def time_of(op_costs=None, traffic=None, groups=None, bubble=0.0, transfers=None, host_compute_bytes=0.0):
-    return step_time(
-        op_costs or {}, traffic or {}, groups or {}, transfers or {}, host_compute_bytes, ACCELERATOR, bubble
-    )
+    counts = {"op_costs": op_costs or {}, "traffic": traffic or {}, "group_ranks": groups or {}}
+    host = {"host_transfer_bytes": transfers or {}, "host_compute_bytes": host_compute_bytes}
+    return step_time(SimpleNamespace(**counts, **host), ACCELERATOR, bubble)
 
 
 def test_an_operator_is_bound_by_its_flops_or_its_bytes():
@@ -67,9 +70,13 @@ def test_overlapped_collectives_count_if_they_take_longer_than_the_computation()
 
 def test_pipeline_bubble():
     """Narayanan et al. 2021, section 2.2: (p - 1) / m of the ideal time, divided by the stages of a rank."""
-    assert bubble(4, 1, 8, zero_bubble=False) == pytest.approx((3 / 8) / (1 + 3 / 8))
-    assert bubble(4, 2, 8, zero_bubble=False) == pytest.approx((3 / 16) / (1 + 3 / 16))
-    assert bubble(1, 1, 1, zero_bubble=False) == bubble(4, 2, 8, zero_bubble=True) == 0
+
+    def bubble(pp, schedule, microbatches):
+        return pipeline_bubble(ParallelConfig(pp=pp, pipeline_schedule=schedule), microbatches)
+
+    assert bubble(4, "1F1B", 8) == pytest.approx((3 / 8) / (1 + 3 / 8))
+    assert bubble(4, "Interleaved1F1B", 8) == pytest.approx((3 / 16) / (1 + 3 / 16))
+    assert bubble(1, "1F1B", 1) == bubble(4, "ZBVZeroBubble", 8) == 0
     assert time_of({("bf16", 75 * 10**12, 0): 1}, bubble=0.5).total_s == pytest.approx(2)
 
 

@@ -9,7 +9,7 @@ from tests.optim.test_offload import IN_BACKWARD
 from tests.training_runs import Result, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
-from trainer.planning.estimate import estimate
+from trainer.planning.estimate import Hardware, estimate
 from trainer.run.preflight import check_memory, minimum_memory, remaining_checkpoints, state_bytes
 from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
@@ -108,7 +108,7 @@ def test_too_little_device_memory_is_an_error(ranks, tiny):
 
 @pytest.mark.parametrize("more", [[], ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"]])
 def test_the_size_of_a_checkpoint_equals_the_plan(tiny, more):
-    result = estimate(load_config([*tiny, *more]), 1, ACCELERATORS[SHORT_NAMES["h100"]], 0.0, on_gpu=True)
+    result = estimate(load_config([*tiny, *more]), Hardware(1, ACCELERATORS[SHORT_NAMES["h100"]]))
     assert result.checkpoint_bytes == pytest.approx(size_of([*tiny, *more]), rel=1e-3)
 
 

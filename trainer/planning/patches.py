@@ -101,7 +101,7 @@ def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def wrapper(propagator: ShardingPropagator, *args: Any) -> Any:
-        with recorder.paused():
+        with patch.object(recorder, "paused", True):
             return propagate(propagator, *args)
 
     with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", wrapper):

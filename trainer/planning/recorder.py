@@ -5,8 +5,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -49,8 +50,6 @@ class Allocation:
     in_backward: bool
     category: str = ""
     """Explicitly set category; "" if it follows from the use of the memory."""
-    shape: torch.Size | None = None
-    """Shape of the first tensor in the storage; None for storages that FSDP resizes, and for workspaces."""
     sent: bool = False
     host: bool = False
     """Whether the storage is in host memory, which is counted separately from device memory."""
@@ -86,14 +85,6 @@ class Traffic:
     """Number of bytes of the full tensors, which are the outputs of gathers and the inputs of reductions."""
 
 
-@dataclass
-class _Cursor:
-    """Running module. forward: stack of modules; backward: the module whose output gradient was computed last."""
-
-    forward: list[str] = field(default_factory=list)
-    backward: str = ""
-
-
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records operators on plain tensors; an operator on a DTensor is recorded as its local operators."""
 
@@ -120,39 +111,36 @@ class Recorder(TorchDispatchMode):
         """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False
         """Whether a pipeline schedule is running. Operators that it runs outside modules belong to forward and backward."""
-        self._paused = False
+        self.paused = False
+        """Whether to ignore operators, because a real step does not run them."""
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
-        self._cursor = _Cursor()
-        self._resize = torch.UntypedStorage.resize_
+        self._forward: list[str] = []
+        """Stack of the modules that run in forward."""
+        self._backward = ""
+        """Module whose output gradient was computed last."""
+        self._patch = patch.object(torch.UntypedStorage, "resize_", self._recorded_resize(torch.UntypedStorage.resize_))
 
     def register(self, tensor: Tensor, category: str, host: bool) -> None:
         """Add a tensor that was allocated before the recording. host: whether the tensor is in host memory."""
-        if to_local(tensor).untyped_storage()._cdata not in self._alive:
+        if self._allocation(to_local(tensor)) is None:
             self._observe(to_local(tensor), -1)
             self.label(tensor, category, host)
 
     # ------------------------------------------------------------ recording
 
     def __enter__(self):
-        recorder, resize = self, self._resize
-
-        def resize_(storage: torch.UntypedStorage, num_bytes: int):  # is not dispatched as an operator
-            result = resize(storage, num_bytes)
-            recorder._resized(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_
+        self._patch.start()
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self._resize
+        self._patch.stop()
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default or self._paused:
+        if func is torch.ops.prim.device.default or self.paused:
             return out
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -173,33 +161,13 @@ class Recorder(TorchDispatchMode):
         self.num_events += 1
         return out
 
-    @contextmanager
-    def weighted(self, weight: float) -> Iterator[None]:
-        before, self.weight = self.weight, weight
-        try:
-            yield
-        finally:
-            self.weight = before
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore operators that a real step does not run."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def _observe(self, tensor: Tensor, event: int) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._alive and storage.nbytes():
-            self._allocate(storage, event, "", tensor.shape)
+        if self._allocation(tensor) is None and tensor.untyped_storage().nbytes():
+            self._allocate(tensor.untyped_storage(), event)
 
-    def _allocate(
-        self, storage: torch.UntypedStorage, event: int, category: str, shape: torch.Size | None = None
-    ) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, event: int, category: str = "") -> None:
         num_bytes = -(-storage.nbytes() // self.round_to) * self.round_to
-        allocation = Allocation(num_bytes, event, self._module(), in_backward(), category, shape)
+        allocation = Allocation(num_bytes, event, self._module(), in_backward(), category)
         key = storage._cdata
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), allocation
         self.allocations.append(allocation)
@@ -211,19 +179,28 @@ class Recorder(TorchDispatchMode):
         _, allocation = self._alive.pop(key)
         allocation.died, allocation.died_in_backward = self.num_events, in_backward()
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Record FSDP's allocation and release of gathered parameters, which resize their storage."""
-        if storage._cdata in self._alive:
-            self._free(storage._cdata)
-        if storage.nbytes():
-            self._allocate(storage, self.num_events, "unsharded parameters")
-        self.num_events += 1
+    def _recorded_resize(self, resize: Callable) -> Callable:
+        """Wrap resize_, which is not dispatched as an operator. FSDP allocates and releases gathered parameters with it."""
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+            result = resize(storage, num_bytes)
+            if storage._cdata in self._alive:
+                self._free(storage._cdata)
+            if storage.nbytes():
+                self._allocate(storage, self.num_events, "unsharded parameters")
+            self.num_events += 1
+            return result
+
+        return resize_
 
     def label(self, tensor: Tensor, category: str, host: bool = False) -> None:
         """Set the category and location of a tensor's memory. They override those derived from its use."""
-        found = self._alive.get(to_local(tensor).untyped_storage()._cdata)
-        if found is not None:
-            found[1].category, found[1].host = category, host
+        if allocation := self._allocation(to_local(tensor)):
+            allocation.category, allocation.host = category, host
+
+    def _allocation(self, tensor: Tensor) -> Allocation | None:
+        _, allocation = self._alive.get(tensor.untyped_storage()._cdata, (None, None))
+        return allocation
 
     # ------------------------------------------------------------ host memory
 
@@ -232,8 +209,8 @@ class Recorder(TorchDispatchMode):
         self.host_transfer_bytes[self._in_update()] += num_bytes * self.weight
 
     def _is_on_host(self, tensor: Tensor) -> bool:
-        found = self._alive.get(tensor.untyped_storage()._cdata)
-        return found is not None and found[1].host
+        allocation = self._allocation(tensor)
+        return allocation is not None and allocation.host
 
     def _all_on_host(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all tensors except scalars are in host memory. Scalars are copied implicitly."""
@@ -241,7 +218,7 @@ class Recorder(TorchDispatchMode):
         return bool(tensors) and all(map(self._is_on_host, tensors))
 
     def _in_update(self) -> bool:
-        return not (self.in_schedule or self._cursor.forward or in_backward())
+        return not (self.in_schedule or self._forward or in_backward())
 
     # ------------------------------------------------------------ costs
 
@@ -265,8 +242,8 @@ class Recorder(TorchDispatchMode):
 
     def _record_collective(self, name: str, args: tuple, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         for tensor in (*inputs, *outputs):
-            if found := self._alive.get(tensor.untyped_storage()._cdata):
-                found[1].sent = True
+            if allocation := self._allocation(tensor):
+                allocation.sent = True
         if name in ("wait_tensor", "wrap_tensor_autograd"):  # neither sends anything
             return
         group = _group_of(args)
@@ -285,15 +262,19 @@ class Recorder(TorchDispatchMode):
 
         def enter(module: nn.Module, args: Any) -> None:
             if module in names:
-                self._cursor.forward.append(names[module])
+                self._forward.append(names[module])
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if module not in names:
                 return
-            name = self._cursor.forward.pop()
+            self._forward.pop()
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._enter_backward(name))
+                    tensor.register_hook(lambda gradient: enter_backward(names[module]))
+
+        def enter_backward(name: str) -> None:
+            self._backward = name
+            self._forward.clear()
 
         handles = [
             nn.modules.module.register_module_forward_pre_hook(enter),
@@ -305,14 +286,10 @@ class Recorder(TorchDispatchMode):
             for handle in handles:
                 handle.remove()
 
-    def _enter_backward(self, name: str) -> None:
-        self._cursor.backward = name
-        self._cursor.forward.clear()
-
     def _module(self) -> str:
-        if self._cursor.forward:
-            return self._cursor.forward[-1]
-        return self._cursor.backward if in_backward() else ""
+        if self._forward:
+            return self._forward[-1]
+        return self._backward if in_backward() else ""
 
     # ------------------------------------------------------------ results
 
@@ -331,10 +308,6 @@ class Recorder(TorchDispatchMode):
         """Return the allocations in device memory after the event."""
         return [a for a in self.allocations if not a.host and a.born <= event and (a.died is None or a.died > event)]
 
-    def live_bytes(self) -> int:
-        """Return the number of bytes of device memory that were allocated since the recording began and are still in use."""
-        return sum(a.num_bytes for a in self.alive(self.num_events) if a.born >= 0)
-
     def point(self, event: int) -> ExecutionPoint:
         return self.points[bisect.bisect_right(self.points, event, key=lambda entry: entry[0]) - 1][1]
 
@@ -350,12 +323,16 @@ def _workspace_bytes(func, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     return sum(t.numel() * common for t in tensors if t.element_size() < common)
 
 
+def _arguments(func, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return name -> value of the arguments of an operator's call. Arguments with default values may be missing."""
+    return dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+
+
 def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the arguments that an operator modifies in place."""
-    named = [*zip(func._schema.arguments, args, strict=False)]
-    named += [(a, kwargs[a.name]) for a in func._schema.arguments[len(args) :] if a.name in kwargs]
-    written = [value for argument, value in named if argument.alias_info is not None and argument.alias_info.is_write]
-    return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
+    values = _arguments(func, args, kwargs)
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves([values.get(name) for name in names]) if isinstance(t, Tensor)]
 
 
 def in_backward() -> bool:
@@ -385,20 +362,15 @@ def _group_of(args: tuple) -> dist.ProcessGroup:
 
 
 def _flops(func, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
+    """Return the number of FLOPs. Attention has two matmuls in forward and five in backward. A causal mask halves them."""
     packet = func.overloadpacket
-    if packet in (
+    forward, backward = (
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    ):
-        return _attention_flops(packet, args, kwargs)
+    )
+    if packet in (forward, backward):
+        values = _arguments(func, args, kwargs)
+        products = 5 if packet is backward else 2
+        return products * 2 * values["query"].numel() * values["key"].shape[2] // (2 if values.get("is_causal") else 1)
     formula = flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=outputs[0]) if formula is not None else 0
-
-
-def _attention_flops(packet, args: tuple, kwargs: dict) -> int:
-    """Return the number of FLOPs: of two matmuls in forward, of five in backward, and half of that under a causal mask."""
-    backward = packet is aten._scaled_dot_product_flash_attention_for_cpu_backward
-    q, k = args[1:3] if backward else args[:2]
-    causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
-    products = 5 if backward else 2
-    return products * 2 * q.numel() * k.shape[2] // (2 if causal else 1)

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,8 @@ def _traffic_lines(simulation: Simulation) -> list[str]:
 
 
 def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
-    time, accelerator, rate = estimate.slowest, estimate.accelerator, estimate.tokens_per_second
-    world_size = estimate.resolved.dims.world_size
+    time, accelerator, rate = estimate.slowest, estimate.hardware.accelerator, estimate.tokens_per_second
+    world_size = estimate.hardware.world_size
     flops = estimate.simulations[estimate.times.index(time)].flops
     peak_flops = accelerator.flops[estimate.config.training.compute_dtype]
     compute, memory, network = (
@@ -115,21 +114,20 @@ def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
 
 
 def _verdict_lines(estimate: RunEstimate) -> list[str]:
-    accelerator, free = estimate.accelerator, estimate.free_bytes
-    available = f"{accelerator.memory_gib:.4g} GiB minus {format_bytes(estimate.reserved_bytes)} reserved"
-    if free < 0:
-        lines = [f"does not fit: {format_bytes(-free)} more than {available}"]
-    else:
-        tight = free < _TIGHT * accelerator.memory_gib * GIB
-        warning = "; tight: fragmentation may take a tenth of the memory" * tight
-        lines = [f"fits: {format_bytes(free)} free of {available}{warning}"]
+    accelerator, free = estimate.hardware.accelerator, estimate.free_bytes
+    usable = f"{accelerator.memory_gib:.4g} GiB minus {format_bytes(estimate.hardware.reserved_bytes)} reserved"
+    is_tight = 0 <= free < _TIGHT * accelerator.memory_gib * GIB
+    lines = [_verdict(free, usable) + "; tight: fragmentation may take a tenth of the memory" * is_tight]
     if estimate.largest.host:
-        host_free, share = estimate.host_free_bytes, f"{accelerator.host_memory_gib:g} GiB, the share of one device"
-        if host_free < 0:
-            lines.append(f"host memory: does not fit: {format_bytes(-host_free)} more than {share}")
-        else:
-            lines.append(f"host memory: fits: {format_bytes(host_free)} free of {share}")
+        share = f"{accelerator.host_memory_gib:g} GiB, the share of one device"
+        lines.append(f"host memory: {_verdict(estimate.host_free_bytes, share)}")
     return lines
+
+
+def _verdict(free_bytes: float, memory: str) -> str:
+    if free_bytes < 0:
+        return f"does not fit: {format_bytes(-free_bytes)} more than {memory}"
+    return f"fits: {format_bytes(free_bytes)} free of {memory}"
 
 
 def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) -> str:
@@ -194,18 +192,18 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
 
 def canvas(path: Path) -> Any:
     """Return an empty figure. Raises ConfigError if it cannot be written to the path."""
-    if path.suffix.lower() not in PLOT_FORMATS:
-        raise ConfigError("", f"--plot {path}: expected a name that ends in {', '.join(PLOT_FORMATS)}")
-    if not path.parent.is_dir():
-        raise ConfigError("", f"--plot {path}: folder {path.parent} does not exist")
     try:
+        if path.suffix.lower() not in PLOT_FORMATS:
+            raise ConfigError("", f"expected a name that ends in {', '.join(PLOT_FORMATS)}")
+        if not path.parent.is_dir():
+            raise ConfigError("", f"folder {path.parent} does not exist")
         path.touch()
-    except OSError as error:
-        raise ConfigError("", f"--plot {path}: cannot be written ({error.strerror})") from None
-    try:
         return require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
     except ConfigError as error:
-        raise ConfigError("", f"--plot {path}: {error.message}") from None
+        problem = error.message
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+    raise ConfigError("", f"--plot {path}: {problem}")
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
@@ -214,22 +212,16 @@ def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib:
     points = range(len(simulation.timeline_in_backward))
     rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]
     axes.stackplot(points, *rows, labels=MEMORY_CATEGORIES, colors=COLORS, step="post", linewidth=0)
-    start = 0
-    for in_backward, interval in groupby(simulation.timeline_in_backward):
-        stop = start + len(list(interval))
-        if in_backward:
-            axes.axvspan(start, stop, color="black", alpha=0.06, linewidth=0)
-        start = stop
-    peak = simulation.peak / GIB
+    full_height = {"transform": axes.get_xaxis_transform(), "color": "black", "alpha": 0.06, "linewidth": 0}
+    axes.fill_between(points, 0, 1, where=simulation.timeline_in_backward, step="post", **full_height)
+    top = peak = simulation.peak / GIB
     if limit_gib < 1.5 * peak:
+        top = max(peak, limit_gib)
         axes.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
         axes.annotate("device memory", (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
-    axes.set(xlim=(0, len(points)), ylim=(0, 1.1 * max(peak, limit_gib if limit_gib < 1.5 * peak else 0)), xticks=[])
-    axes.set(
-        xlabel="operators of a step (grey: backward)",
-        ylabel="GiB",
-        title=f"{title}\npeak {peak:.2f} GiB in {simulation.peak_at}",
-    )
+    axes.set(xlim=(0, len(points)), ylim=(0, 1.1 * top), xticks=[])
+    axes.set(xlabel="operators of a step (grey: backward)", ylabel="GiB")
+    axes.set_title(f"{title}\npeak {peak:.2f} GiB in {simulation.peak_at}")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)

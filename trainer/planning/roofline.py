@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.planning.recorder import Traffic
+from trainer.config import ParallelConfig
+from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.planning.simulate import Simulation
 from trainer.runtime.accelerators import AcceleratorSpec
 
 FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY = 0.75, 0.85, 0.8
@@ -68,18 +70,10 @@ class StepTime:
         return max(shares, key=lambda name: shares[name])
 
 
-def step_time(
-    op_costs: Mapping[tuple[str, int, int], float],
-    traffic: Mapping[tuple[str, str], Traffic],
-    group_ranks: Mapping[str, Sequence[int]],
-    host_transfer_bytes: Mapping[bool, float],
-    host_compute_bytes: float,
-    accelerator: AcceleratorSpec,
-    bubble: float,
-) -> StepTime:
-    """Combine fields of a Simulation, which documents them, with the rates of an accelerator. bubble: see StepTime."""
+def step_time(simulation: Simulation, accelerator: AcceleratorSpec, bubble: float) -> StepTime:
+    """Combine the counts of a simulation with the rates of an accelerator. bubble: see StepTime."""
     matmuls_s = memory_s = 0.0
-    for (precision, flops, num_bytes), count in op_costs.items():
+    for (precision, flops, num_bytes), count in simulation.op_costs.items():
         flops_s = flops / (accelerator.flops[precision] * FLOPS_EFFICIENCY)
         bytes_s = num_bytes / (accelerator.memory_bandwidth * BANDWIDTH_EFFICIENCY)
         if flops_s > bytes_s:
@@ -87,17 +81,19 @@ def step_time(
         else:
             memory_s += count * bytes_s
     collectives_s: Counter[str] = Counter()
-    for (axis, collective), calls in traffic.items():
-        bandwidth = _group_bandwidth(group_ranks[axis], accelerator) * NETWORK_EFFICIENCY
-        collectives_s[axis] += wire_bytes(collective, calls.num_bytes, len(group_ranks[axis])) / bandwidth
+    for (axis, collective), calls in simulation.traffic.items():
+        ranks = simulation.group_ranks[axis]
+        bandwidth = _group_bandwidth(ranks, accelerator) * NETWORK_EFFICIENCY
+        collectives_s[axis] += wire_bytes(collective, calls.num_bytes, len(ranks)) / bandwidth
     pcie = accelerator.pcie_bandwidth * NETWORK_EFFICIENCY
     host_memory = accelerator.host_memory_bandwidth * BANDWIDTH_EFFICIENCY
+    copied = simulation.host_transfer_bytes
     return StepTime(
         matmuls_s=matmuls_s,
         memory_s=memory_s,
         collectives_s=dict(collectives_s),
-        host_copies_s=host_transfer_bytes.get(False, 0.0) / pcie,
-        host_update_s=max(host_transfer_bytes.get(True, 0.0) / pcie, host_compute_bytes / host_memory),
+        host_copies_s=copied.get(False, 0.0) / pcie,
+        host_update_s=max(copied.get(True, 0.0) / pcie, simulation.host_compute_bytes / host_memory),
         bubble=bubble,
     )
 
@@ -119,9 +115,9 @@ def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> floa
     return min(accelerator.intra_node_bandwidth, accelerator.inter_node_bandwidth * min(ranks_per_node.values()))
 
 
-def bubble(pp: int, stages_per_rank: int, microbatches: int, zero_bubble: bool) -> float:
+def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:
     """Return the fraction of a step in which a pipeline rank is idle (Narayanan et al. 2021, arXiv:2104.04473)."""
-    if pp == 1 or zero_bubble:
+    if SCHEDULES[parallel.pipeline_schedule].splits_backward:
         return 0.0
-    idle = (pp - 1) / (stages_per_rank * microbatches)
+    idle = (parallel.pp - 1) / (stages_per_rank(parallel) * microbatches)
     return idle / (1 + idle)

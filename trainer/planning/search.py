@@ -1,24 +1,25 @@
 """Search for the fastest parallel layouts that fit."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from trainer.config import Config, ConfigError
 from trainer.config.load import check_combinations
 from trainer.config.schema import toml_value
 from trainer.parallel.pipeline import stages_per_rank
-from trainer.planning.estimate import RunEstimate, combine, pipeline_bubble, representative_ranks, strip_file_settings
+from trainer.planning.estimate import Hardware, RunEstimate, combine, representative_ranks, strip_file_settings
+from trainer.planning.roofline import pipeline_bubble, step_time
 from trainer.planning.simulate import Simulation, simulate
 from trainer.run.preflight import minimum_memory
 from trainer.run.resolve import ResolvedRun, resolve
-from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.runtime.device import DTYPES
 from trainer.system.process import cores
-from trainer.system.units import GIB
 
 _MAX_PP = 16
 _MODES = ("none", "selective", "full")
@@ -58,77 +59,57 @@ def _powers_of_two(limit: int) -> list[int]:
     return [2**i for i in range(limit.bit_length())]
 
 
-def candidates(config: Config, world_size: int, accelerator: AcceleratorSpec) -> list[Candidate]:
+def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
     """Return every legal layout with tp inside a node and cp as configured, in every mode of activation checkpointing."""
-    config = strip_file_settings(config)
-    degrees = product(_powers_of_two(min(accelerator.gpus_per_node, world_size)), _powers_of_two(_MAX_PP))
-    layouts = [
-        (tp, pp, *choice)
-        for tp, pp in degrees
-        for choice in product(
-            ("1F1B", "Interleaved1F1B") if pp > 1 else ("",), _MODES, (False,) if pp > 1 else (False, True)
-        )
-    ]
-    return [candidate for layout in layouts for candidate in _legal(config, world_size, *layout)]
+    limit_tp = min(hardware.accelerator.gpus_per_node, hardware.world_size)
+    found = []
+    for tp, pp in product(_powers_of_two(limit_tp), _powers_of_two(_MAX_PP)):
+        schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else ("",)
+        for schedule, mode, reduce_every in product(schedules, _MODES, (False,) if pp > 1 else (False, True)):
+            settings = _settings(config, tp, pp, schedule, mode, reduce_every)
+            sections = {section: replace(getattr(config, section), **values) for section, values in settings.items()}
+            changed = replace(config, **sections)
+            with suppress(ConfigError):
+                check_combinations(changed)
+                resolved = resolve(changed, hardware.world_size)
+                if not (reduce_every and resolved.grad_accum == 1):  # equal to the layout without reduce_every
+                    found.append(Candidate(settings, changed, resolved))
+    return found
 
 
-def _legal(
-    config: Config, world_size: int, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
-) -> Iterator[Candidate]:
-    """Yield the layout as a candidate if it can run and differs from the candidates found before."""
+def _settings(
+    config: Config, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
+) -> dict[str, dict[str, Any]]:
+    """Return the settings of a layout. Settings that the configured layout needs and this one does not are reset."""
     parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
     if schedule:
         parallel["pipeline_schedule"] = schedule
     parallel |= {name: value for name, value in _RESET.items() if getattr(config.parallel, name) != value}
-    settings = {
-        "parallel": parallel,
-        "activation_checkpoint": {"mode": mode},
-        "training": {"reduce_every_microbatch": reduce_every} if pp == 1 else {},
-    }
-    changed = replace(
-        config,
-        parallel=replace(config.parallel, **parallel),
-        activation_checkpoint=replace(config.activation_checkpoint, mode=mode),
-        training=replace(config.training, reduce_every_microbatch=reduce_every),
-    )  # fmt: skip
-    with suppress(ConfigError):
-        check_combinations(changed)
-        resolved = resolve(changed, world_size)
-        if not (reduce_every and resolved.grad_accum == 1):
-            yield Candidate(settings, changed, resolved)
+    settings = {"parallel": parallel, "activation_checkpoint": {"mode": mode}, "training": {}}
+    if pp == 1 or config.training.reduce_every_microbatch:
+        settings["training"]["reduce_every_microbatch"] = reduce_every
+    return settings
 
 
 # ---------------------------------------------------------------- ranking
 
 
-@dataclass(frozen=True)
-class _BlockCost:
-    """Cost of one transformer block and one microbatch on a rank."""
-
-    activation_bytes: float
-    seconds: float
-
-
 def _family(candidate: Candidate) -> tuple[int, str]:
-    """Return the key of the candidates that have the same _BlockCost: (tp, mode of activation checkpointing)."""
+    """Return (tp, mode of activation checkpointing). Candidates of the same family have the same block cost."""
     return candidate.resolved.dims.tp, candidate.config.activation_checkpoint.mode
 
 
-def _block_costs(
-    found: Sequence[Candidate], world_size: int, accelerator: AcceleratorSpec, on_gpu: bool
-) -> dict[tuple[int, str], _BlockCost]:
-    """Simulate two models with few blocks for each family of candidates. The cost of a block follows from the difference."""
+def _block_costs(found: Sequence[Candidate], hardware: Hardware) -> dict[tuple[int, str], np.ndarray]:
+    """Return family -> (bytes of activations, seconds) of one transformer block and one microbatch on a rank: the difference
+    between simulations of two models with few blocks, divided by the difference in blocks."""
     families = {_family(candidate): candidate.config for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
-    shallow = [_shallow(config, n, world_size) for config in families.values() for n in (depth, 2 * depth)]
-    simulations = simulate([(config, 0) for config in shallow], world_size, on_gpu)
-    costs = {}
-    for i, family in enumerate(families):
-        once, twice = (_cost(shallow[j], simulations[j], world_size, accelerator) for j in (2 * i, 2 * i + 1))
-        costs[family] = _BlockCost(
-            (twice.activation_bytes - once.activation_bytes) / depth, (twice.seconds - once.seconds) / depth
-        )
-    return costs
+    shallow = [_shallow(config, n, hardware.world_size) for config in families.values() for n in (depth, 2 * depth)]
+    simulations = simulate([(config, 0) for config in shallow], hardware.world_size, hardware.is_gpu)
+    costs = [_cost(config, simulation, hardware) for config, simulation in zip(shallow, simulations, strict=True)]
+    return {
+        family: (twice - once) / depth for family, once, twice in zip(families, costs[::2], costs[1::2], strict=True)
+    }
 
 
 def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
@@ -144,13 +125,13 @@ def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
     )
 
 
-def _cost(config: Config, simulation: Simulation, world_size: int, accelerator: AcceleratorSpec) -> _BlockCost:
-    time = combine(config, resolve(config, world_size), [simulation], accelerator, 0.0).slowest
-    seconds = time.matmuls_s + time.memory_s + time.exposed_comm_s
-    return _BlockCost(max(simulation.timeline["activations"]), seconds)
+def _cost(config: Config, simulation: Simulation, hardware: Hardware) -> np.ndarray:
+    """Return the bytes of activations and the seconds of a step."""
+    time = step_time(simulation, hardware.accelerator, bubble=0.0)
+    return np.array([max(simulation.timeline["activations"]), time.matmuls_s + time.memory_s + time.exposed_comm_s])
 
 
-def _likely_memory(candidate: Candidate, cost: _BlockCost) -> float:
+def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     """Return the number of bytes of parameters, gradients, optimizer state, activations and receive buffers on the first rank."""
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
@@ -159,16 +140,16 @@ def _likely_memory(candidate: Candidate, cost: _BlockCost) -> float:
     accumulates = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
-    activations = cost.activation_bytes * _blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
+    activations = block_bytes * _blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
     hidden = math.prod(resolved.hidden_shape) * DTYPES[config.training.compute_dtype].itemsize
     received = hidden * resolved.grad_accum * (2 * stages - 1) * (dims.pp > 1)
     return state + 4 * parameters * accumulates + activations + received  # gradients are accumulated in fp32
 
 
-def _likely_speed(candidate: Candidate, cost: _BlockCost) -> float:
+def _likely_speed(candidate: Candidate, block_s: float) -> float:
     """Return tokens per second."""
     resolved, training = candidate.resolved, candidate.config.training
-    computing = cost.seconds * _blocks_per_rank(resolved) * resolved.grad_accum
+    computing = block_s * _blocks_per_rank(resolved) * resolved.grad_accum
     idle = pipeline_bubble(candidate.config.parallel, resolved.grad_accum)
     return training.global_batch_size * training.seq_len / computing * (1 - idle)
 
@@ -177,45 +158,37 @@ def _blocks_per_rank(resolved: ResolvedRun) -> float:
     return sum(len(stage.blocks) for stage in resolved.stages) / resolved.dims.pp
 
 
-def ranked(
-    found: Sequence[Candidate], world_size: int, accelerator: AcceleratorSpec, reserved_bytes: float, on_gpu: bool
-) -> list[tuple[float, Candidate]]:
+def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, Candidate]]:
     """Return (likely tokens per second, candidate) for each candidate that probably fits, the fastest first."""
-    costs = _block_costs(found, world_size, accelerator, on_gpu)
-    limit = accelerator.memory_gib * GIB - reserved_bytes
-    pairs = [(candidate, costs[_family(candidate)]) for candidate in found]
-    fitting = [(_likely_speed(*pair), pair[0]) for pair in pairs if _likely_memory(*pair) < limit]
-    return sorted(fitting, key=lambda pair: -pair[0])
+    costs = _block_costs(found, hardware)
+    likely = []
+    for candidate in found:
+        block_bytes, block_s = costs[_family(candidate)].tolist()
+        if _likely_memory(candidate, block_bytes) < hardware.usable_bytes:
+            likely.append((_likely_speed(candidate, block_s), candidate))
+    return sorted(likely, key=lambda pair: -pair[0])
 
 
-def search(
-    config: Config,
-    world_size: int,
-    accelerator: AcceleratorSpec,
-    reserved_bytes: float,
-    on_gpu: bool,
-    max_candidates: int,
-) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
+def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
     """Return the number of legal layouts, and estimates of the configured layout and of the layouts that are probably the
     fastest. Layouts that fit come first, ordered by speed."""
-    found = candidates(config, world_size, accelerator)
     config = strip_file_settings(config)
+    found = candidates(config, hardware)
     if not found:
-        resolve(config, world_size)  # raises the reason
-        raise ConfigError("", f"no layout of {world_size} ranks can run")
-    likely = ranked(found, world_size, accelerator, reserved_bytes, on_gpu)
+        resolve(config, hardware.world_size)  # raises the reason
+        raise ConfigError("", f"no layout of {hardware.world_size} ranks can run")
+    likely = ranked(found, hardware)
     with suppress(ConfigError):
-        likely.insert(0, (math.inf, Candidate({}, config, resolve(config, world_size))))
+        likely.insert(0, (math.inf, Candidate({}, config, resolve(config, hardware.world_size))))
     results: list[tuple[Candidate, RunEstimate]] = []
     while likely and len(results) < max_candidates:
         count = min(cores(), max_candidates - len(results))
         batch, likely = [candidate for _, candidate in likely[:count]], likely[count:]
         jobs = [(candidate.config, rank) for candidate in batch for rank in representative_ranks(candidate.resolved)]
-        simulations = iter(simulate(jobs, world_size, on_gpu))
+        simulations = iter(simulate(jobs, hardware.world_size, hardware.is_gpu))
         for candidate in batch:
             of_ranks = [next(simulations) for _ in representative_ranks(candidate.resolved)]
-            estimate = combine(candidate.config, candidate.resolved, of_ranks, accelerator, reserved_bytes)
-            results.append((candidate, estimate))
+            results.append((candidate, combine(candidate.config, candidate.resolved, of_ranks, hardware)))
         best = max((estimate.tokens_per_second for _, estimate in results if estimate.fits), default=0.0)
         likely = [(speed, candidate) for speed, candidate in likely if speed > _HOPELESS * best]
     return len(found), sorted(results, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))

@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -80,15 +81,6 @@ class Simulation:
         return sum(flops * count for (_, flops, _), count in self.op_costs.items())
 
 
-@contextmanager
-def fake_process_group(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
     """Simulate one step of each (configuration, rank). on_gpu: whether to simulate the kernels and the allocator of a GPU.
 
@@ -107,30 +99,28 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
     count, simulated = resolved.grad_accum, _num_simulated(config, resolved)
     resolved = replace(resolved, grad_accum=simulated)
     pipelined = resolved.dims.pp > 1
-    with fake_process_group(rank, resolved.dims.world_size):
-        meshes = Meshes(resolved.dims, CPU)
-        parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, fused_norms(on_gpu), record_host_buffers() as buffers:
-            engine = Engine(config, resolved, CPU, meshes, parts, set(resolved.parameter_names))
-            if pipelined:
-                skip_shape_negotiation(engine.forward_backward.schedule)
-            # Not recorded: the first step. In it DTensor runs each operator on full-size tensors, and FSDP allocates its buffers.
-            _update(engine, [_batch(config) for _ in range(simulated if pipelined else min(simulated, 2))])
-            engine.optimizer.start_step(1e-4)
-            offloaded = on_gpu and config.parallel.cpu_offload
-            recorder = Recorder(on_gpu)
-            for tensor, category, host in _preallocated(engine, fake, on_gpu, offloaded, buffers):
-                recorder.register(tensor, category, host)
-            _annotate_sharded_grads(engine, recorder, offloaded)
-            batches = [_batch(config) for _ in range(simulated)]
-            if pipelined:
-                schedule = engine.forward_backward.schedule
-                schedule.step = _weighted_schedule(schedule.step, recorder, count / simulated)
-            else:
-                batches = _Microbatches(batches, recorder, count)
-            with recorder, recorder.tracking_modules(parts.values()), _annotated_fsdp(recorder, config.parallel):
-                _update(engine, batches)
-            return _result(rank, meshes, engine, recorder, count / simulated if pipelined else 1.0)
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    meshes = Meshes(resolved.dims, CPU)
+    parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, fused_norms(on_gpu), record_host_buffers() as buffers:
+        engine = Engine(config, resolved, CPU, meshes, parts, set(resolved.parameter_names))
+        if pipelined:
+            skip_shape_negotiation(engine.forward_backward.schedule)
+        # Not recorded: the first step. In it DTensor runs each operator on full-size tensors, and FSDP allocates its buffers.
+        _update(engine, [_batch(config) for _ in range(simulated if pipelined else min(simulated, 2))])
+        engine.optimizer.start_step(1e-4)
+        offloaded = on_gpu and config.parallel.cpu_offload
+        recorder = Recorder(on_gpu)
+        for tensor, category, host in _preallocated(engine, fake, on_gpu, offloaded, buffers):
+            recorder.register(tensor, category, host)
+        _annotate_sharded_grads(engine, recorder, offloaded)
+        batches = _Microbatches([_batch(config) for _ in range(simulated)], recorder, simulated if pipelined else count)
+        if pipelined:
+            schedule = engine.forward_backward.schedule
+            schedule.step = _weighted_schedule(schedule.step, recorder, count / simulated)
+        with recorder, recorder.tracking_modules(parts.values()), _annotated_fsdp(recorder, config.parallel):
+            _update(engine, batches)
+        return _result(rank, meshes, engine, recorder, count / simulated if pipelined else 1.0)
 
 
 @contextmanager
@@ -138,12 +128,14 @@ def _annotated_fsdp(recorder: Recorder, parallel: ParallelConfig) -> Iterator[No
     """Label FSDP's tensors. In a pipeline each simulated microbatch counts for several, but operations that run once per step
     count once: reductions, and gathers unless parameters are freed between microbatches."""
 
+    count_once = partial(patch.object, recorder, "weight", 1.0)
+
     def around_reduction(group: FSDPParamGroup) -> AbstractContextManager:
         # The optimizer's update in backward is inside it too.
-        return recorder.weighted(1.0) if recorder.in_schedule and group.reduce_grads else nullcontext()
+        return count_once() if recorder.in_schedule and group.reduce_grads else nullcontext()
 
     gathers_once = parallel.pp > 1 and parallel.reshard_after_forward in ("default", "never")
-    around_gather = partial(recorder.weighted, 1.0) if gathers_once else nullcontext
+    around_gather = count_once if gathers_once else nullcontext
     with annotate_fsdp(recorder.label, around_reduction, around_gather), ignore_sharding_trials(recorder):
         yield
 
@@ -162,12 +154,8 @@ def _weighted_schedule(run: Callable, recorder: Recorder, weight: float) -> Call
     """Wrap a pipeline schedule's step function, so that each microbatch is recorded as `weight` microbatches."""
 
     def wrapper(*args, **kwargs) -> None:
-        recorder.in_schedule = True
-        try:
-            with recorder.weighted(weight):
-                run(*args, **kwargs)
-        finally:
-            recorder.in_schedule = False
+        with patch.multiple(recorder, weight=weight, in_schedule=True):
+            run(*args, **kwargs)
 
     return wrapper
 
@@ -181,25 +169,19 @@ def _batch(config: Config) -> Batch:
     return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in Batch._fields))
 
 
-class _Microbatches(Sequence[Batch]):
-    """Simulated microbatches of a step that has `count` of them. The last but one also counts for the microbatches that are not
-    run."""
+class _Microbatches(list[Batch]):
+    """Simulated microbatches of a step that has `count` microbatches. The last but one of the simulated microbatches also counts
+    for those that are not run."""
 
     def __init__(self, batches: Sequence[Batch], recorder: Recorder, count: int):
-        self.batches = batches
+        super().__init__(batches)
         self.recorder = recorder
         self.count = count
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index):
-        return self.batches[index]
-
     def __iter__(self) -> Iterator[Batch]:
-        for i, batch in enumerate(self.batches):
-            self.recorder.weight = 1.0 + (self.count - len(self.batches)) * (i == len(self.batches) - 2)
-            yield batch
+        for i in range(len(self)):
+            self.recorder.weight = 1.0 + (self.count - len(self)) * (i == len(self) - 2)
+            yield self[i]
 
 
 def _preallocated(
@@ -249,12 +231,9 @@ def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio
     timeline[MEMORY_CATEGORIES.index("communication")] += extra
     total = timeline.sum(axis=0)
     event = int(total.argmax()) - 1
-    by_category: dict[str, int] = dict.fromkeys(MEMORY_CATEGORIES, 0)
     by_module: dict[str, Counter[str]] = defaultdict(Counter)
     for allocation in recorder.alive(event):
-        by_category[allocation.final_category()] += allocation.num_bytes
         by_module[allocation.module][allocation.final_category()] += allocation.num_bytes
-    by_category["communication"] += extra
     by_module[""]["communication"] += extra
     axes = {group.group_name: axis for axis, group in reversed(list(_groups(meshes)))}
     traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
@@ -268,7 +247,7 @@ def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio
         rank=rank,
         peak=int(total.max()),
         peak_at=recorder.point(event),
-        by_category=by_category,
+        by_category=dict(zip(MEMORY_CATEGORIES, timeline[:, event + 1].tolist(), strict=True)),
         by_module={name: dict(categories) for name, categories in by_module.items()},
         timeline={category: row[shown].tolist() for category, row in zip(MEMORY_CATEGORIES, timeline, strict=True)},
         timeline_in_backward=[recorder.point(event - 1).in_backward for event in shown],
