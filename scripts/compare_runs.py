@@ -7,7 +7,7 @@ Exit code: 0 if all common steps have bitwise identical losses, 1 if not, 2 if a
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,7 @@ from trainer.system.files import read_json_object
 def differences(a: Path, b: Path) -> Iterator[str]:
     """Yield one line per difference in settings and environment. Raise ConfigError."""
     yield from differing_settings(_read(a / "config.toml"), _read(b / "config.toml"))
-    environments = []
-    for run in (a, b):
-        try:
-            environments.append(_flat(read_json_object(run / "environment.json")))
-        except (OSError, ValueError) as error:
-            raise ConfigError("", f"{run / 'environment.json'} cannot be read ({error})") from None
-    first, second = environments
+    first, second = (_flat(_read(run / "environment.json", read_json_object)) for run in (a, b))
     for key in sorted(first | second):
         if first.get(key) != second.get(key):
             yield f"{key} {first.get(key)} -> {second.get(key)}"
@@ -58,10 +52,10 @@ def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:
     return f"losses differ first at step {step}: {a[step]} and {b[step]}", False
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, read: Callable[[Path], Any] = Path.read_text) -> Any:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        return read(path)
+    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
         raise ConfigError("", f"{path} cannot be read ({error})") from None
 
 

@@ -10,6 +10,7 @@ peak; 2: an argument or a setting is wrong
 """
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.planning.simulate import Simulation, simulate
-from trainer.testing.allocations import Measured, measure, silence_profiler
+from trainer.testing.allocations import measure, silence_profiler
 from trainer.testing.layouts import (
     Layout,
     Table,
@@ -66,11 +67,11 @@ MAX_CATEGORY_DEVIATION, IGNORED_FRACTION = 0.05, 0.01
 """Maximum deviation as a fraction of the category, and deviation that is ignored as a fraction of the peak."""
 
 
-def wrong_category(simulation: Simulation, measured: Measured) -> str:
+def wrong_category(simulation: Simulation, measured: Counter[str]) -> str:
     """Describe the first category that deviates too much, if any."""
     for category, planned in simulation.by_category.items():
-        actual = measured.by_category.get(category, 0)
-        if abs(planned - actual) > max(MAX_CATEGORY_DEVIATION * actual, IGNORED_FRACTION * measured.peak):
+        actual = measured[category]
+        if abs(planned - actual) > max(MAX_CATEGORY_DEVIATION * actual, IGNORED_FRACTION * measured.total()):
             return f"{category}: {planned:,} simulated, {actual:,} measured"
     return ""
 
@@ -80,13 +81,12 @@ def check(layout: Layout, argv: list[str], config: Config, table: Table) -> bool
     size = num_ranks(config.parallel)
     measured = LocalRanks(size).run(measure, argv, REPEATS)
     agree = True
-    ranks = sorted({0, size - 1})
-    for simulation in simulate([(config, rank) for rank in ranks], size, on_gpu=False):
-        actual = measured[simulation.rank]
-        deviation, wrong = simulation.peak / actual.peak - 1, wrong_category(simulation, actual)
+    for simulation in simulate([(config, rank) for rank in sorted({0, size - 1})], size, on_gpu=False):
+        peak = measured[simulation.rank].total()
+        deviation, wrong = simulation.peak / peak - 1, wrong_category(simulation, measured[simulation.rank])
         agree = agree and abs(deviation) <= MAX_PEAK_DEVIATION and not wrong
-        peaks = f"{simulation.peak:,}", f"{actual.peak:,}", f"{deviation:+.2%}"
-        table.row(layout.text, simulation.rank, *peaks, wrong or simulation.peak_at)
+        cells = layout.text, simulation.rank, f"{simulation.peak:,}", f"{peak:,}", f"{deviation:+.2%}"
+        table.row(*cells, wrong or simulation.peak_at)
     return agree
 
 

@@ -94,7 +94,7 @@ def main() -> None:
                 plan = estimate(config, Hardware(args.world_size, ACCELERATORS[SHORT_NAMES[args.device]]))
                 peak, host, speed = plan.largest.peak, plan.largest.host, plan.tokens_per_second
             else:
-                peak, host = LocalRanks(1).run(measure, flags_of_run, 1)[0].peak, 0
+                peak, host = LocalRanks(1).run(measure, flags_of_run, 1)[0].total(), 0
                 tokens = config.training.global_batch_size * config.training.seq_len
                 speed = tokens / LocalRanks(1).run(fastest_step_s, flags_of_run)[0]
             change = f"{peak / previous - 1:+.1%}" if previous else ""

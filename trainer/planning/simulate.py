@@ -111,8 +111,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
         engine.optimizer.start_step(1e-4)
         offloaded = on_gpu and config.parallel.cpu_offload
         recorder = Recorder(on_gpu)
-        for tensor, category, host in _preallocated(engine, fake, on_gpu, offloaded, buffers):
-            recorder.register(tensor, category, host)
+        _register_preallocated(recorder, engine, fake, on_gpu, offloaded, buffers)
         _annotate_sharded_grads(engine, recorder, offloaded)
         batches = _Microbatches([_batch(config) for _ in range(simulated)], recorder, simulated if pipelined else count)
         if pipelined:
@@ -184,21 +183,23 @@ class _Microbatches(list[Batch]):
             yield self[i]
 
 
-def _preallocated(
-    engine: Engine, fake: FakeTensorMode, on_gpu: bool, offloaded: bool, buffers: Sequence[Tensor]
-) -> Iterator[tuple[Tensor, str, bool]]:
-    """Yield (tensor, category, whether it is in host memory) for each tensor that exists before the step. The category of
-    device buffers is "", because it follows from their use. offloaded: whether parameters and optimizer state are in host
-    memory. buffers: buffers in host memory."""
-    yield from ((tensor, "optimizer", on_gpu) for tensor in engine.optimizer.host_tensors)
-    if on_gpu:
-        yield from ((tensor, "activations", True) for tensor in buffers)
-    yield from ((parameter.detach(), "parameters", offloaded) for parameter in engine.parameters.values())
-    yield from ((tensor, "optimizer", offloaded) for tensor in engine.optimizer.state().values())
+def _register_preallocated(
+    recorder: Recorder, engine: Engine, fake: FakeTensorMode, on_gpu: bool, offloaded: bool, buffers: Sequence[Tensor]
+) -> None:
+    """Register the tensors that exist before the step. The category of device buffers follows from their use. offloaded: whether
+    parameters and optimizer state are in host memory. buffers: buffers in host memory."""
+    for tensor in engine.optimizer.host_tensors:
+        recorder.register(tensor, "optimizer", host=on_gpu)
+    for tensor in buffers if on_gpu else ():
+        recorder.register(tensor, "activations", host=True)
+    for parameter in engine.parameters.values():
+        recorder.register(parameter.detach(), "parameters", offloaded)
+    for tensor in engine.optimizer.state().values():
+        recorder.register(tensor, "optimizer", offloaded)
     gc.collect()
     for tensor in gc.get_objects():
         if type(tensor) is FakeTensor and tensor.fake_mode is fake:
-            yield tensor, "", False
+            recorder.register(tensor, "", host=False)
 
 
 def _annotate_sharded_grads(engine: Engine, recorder: Recorder, offloaded: bool) -> None:

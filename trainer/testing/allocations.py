@@ -42,14 +42,6 @@ class Buffer:
     category: str = ""
 
 
-@dataclass(frozen=True)
-class Measured:
-    peak: int
-    """Bytes."""
-    by_category: dict[str, int]
-    """Category (one of MEMORY_CATEGORIES) -> number of bytes at the peak."""
-
-
 def _label(tensor: Tensor, category: str) -> None:
     """Record an event whose name contains the tensor's category and address."""
     with record_function(f"{category}@{to_local(tensor.detach()).untyped_storage().data_ptr()}"):
@@ -96,13 +88,13 @@ def silence_profiler() -> None:
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def measure(argv: Sequence[str], repeats: int) -> Measured:
-    """Measure the memory of `repeats` steps after the first one, and return the measurement with the smallest peak. Run on each
-    rank."""
+def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
+    """Measure the memory of `repeats` steps after the first one. Return the number of bytes at the smallest peak by category (one
+    of MEMORY_CATEGORIES). Run on each rank."""
     engine, step = build_step(load_config(argv))
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 
-    def measured() -> Measured:
+    def measured() -> Counter[str]:
         engine.optimizer.start_step(1e-4)
         before = _allocated_buffers()
         with (
@@ -122,7 +114,7 @@ def measure(argv: Sequence[str], repeats: int) -> Measured:
         return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
 
     step()
-    return min((measured() for _ in range(repeats)), key=lambda measured: measured.peak)
+    return min((measured() for _ in range(repeats)), key=Counter.total)
 
 
 def _allocated_buffers() -> list[Buffer]:
@@ -145,7 +137,7 @@ def _flat(events: Iterable) -> Iterator:
         yield from _flat(event.children)
 
 
-def _read(tree: Sequence, before: list[Buffer]) -> Measured:
+def _read(tree: Sequence, before: list[Buffer]) -> Counter[str]:
     events = sorted(_flat(tree), key=lambda event: event.start_time_ns)
     (step,) = [event for event in events if event.name == STEP]
     buffers = _buffers(events, before)
@@ -174,14 +166,14 @@ def _read(tree: Sequence, before: list[Buffer]) -> Measured:
         changes[max(buffer.born, step.start_time_ns)] += buffer.num_bytes
         changes[buffer.died] -= buffer.num_bytes
     times = sorted(changes)
-    peak, peak_time = max(zip(accumulate(changes[time] for time in times), times, strict=True), key=itemgetter(0))
+    _, peak_time = max(zip(accumulate(changes[time] for time in times), times, strict=True), key=itemgetter(0))
     by_category: Counter[str] = Counter()
     for buffer in alive:
         if buffer.born <= peak_time < buffer.died:
             saved = not in_backward(buffer.born) and in_backward(buffer.died)
             derived = "activations" if saved else "communication" if id(buffer) in sent else "temporaries"
             by_category[buffer.category or derived] += buffer.num_bytes
-    return Measured(peak, dict(by_category))
+    return by_category
 
 
 def _buffers(events: Iterable, before: list[Buffer]) -> list[Buffer]:
