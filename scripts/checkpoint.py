@@ -23,7 +23,6 @@ from trainer.checkpoint.commit import parse_step
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state, list_checkpoints
 from trainer.checkpoint.storage import read_index
-from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.system.files import folder_error
 
@@ -106,13 +105,10 @@ def main() -> None:
     args = parser.parse_args()
     if problem := folder_error(args.path):
         die(f"{args.path}: {problem}")
-    try:
-        checkpoints = find_checkpoints(args.path)
-        if not checkpoints:
-            die(f"{args.path}: contains no checkpoint")
-        intact = list(COMMANDS[args.command](checkpoints))
-    except ConfigError as error:
-        die(error.message)
+    checkpoints = find_checkpoints(args.path)
+    if not checkpoints:
+        die(f"{args.path}: contains no checkpoint")
+    intact = list(COMMANDS[args.command](checkpoints))
     sys.exit(0 if all(intact) else 1)
 
 

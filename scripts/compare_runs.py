@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, die, run_to_end
+from trainer.config.command_line import Arguments, run_to_end
 from trainer.config.render import differing_settings
 from trainer.system.files import read_json_object
 
@@ -71,11 +71,8 @@ def main() -> None:
     parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
     parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder")
     args = parser.parse_args()
-    try:
-        lines = list(differences(args.a, args.b))
-        line, same = compare_losses(losses(args.a), losses(args.b))
-    except ConfigError as error:
-        die(str(error))
+    lines = list(differences(args.a, args.b))
+    line, same = compare_losses(losses(args.a), losses(args.b))
     print("\n".join([*(lines or ["settings and environment are equal"]), line]))
     sys.exit(0 if same else 1)
 

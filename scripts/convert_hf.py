@@ -16,7 +16,6 @@ from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.weights import resolve_checkpoint
-from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, die, positive_float, run_to_end
 from trainer.config.fields import did_you_mean
 from trainer.run.resolve import parameter_names
@@ -65,7 +64,7 @@ def main() -> None:
             to_hf(args.source, args.out, args.dtype, shard_bytes)
         else:
             from_hf(args.source, args.out, args.family, shard_bytes)
-    except (ConfigError, CorruptError) as error:
+    except CorruptError as error:
         die(str(error))
     except OSError as error:
         die(f"{error.filename}: {error.strerror}")

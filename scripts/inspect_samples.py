@@ -70,10 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.run / "metrics.jsonl").is_file():
         die(f"{args.run}: is not a run folder (no metrics.jsonl)")
-    try:
-        print_samples(args.run, args.step)
-    except ConfigError as error:
-        die(str(error))
+    print_samples(args.run, args.step)
 
 
 if __name__ == "__main__":

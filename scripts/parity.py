@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.build import build_trainer
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, die, positive_int, run_to_end
+from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.schema import toml_value
@@ -219,12 +219,9 @@ def main() -> None:
     )  # fmt: skip
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
-        try:
-            layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]
-            runs = Runs(argv, args.steps, Path(folder))
-            passed = compare(runs, layouts, args.microbatches, must_fit=args.layout is not None)
-        except ConfigError as error:
-            die(str(error))
+        layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]
+        runs = Runs(argv, args.steps, Path(folder))
+        passed = compare(runs, layouts, args.microbatches, must_fit=args.layout is not None)
     sys.exit(0 if passed else 1)
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, die, run_to_end
+from trainer.config.command_line import Arguments, run_to_end
 from trainer.planning.simulate import Simulation, simulate
 from trainer.testing.allocations import measure, silence_profiler
 from trainer.testing.layouts import (
@@ -96,17 +96,14 @@ def main() -> None:
     matrix = "a matrix of layouts, checkpointing and gradient accumulation, on a Llama of 100M parameters"
     add_layout_option(parser, default=matrix)
     args, argv = parser.parse_known_args()
-    try:
-        given = with_default_model(settings_of(argv))
-        runs = []
-        for layout in [Layout.parse(text) for text in args.layout or MATRIX]:
-            argv = flags(given | layout.settings)
-            config = load_layout(argv)
-            if (ranks := num_ranks(config.parallel)) > MAX_RANKS:
-                raise ConfigError("", f"--layout {layout.text!r}: {ranks:,} ranks, but the limit is {MAX_RANKS}")
-            runs.append((layout, argv, config))
-    except ConfigError as error:
-        die(str(error))
+    given = with_default_model(settings_of(argv))
+    runs = []
+    for layout in [Layout.parse(text) for text in args.layout or MATRIX]:
+        argv = flags(given | layout.settings)
+        config = load_layout(argv)
+        if (ranks := num_ranks(config.parallel)) > MAX_RANKS:
+            raise ConfigError("", f"--layout {layout.text!r}: {ranks:,} ranks, but the limit is {MAX_RANKS}")
+        runs.append((layout, argv, config))
     table = Table(layout="<92", rank=">4", simulated_bytes=">15", measured_bytes=">15", deviation=">9", peak_in="")
     agree = [check(*run, table) for run in runs]
     sys.exit(0 if all(agree) else 1)

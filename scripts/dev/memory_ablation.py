@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, die, positive_int, run_to_end
+from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.planning.estimate import Hardware, estimate
 from trainer.runtime import device as devices
@@ -85,24 +85,21 @@ def main() -> None:
     args, argv = parser.parse_known_args()
     if args.world_size > 1 and not args.device:
         parser.error(f"--world-size {args.world_size}: applies to plans only; add --device")
-    try:
-        runs = list(cumulative(args.levers, argv))
-        table = Table(lever="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
-        previous = None
-        for name, flags_of_run, config in runs:
-            if args.device:
-                plan = estimate(config, Hardware(args.world_size, ACCELERATORS[SHORT_NAMES[args.device]]))
-                peak, host, speed = plan.largest.peak, plan.largest.host, plan.tokens_per_second
-            else:
-                peak, host = LocalRanks(1).run(measure, flags_of_run, 1)[0].total(), 0
-                tokens = config.training.global_batch_size * config.training.seq_len
-                speed = tokens / LocalRanks(1).run(fastest_step_s, flags_of_run)[0]
-            change = f"{peak / previous - 1:+.1%}" if previous else ""
-            in_host = f"{host / GIB:.2f} GiB" if host else ""
-            table.row(name, f"{peak / GIB:.2f} GiB", change, in_host, f"{speed:,.0f}")
-            previous = peak
-    except ConfigError as error:
-        die(str(error))
+    runs = list(cumulative(args.levers, argv))
+    table = Table(lever="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
+    previous = None
+    for name, flags_of_run, config in runs:
+        if args.device:
+            plan = estimate(config, Hardware(args.world_size, ACCELERATORS[SHORT_NAMES[args.device]]))
+            peak, host, speed = plan.largest.peak, plan.largest.host, plan.tokens_per_second
+        else:
+            peak, host = LocalRanks(1).run(measure, flags_of_run, 1)[0].total(), 0
+            tokens = config.training.global_batch_size * config.training.seq_len
+            speed = tokens / LocalRanks(1).run(fastest_step_s, flags_of_run)[0]
+        change = f"{peak / previous - 1:+.1%}" if previous else ""
+        in_host = f"{host / GIB:.2f} GiB" if host else ""
+        table.row(name, f"{peak / GIB:.2f} GiB", change, in_host, f"{speed:,.0f}")
+        previous = peak
 
 
 if __name__ == "__main__":

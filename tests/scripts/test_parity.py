@@ -11,13 +11,14 @@ import pytest
 from scripts import parity
 from scripts.parity import deviations, within
 from tests.conftest import ROOT
+from trainer.config.command_line import run_to_end
 from trainer.testing.layouts import Layout
 
 
 def main(monkeypatch, *argv):
     monkeypatch.setattr(sys, "argv", ["parity.py", "--steps", "2", "--microbatches", "1", *argv])
     with pytest.raises(SystemExit) as exit:
-        parity.main()
+        run_to_end(parity.main)
     return exit.value.code
 
 

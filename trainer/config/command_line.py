@@ -49,9 +49,11 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Call main. Ctrl-C prints one line and exits with code 130."""
+    """Call main. A ConfigError prints one line and exits with code 2, Ctrl-C prints one line and exits with code 130."""
     try:
         main()
+    except ConfigError as error:
+        die(str(error))
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
