@@ -138,17 +138,17 @@ SEQ, VOCAB = 8192, 128_256
 
 def peaks_gib(loss, dim, dtype, tp=1):
     """Return the peak memory of forward and backward without the inputs, in GiB: without and with the gradient of the weight."""
+    mesh = init_device_mesh("cpu", (tp,))
     with FakeTensorMode(allow_non_fake_inputs=True):
         hidden = torch.empty(1, SEQ, dim, dtype=dtype, requires_grad=True)
         weight = torch.empty(-(-VOCAB // tp), dim, dtype=dtype, requires_grad=True)
-        inputs = [hidden, weight]
+        inputs = [hidden, weight, torch.zeros(1, SEQ, dtype=torch.int64)]
         if tp > 1:
-            mesh = init_device_mesh("cpu", (tp,))
             full = {"shape": (VOCAB, dim), "stride": (dim, 1)}
             inputs[0] = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
             inputs[1] = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, **full)
         with Recorder(on_gpu=True) as recorder:
-            loss(*inputs, torch.zeros(1, SEQ, dtype=torch.int64)).backward()
+            loss(*inputs).backward()
     gradients = {weight.numel() * itemsize for itemsize in (2, 4)}
     new = [
         recorder.timeline(lambda a, ignored=ignored: a.born >= 0 and a.num_bytes not in ignored)
