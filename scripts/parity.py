@@ -213,10 +213,10 @@ def main() -> None:
     parser = Arguments(__doc__, settings=True)
     add_layout_option(parser, "a matrix of all features; layouts that do not fit the configuration are listed")
     parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="optimizer steps of each run")
-    parser.add_argument(
-        "--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N",
-        help="microbatches of a step on each rank, as multiples of the smallest number that a pipeline schedule accepts",
-    )  # fmt: skip
+    micro_help = (
+        "microbatches of a step on each rank, as multiples of the smallest number that a pipeline schedule accepts"
+    )
+    parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]

@@ -71,24 +71,17 @@ def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument("--world-size", type=positive_int, default=8, metavar="N", help="number of ranks")
-    parser.add_argument("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
-    parser.add_argument("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
-    parser.add_argument(
-        "--reserve-gib", type=non_negative_float, default=2.0, metavar="X",
-        help="device memory that the allocator cannot use: driver context, NCCL buffers",
-    )  # fmt: skip
-    parser.add_argument(
-        "--search", action="store_true", help="rank parallel layouts instead, and print the best one's settings"
-    )
-    parser.add_argument(
-        "--max-candidates", type=positive_int, metavar="N", help="layouts that --search simulates (default: 24)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE",
-        help="plot memory over a step of the rank with the largest peak, as .png, .svg or .pdf (requires matplotlib)",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("--world-size", type=positive_int, default=8, metavar="N", help="number of ranks")
+    add("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
+    add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
+    reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
+    add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
+    add("--search", action="store_true", help="rank parallel layouts instead, and print the best one's settings")
+    add("--max-candidates", type=positive_int, metavar="N", help="layouts that --search simulates (default: 24)")
+    add("--json", action="store_true", help="print JSON")
+    plot_help = "plot memory over a step of the rank with the largest peak, as .png, .svg or .pdf (requires matplotlib)"
+    add("--plot", type=Path, metavar="FILE", help=plot_help)
     group = parser.add_argument_group("replace figures of the device (1 GB/s = 10^9 bytes per second)")
     group.add_argument("--memory-gib", type=positive_float, metavar="X", help="device memory")
     group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory: a device's share")

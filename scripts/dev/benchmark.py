@@ -4,7 +4,6 @@ python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
 """
 
-import argparse
 import itertools
 import json
 import shutil
@@ -184,31 +183,27 @@ def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: str |
 def main() -> None:
     parser = Arguments(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[..., None], text: str, **integers: tuple[int, str]) -> argparse.ArgumentParser:
-        """integers: name of an integer option -> (default, help)."""
-        subparser = commands.add_parser(name, help=text, doc=text)
-        subparser.set_defaults(run=run)
-        subparser.add_argument("--folder", metavar="PATH", help="where to write (default: a temporary folder)")
-        for option, (default, help) in integers.items():
-            flag = f"--{option.replace('_', '-')}"
-            subparser.add_argument(flag, type=positive_int, default=default, metavar="N", help=help)
-        return subparser
-
-    checkpoint = command(
-        "checkpoint", print_saves,
-        "time that a save blocks training, in each async mode: the slowest rank of each save, the median of all saves",
-        ranks=(2, "ranks on this CPU that share the state"), repeats=(7, "saves of each mode"),
-    )  # fmt: skip
+    of_saves = (
+        "time that a save blocks training, in each async mode: the slowest rank of each save, the median of all saves"
+    )
+    of_data = "tokens per second of preparing and loading data, each next to a baseline without the trainer"
+    checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
+    data = commands.add_parser("data", help=of_data, doc=of_data)
+    for command, option, default, text in (
+        (checkpoint, "ranks", 2, "ranks on this CPU that share the state"),
+        (checkpoint, "repeats", 7, "saves of each mode"),
+        (data, "mib", 64, "text to prepare"),
+        (data, "local-batch", 8, "samples of a microbatch"),
+        (data, "seq", 4096, "tokens of a sample"),
+        (data, "repeats", 3, "repeats of each task; the table has their median"),
+    ):
+        command.add_argument(f"--{option}", type=positive_int, default=default, metavar="N", help=text)
     checkpoint.add_argument("--gib", type=positive_float, default=1.2, metavar="X", help="size of the state")
-    command(
-        "data", print_data, "tokens per second of preparing and loading data, each next to a baseline without the trainer",
-        mib=(64, "text to prepare"), local_batch=(8, "samples of a microbatch"), seq=(4096, "tokens of a sample"),
-        repeats=(3, "repeats of each task; the table has their median"),
-    )  # fmt: skip
+    for command in (checkpoint, data):
+        command.add_argument("--folder", metavar="PATH", help="where to write (default: a temporary folder)")
     args = vars(parser.parse_args())
-    del args["command"]
-    args.pop("run")(**args)
+    run = {"checkpoint": print_saves, "data": print_data}[args.pop("command")]
+    run(**args)
 
 
 if __name__ == "__main__":

@@ -78,10 +78,8 @@ def main() -> None:
     parser = Arguments(__doc__, settings=True)
     parser.add_argument("--device", choices=SHORT_NAMES, help="plan for this device instead of measuring")
     parser.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="ranks of a plan")
-    parser.add_argument(
-        "--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME",
-        help=f"levers in the order to apply them, of: {', '.join(LEVERS)} (default: all)",
-    )  # fmt: skip
+    levers_help = f"levers in the order to apply them, of: {', '.join(LEVERS)} (default: all)"
+    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME", help=levers_help)
     args, argv = parser.parse_known_args()
     if args.world_size > 1 and not args.device:
         parser.error(f"--world-size {args.world_size}: applies to plans only; add --device")

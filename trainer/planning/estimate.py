@@ -1,6 +1,7 @@
 """Memory and speed of a run, estimated from simulations of a few of its ranks."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from trainer.config import CompileConfig, Config, ConfigError, DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.planning.roofline import StepTime, pipeline_bubble, step_time
@@ -29,11 +30,17 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    simulations: list[Simulation]
-    times: list[StepTime]
-    resolved: ResolvedRun
     config: Config
+    resolved: ResolvedRun
+    simulations: list[Simulation]
+    """Simulations of the representative ranks."""
     hardware: Hardware
+
+    @cached_property
+    def times(self) -> list[StepTime]:
+        """Time of a step on each simulated rank."""
+        bubble = pipeline_bubble(self.config.parallel, self.resolved.grad_accum)
+        return [step_time(simulation, self.hardware.accelerator, bubble) for simulation in self.simulations]
 
     @property
     def largest(self) -> Simulation:
@@ -99,11 +106,4 @@ def estimate(config: Config, hardware: Hardware) -> RunEstimate:
     config = strip_file_settings(config)
     resolved = resolve(config, hardware.world_size)
     jobs = [(config, rank) for rank in representative_ranks(resolved)]
-    return combine(config, resolved, simulate(jobs, hardware.world_size, hardware.is_gpu), hardware)
-
-
-def combine(config: Config, resolved: ResolvedRun, simulations: list[Simulation], hardware: Hardware) -> RunEstimate:
-    """simulations: one for each of representative_ranks."""
-    bubble = pipeline_bubble(config.parallel, resolved.grad_accum)
-    times = [step_time(simulation, hardware.accelerator, bubble) for simulation in simulations]
-    return RunEstimate(simulations, times, resolved, config, hardware)
+    return RunEstimate(config, resolved, simulate(jobs, hardware.world_size, hardware.is_gpu), hardware)

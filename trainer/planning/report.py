@@ -90,13 +90,12 @@ def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
     compute, memory, network = (
         f"{100 * e:.0f} %" for e in (FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY)
     )
+    bubble = f", bubble {100 * time.bubble:.1f} %" * (time.bubble > 0)
     lines = [
         f"step time: {time.total_s:.3g} s, {100 * estimate.mfu:.1f} % MFU, {rate:,.0f} tokens per second, "
         f"{rate * _DAY_S:,.3g} per day; bound by {time.bound}",
         f"  matmuls {time.matmuls_s:.3g} s ({flops / 1e12:,.4g} TFLOP), other operators {time.memory_s:.3g} s, exposed "
-        f"collectives {time.exposed_comm_s:.3g} s, overlapped collectives {time.overlapped_comm_s:.3g} s"
-        + f", bubble {100 * time.bubble:.1f} %"
-        * (time.bubble > 0),
+        f"collectives {time.exposed_comm_s:.3g} s, overlapped collectives {time.overlapped_comm_s:.3g} s{bubble}",
         f"  assumed: {compute} of {peak_flops / 1e12:,g} TFLOP/s, {memory} of {accelerator.memory_bandwidth / 1e9:,.0f} GB/s "
         f"memory bandwidth, {network} of {accelerator.intra_node_bandwidth / 1e9:,.0f} GB/s in a node of "
         f"{min(accelerator.gpus_per_node, world_size)} and of {accelerator.inter_node_bandwidth / 1e9:,.0f} GB/s between nodes",

@@ -13,7 +13,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.load import check_combinations
 from trainer.config.schema import toml_value
 from trainer.parallel.pipeline import stages_per_rank
-from trainer.planning.estimate import Hardware, RunEstimate, combine, representative_ranks, strip_file_settings
+from trainer.planning.estimate import Hardware, RunEstimate, representative_ranks, strip_file_settings
 from trainer.planning.roofline import pipeline_bubble, step_time
 from trainer.planning.simulate import Simulation, simulate
 from trainer.run.preflight import minimum_memory
@@ -37,9 +37,12 @@ class Candidate:
     resolved: ResolvedRun
 
     def toml(self) -> str:
-        sections = {f"[{section}]": values for section, values in self.settings.items() if values}
-        lines = ([head, *(f"{k} = {toml_value(v)}" for k, v in values.items())] for head, values in sections.items())
-        return "\n".join(line for section in lines for line in section)
+        lines = []
+        for section, values in self.settings.items():
+            lines += [f"[{section}]"] * bool(values) + [
+                f"{name} = {toml_value(value)}" for name, value in values.items()
+            ]
+        return "\n".join(lines)
 
     def flags(self) -> list[str]:
         flags = {f"--{s}.{name}": value for s, values in self.settings.items() for name, value in values.items()}
@@ -188,7 +191,7 @@ def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int
         simulations = iter(simulate(jobs, hardware.world_size, hardware.is_gpu))
         for candidate in batch:
             of_ranks = [next(simulations) for _ in representative_ranks(candidate.resolved)]
-            results.append((candidate, combine(candidate.config, candidate.resolved, of_ranks, hardware)))
+            results.append((candidate, RunEstimate(candidate.config, candidate.resolved, of_ranks, hardware)))
         best = max((estimate.tokens_per_second for _, estimate in results if estimate.fits), default=0.0)
         likely = [(speed, candidate) for speed, candidate in likely if speed > _HOPELESS * best]
     return len(found), sorted(results, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))

@@ -121,11 +121,10 @@ def num_ranks(parallel: ParallelConfig) -> int:
 
 
 def add_layout_option(parser: ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--layout", action="append", metavar="\"name=value ...\"",
-        help="settings of a layout: those of [parallel] by name, others as section.key=value; repeat it for several layouts "
-        f"(default: {default})",
-    )  # fmt: skip
+    """default: description of the layouts that are used without the option."""
+    names = "settings of a layout: those of [parallel] by name, others as section.key=value"
+    text = f"{names}; repeat it for several layouts (default: {default})"
+    parser.add_argument("--layout", action="append", metavar='"name=value ..."', help=text)
 
 
 def load_layout(argv: Sequence[str]) -> Config:
