@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.checkpoint.async_save import WRITERS, AsyncCheckpointer
-from trainer.config import CheckpointConfig, DataConfig, TokenizerConfig
+from trainer.checkpoint.async_save import WRITERS
+from trainer.checkpoint.commit import SaveRequest
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.config.command_line import Arguments, positive_float, positive_int
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import parse_mixture
@@ -56,17 +57,17 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
         f"state/{i}": DTensor.from_local(torch.randn(rows, 1024), mesh, [Shard(0)], run_check=False)
         for i in range(round(gib * GIB / 2**22))
     }
-    cpu = torch.device("cpu")
-    savers = {mode: AsyncCheckpointer(CheckpointConfig(async_mode=mode), folder / mode, cpu, state) for mode in WRITERS}
+    writers = {mode: writer(torch.device("cpu"), state) for mode, writer in WRITERS.items()}
     times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in WRITERS}
     for step in range(repeats + 1):
-        for mode, saver in savers.items():
+        for mode, writer in writers.items():
+            request = SaveRequest(folder / mode, step, {}, {}, keep=0, keep_interval_steps=0, keep_best=0)
             dist.barrier()
             start = time.perf_counter()
-            saver.save(step, state, {}, {})
-            saver.before_update()
+            writer.save(request, state)
+            writer.before_update()
             blocked = time.perf_counter() - start
-            (result,) = saver.wait()
+            (result,) = writer.wait()
             if result.failure is not None:
                 raise result.failure
             if step:  # the first save is a warm-up
@@ -74,8 +75,8 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(folder / mode)
-    for saver in savers.values():
-        saver.close()
+    for writer in writers.values():
+        writer.close()
     return times
 
 
