@@ -102,6 +102,15 @@ def test_an_error_that_only_the_ranks_can_find_is_printed_once(complete_runs, ti
     assert sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock") == files
 
 
+def test_gpus_are_counted_where_nvidia_smi_exists(tmp_path):
+    """run_llama_train.sh calls a function of trainer/runtime/device.py for it; here, the count is 0."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = call(SCRIPT, "--training.stepz", "5", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    line = "--training.stepz: unknown setting; did you mean '--training.steps'?\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("localhost", 0))

@@ -52,7 +52,7 @@ class LocalRanks:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # The fork server has imported torch, but started none of its threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "trainer.trainer"])
+        context.set_forkserver_preload(["trainer.build", "pytest"])
         pipes, processes = [], []
         with tempfile.TemporaryDirectory() as folder:
             try:
