@@ -1,6 +1,6 @@
 """Plot the training losses of several runs, one curve over another, for the README.
 
-    python scripts/dev/plot_losses.py outputs/ranks1 outputs/ranks2 --output docs/images/losses.svg
+python scripts/dev/plot_losses.py outputs/ranks1 outputs/ranks2 --output docs/images/losses.svg
 """
 
 import sys
