@@ -142,7 +142,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a layout with a number of microbatches."""
+    """A row of the table: one combination of a layout and a microbatch count."""
 
     layout: Layout
     config: Config

@@ -66,5 +66,6 @@ class TrainState:
 
 
 def is_due(step: int, interval: int, last_step: int) -> bool:
-    """Whether an action is due after a step: if the step is a multiple of the interval (0: never), or the last step."""
+    """Return whether an action is due after a step. It is due at multiples of the interval and at the last step. With interval 0
+    it is due only at the last step."""
     return step == last_step or (interval > 0 and step % interval == 0)

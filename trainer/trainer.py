@@ -117,7 +117,7 @@ class Trainer:
                 self.checkpoints.best.update(dataset.name, result["loss"])
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
-        """Start to save the state. Raise TrainingDiverged if the run ends with several skipped steps."""
+        """Start to save the state. Raise TrainingDiverged if the run ends in a series of skipped steps."""
         if last:
             self.monitor.require_good_end(outcome)
         self.metrics.flush()

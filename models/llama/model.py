@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """Projection to the vocabulary. A head is applied here, where a sharded weight is gathered."""
+    """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only while it runs."""
 
     def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
         return F.linear(h, self.weight) if head is None else head(h, self.weight)

@@ -1,4 +1,4 @@
-"""Measure or plan the memory and speed of each memory lever, on top of the levers before it.
+"""Measure or plan the memory and speed of each memory technique, on top of the techniques before it.
 
 Measures some steps on one rank of this machine's CPU: the peak by the allocator's events, and the fastest step. A CPU has no
 separate host memory, so offloading shows only in a plan.
@@ -31,7 +31,7 @@ BASELINE = {
     "training.loss_chunk_tokens": "100000000",
     "training.max_norm": "none",
 }
-LEVERS = {
+TECHNIQUES = {
     "chunked loss": {"training.loss_chunk_tokens": "1024"},
     "activation checkpointing": {"activation_checkpoint.mode": "full"},
     "block inputs in host memory": {"activation_checkpoint.offload_inputs": "true"},
@@ -60,17 +60,17 @@ def fastest_step_s(argv: Sequence[str]) -> float:
     return min(times[1:])
 
 
-def cumulative(levers: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
-    """Yield (name, flags, configuration) of the baseline and of each lever, added to those before it. Raises ConfigError that
-    names the lever."""
+def cumulative(techniques: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
+    """Yield (name, flags, configuration) of the baseline and of each technique, added to those before it. Raises ConfigError that
+    names the technique."""
     settings = with_default_model(BASELINE | settings_of(argv))
     yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
-    for lever in levers:
-        settings |= LEVERS[lever]
+    for technique in techniques:
+        settings |= TECHNIQUES[technique]
         try:
-            yield f"+ {lever}", flags(settings), load_config(flags(settings), check_files=False)
+            yield f"+ {technique}", flags(settings), load_config(flags(settings), check_files=False)
         except ConfigError as error:
-            raise ConfigError("", f"lever '{lever}': {error}") from None
+            raise ConfigError("", f"technique '{technique}': {error}") from None
 
 
 def main() -> None:
@@ -78,13 +78,15 @@ def main() -> None:
     parser = Arguments(__doc__, settings=True)
     parser.add_argument("--device", choices=SHORT_NAMES, help="plan for this device instead of measuring")
     parser.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="ranks of a plan")
-    levers_help = f"levers in the order to apply them, of: {', '.join(LEVERS)} (default: all)"
-    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="NAME", help=levers_help)
+    names_help = f"techniques in the order to apply them, of: {', '.join(TECHNIQUES)} (default: all)"
+    parser.add_argument(
+        "--techniques", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help=names_help
+    )
     args, argv = parser.parse_known_args()
     if args.world_size > 1 and not args.device:
         parser.error(f"--world-size {args.world_size}: applies to plans only; add --device")
-    runs = list(cumulative(args.levers, argv))
-    table = Table(lever="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
+    runs = list(cumulative(args.techniques, argv))
+    table = Table(technique="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
     previous = None
     for name, flags_of_run, config in runs:
         if args.device:

@@ -158,10 +158,10 @@ COMBINATIONS = {
         "--parallel.reshard_after_forward always: must be default or never with DualPipeV"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --activation_checkpoint.mode selective": (
-        "--activation_checkpoint.mode selective: not with ZBVZeroBubble, which traverses backward twice"
+        "--activation_checkpoint.mode selective: cannot be combined with ZBVZeroBubble, which traverses backward's graph twice"
     ),
     "--parallel.pp 2 --training.reduce_every_microbatch true": (
-        "--training.reduce_every_microbatch true: not with pp > 1: a pipeline reduces once per step"
+        "--training.reduce_every_microbatch true: cannot be combined with pp > 1: a pipeline reduces once per step"
     ),
     "--activation_checkpoint.mode budget": (
         "--activation_checkpoint.mode budget: needs [compile] enabled = true: the compiler chooses"

@@ -1,11 +1,11 @@
-"""scripts/dev/memory_ablation.py: levers on top of each other, measured or planned."""
+"""scripts/dev/memory_ablation.py: techniques on top of each other, measured or planned."""
 
 import subprocess
 import sys
 
 import pytest
 
-from scripts.dev.memory_ablation import LEVERS, cumulative
+from scripts.dev.memory_ablation import TECHNIQUES, cumulative
 from tests.conftest import ROOT
 
 SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
@@ -16,17 +16,17 @@ def memory_ablation(*argv):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_every_lever_is_on_top_of_those_before_it():
-    configs = [config for _, _, config in cumulative(list(LEVERS), ["--training.seq_len", "256"])]
-    assert len(configs) == len(LEVERS) + 1
+def test_every_technique_is_on_top_of_those_before_it():
+    configs = [config for _, _, config in cumulative(list(TECHNIQUES), ["--training.seq_len", "256"])]
+    assert len(configs) == len(TECHNIQUES) + 1
     assert all(config.training.seq_len == 256 and config.training.local_batch_size == 4 for config in configs)
     assert [c.activation_checkpoint.offload_inputs for c in configs] == [False] * 3 + [True] * 5
     assert configs[-1].optimizer.offload == "state_and_gradients" and not configs[-1].optimizer.in_backward
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "h100", "--world-size", "2", "--training.global_batch_size", "8"]])
-def test_a_lever_has_memory_change_and_speed(device):
-    ended = memory_ablation(*device, *SMALL, "--levers", "chunked loss", "activation checkpointing")
+def test_a_technique_has_memory_change_and_speed(device):
+    ended = memory_ablation(*device, *SMALL, "--techniques", "chunked loss", "activation checkpointing")
     assert ended.returncode == 0, ended.stderr
     header, *rows = [line for line in ended.stdout.splitlines() if line and not line.startswith("USDT")]
     assert [row.split("  ")[0] for row in rows] == ["baseline", "+ chunked loss", "+ activation checkpointing"]
@@ -38,10 +38,10 @@ def test_a_lever_has_memory_change_and_speed(device):
     ("argv", "line"),
     [
         (
-            ["--levers", "block inputs in host memory"],
-            "lever 'block inputs in host memory': --activation_checkpoint.offload_inputs true: needs mode = full",
+            ["--techniques", "block inputs in host memory"],
+            "technique 'block inputs in host memory': --activation_checkpoint.offload_inputs true: needs mode = full",
         ),
-        (["--levers", "less"], "argument --levers: invalid choice: 'less'"),
+        (["--techniques", "less"], "argument --techniques: invalid choice: 'less'"),
         (["--world-size", "2"], "--world-size 2: applies to plans only; add --device"),
         (["--training.stpes", "2"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
     ],

@@ -60,7 +60,8 @@ class Writer:
         """Seconds that training has waited for the last save. They count as blocked time of the next save."""
 
     def start(self, request: SaveRequest, staging_dir: Path, tensors: Tensors) -> "Future[float]":
-        """Start a save, collectively. Return a future with the seconds of writing in the background, or with SaveFailed."""
+        """Start a save, collectively. Return a future that resolves to the duration of the background write in
+        seconds, or raises SaveFailed."""
         raise NotImplementedError
 
     def before_update(self) -> None:

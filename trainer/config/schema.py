@@ -302,7 +302,7 @@ class CheckpointConfig:
     keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints")] = 0
     """Number of latest complete checkpoints to keep; older ones are deleted after a new one is written. 0: keep all."""
     keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
-    """Older checkpoints are kept too if their step is a multiple of this number; 0: keep no older checkpoints."""
+    """Besides the `keep` latest checkpoints, those whose step is a multiple of this number are kept. 0: keep no others."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Action after a failed save (such as a full disk). continue: warn, and save again at the next interval; stop: end the run.
     The last save of a run must succeed in both cases."""
@@ -357,8 +357,9 @@ class ResilienceConfig:
     """Factor beyond which a rank is reported as a straggler: if the forward pass of its blocks takes this many times as long as
     on the median rank, or if waiting for its data makes the step this many times as long. none: never warn."""
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
-    """Time without a completed step after which the run aborts and prints every rank's stack; 5 times the longest step so far, if
-    longer. In the first step, evaluations and checkpoints, only a missing heartbeat aborts. 0: never abort."""
+    """Time without a completed step after which the run prints every rank's stack and aborts. The limit is at least 5 times the
+    longest step so far. During evaluations, checkpoints and the first step, the run aborts only if a rank's heartbeat is
+    missing. 0: never abort."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,9 @@ def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_le
                 evaluation["held_out" if single else name] = held_out
     for name in sets:
         if name in evaluation:
-            raise ConfigError(f"evaluation.datasets.{name}", "names the held-out documents of a training dataset")
+            raise ConfigError(
+                f"evaluation.datasets.{name}", "this name is taken by the held-out documents of a training dataset"
+            )
         evaluation[name] = _open_split(folders[f"evaluation/{name}"], "train", data, seq_len)
     samples = list(training.values())
     names = {name: folders[f"train/{name}"].name for name in configs}

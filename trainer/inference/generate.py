@@ -55,7 +55,7 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return a token. logits: shape (vocabulary,), fp32, on the CPU, so that a seed gives the same token with every device."""
+    """Return a token. logits: shape (vocabulary,), fp32, on the CPU, so that a seed gives the same token on every device."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)

@@ -1,6 +1,6 @@
 """Context parallelism: each sequence is split over the cp axis, and attention reads the gathered keys and values.
 
-Keys and values are gathered, not passed around a ring, as in Llama 3's training (Llama Team 2024, arXiv:2407.21783, 3.3.2):
+As in Llama 3's training (Llama Team 2024, arXiv:2407.21783, 3.3.2), keys and values are gathered instead of passed around a ring:
 with few kv heads the gathered tensors are small, and every mask is simple to apply to the full sequence. Each sequence is split
 into 2 x cp chunks. Rank r has the r-th chunk from the start of the sequence and the r-th chunk from its end, so all ranks have
 the same work under a causal mask.

@@ -73,7 +73,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
-    """Return all stages of the pipeline in order, or a single stage without a pipeline. Raises ConfigError if the blocks cannot
+    """Return all stages of the pipeline in order; without a pipeline, one stage. Raises ConfigError if the blocks cannot
     be partitioned as configured. model: the full model, on the meta device."""
     names = [f"{plan.blocks}.{name}" for name, _ in model.get_submodule(plan.blocks).named_children()]
     per_rank = stages_per_rank(config)

@@ -54,8 +54,9 @@ class _Gather(ParallelStyle):
 
 
 class _Output(ParallelStyle):
-    """The projection to the vocabulary, sharded along the vocabulary. Its input is the output of a norm. With a head, the head
-    gets the full sequence and the weight as DTensors. Without a head, every rank gets the full logits."""
+    """The projection to the vocabulary, sharded along the vocabulary. Its input is the output of a norm. If the
+    caller passes a head, the head receives the full sequence and the weight, both as DTensors. Otherwise every rank returns the
+    full logits."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))

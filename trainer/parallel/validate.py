@@ -64,9 +64,13 @@ def check_supported(
         message = "computes gradients of inputs and weights separately, which torch.compile cannot"
         raise ConfigError("parallel.pipeline_schedule", message)
     if schedule.splits_backward and checkpointing.mode == "selective":
-        raise ConfigError("activation_checkpoint.mode", f"not with {name}, which traverses backward twice")
+        raise ConfigError(
+            "activation_checkpoint.mode", f"cannot be combined with {name}, which traverses backward's graph twice"
+        )
     if schedule.splits_backward and parallel.reshard_after_forward not in ("default", "never"):
         # torch looks up the weights after they have been resharded, and silently loses their gradients.
         raise ConfigError("parallel.reshard_after_forward", f"must be default or never with {name}")
     if training.reduce_every_microbatch:
-        raise ConfigError("training.reduce_every_microbatch", "not with pp > 1: a pipeline reduces once per step")
+        raise ConfigError(
+            "training.reduce_every_microbatch", "cannot be combined with pp > 1: a pipeline reduces once per step"
+        )

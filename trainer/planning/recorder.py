@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         """Whether to ignore operators, because a real step does not run them."""
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._forward: list[str] = []
-        """Stack of the modules that run in forward."""
+        """Stack of the modules whose forward is running, innermost last."""
         self._backward = ""
         """Module whose output gradient was computed last."""
         self._patch = patch.object(torch.UntypedStorage, "resize_", self._recorded_resize(torch.UntypedStorage.resize_))

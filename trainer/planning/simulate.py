@@ -124,8 +124,8 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
 
 @contextmanager
 def _annotated_fsdp(recorder: Recorder, parallel: ParallelConfig) -> Iterator[None]:
-    """Label FSDP's tensors. In a pipeline each simulated microbatch counts for several, but operations that run once per step
-    count once: reductions, and gathers unless parameters are freed between microbatches."""
+    """Label FSDP's tensors. In a pipeline, each simulated microbatch stands for several real ones. Operations that run once per
+    step are counted once: reductions, and also gathers if parameters stay gathered between microbatches."""
 
     count_once = partial(patch.object, recorder, "weight", 1.0)
 

@@ -59,7 +59,7 @@ class Metrics:
                 self.summary_writer = SummaryWriter(str(self.folder / "tb"), purge_step=step + 1)
 
     def start(self) -> None:
-        """Start a window of steps, about which the next record is."""
+        """Start the window of steps that the next record covers."""
         self.memory_min = devices.memory_now(self.device)
         devices.reset_memory_peak(self.device)
         self.window_start = time.perf_counter()

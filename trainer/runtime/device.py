@@ -145,7 +145,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """state: result of rng_state. Generators that are missing in it keep their state."""
+    """state: result of rng_state. Generators that are missing from it keep their state."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "device" in state:

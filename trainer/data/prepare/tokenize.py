@@ -108,7 +108,7 @@ def _tokenize(
 
 
 def _results(job: TokenizeJob, encode: Encode, spans: list[Span]) -> Iterator[tuple[Encoded, bool] | BadDocument]:
-    """Yield the encoded documents of the spans, each with whether it is held out, and the bad documents, in order."""
+    """Yield, in document order, either (encoded document, whether it is held out) or a bad document."""
 
     def transform(document: Document) -> tuple[Encoded, bool]:
         return encode(document), _is_held_out(document, job.data.held_out_fraction)

@@ -129,9 +129,9 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
     logging.info(f"packed {counts['documents']} documents into {counts['samples']} samples, {used}: {folder}")
     if incomplete:
         reason = f"each has a single token or is longer than training.seq_len {seq_len}"
-        logging.warning(f"{incomplete} documents are truncated or missing in the samples: {reason}")
+        logging.warning(f"{incomplete} documents are truncated or dropped: {reason}")
     if spans := counts["without_target"]:
-        logging.warning(f"{spans} spans of documents are missing in the samples: they have no target token")
+        logging.warning(f"{spans} spans of documents without a target token are not part of any sample")
 
 
 def read_packing(folder: Path) -> PackedIndex:
