@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.config.command_line import Arguments, positive_float, positive_int
+from trainer.config.command_line import Arguments, positive_float, positive_int, run_to_end
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
@@ -208,4 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main)

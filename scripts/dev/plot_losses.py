@@ -9,8 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from scripts.compare_runs import losses
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, die, run_to_end
+from trainer.config.command_line import Arguments, run_to_end
 from trainer.planning.report import canvas
 
 
@@ -19,11 +18,8 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder; its name labels the curve")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf")
     args = parser.parse_args()
-    try:
-        curves = {run.name: losses(run) for run in args.runs}
-        figure = canvas(args.output)
-    except ConfigError as error:
-        die(str(error))
+    curves = {run.name: losses(run) for run in args.runs}
+    figure = canvas(args.output)
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for i, (name, curve) in enumerate(curves.items()):
         width = 2 + 2.5 * (len(curves) - 1 - i)  # the first curve is the widest, so that each later one shows its edges

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
@@ -57,6 +56,13 @@ def trained(ranks, tiny, folder, model, size, *layout):
     return folder / "run" / "checkpoints" / "step-00000002"
 
 
+def transformers():
+    """Return the module. It is imported late, so that ranks, which import this file, need not wait for it."""
+    import transformers
+
+    return transformers
+
+
 def native_logits(checkpoint, tokens):
     export = HfExport(checkpoint, torch.float32)
     model = export.spec.model(export.sizes)
@@ -69,7 +75,7 @@ def native_logits(checkpoint, tokens):
 
 
 def hf_logits(folder, tokens):
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    model = transformers().LlamaForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     with torch.no_grad():
         return model(tokens).logits
 
@@ -181,11 +187,11 @@ def memory_of_loading(argv, folder):
 @pytest.mark.parametrize("layout", [[], ["--parallel.tp", "2"]])
 def test_a_rank_that_loads_its_shards_needs_little_more_memory(ranks, tmp_path, layout):
     """The shards exist before. A rank that read the complete model would need twice their size."""
-    config = transformers.LlamaConfig(
+    config = transformers().LlamaConfig(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=2048, rms_norm_eps=1e-5, rope_theta=500_000.0, tie_word_embeddings=False,
     )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    transformers().LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     sizes = {"dim": 512, "hidden_dim": 2048, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8}
     flags = [word for name, value in sizes.items() for word in (f"--model.overrides.{name}", str(value))]
     for shards, growth in ranks(2).run(memory_of_loading, [*flags, *layout], tmp_path / "model"):
@@ -232,8 +238,8 @@ def test_init_from_another_model_is_rejected(ranks, tiny, tmp_path, hf_model, mo
 def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]
     ranks(2).run(train, [*argv, "--checkpoint.export_huggingface", "true"])
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "huggingface")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "huggingface")
+    model = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "run" / "huggingface")
+    tokenizer = transformers().AutoTokenizer.from_pretrained(tmp_path / "run" / "huggingface")
     native = load_tokenizer(TokenizerConfig())
     text = "def f(x):\n\treturn 'é' + \"\U0001f600\"  # <|end_of_text|>"
     assert tokenizer(text, split_special_tokens=True).input_ids == [native.bos, *native.encode(text)]
@@ -263,7 +269,7 @@ def test_sizes_round_trip_through_the_config(sizes):
     assert sizes_from_hf(hf_config(sizes, 2048)) == (
         sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
     )
-    written = transformers.LlamaConfig(**hf_config(sizes, 2048))
+    written = transformers().LlamaConfig(**hf_config(sizes, 2048))
     assert sizes_from_hf(json.loads(written.to_json_string())) == sizes_from_hf(hf_config(sizes, 2048))
 
 
@@ -352,7 +358,7 @@ def script(*words):
 def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
     assert script("from-hf", hf_model, tmp_path / "c") == (0, "")
     assert script("to-hf", tmp_path / "c", tmp_path / "out", "--dtype", "bf16") == (0, "")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
     assert script("to-hf", tmp_path / "c", tmp_path / "out") == (2, f"{tmp_path}/out: exists already")
     assert script("to-hf", tmp_path, tmp_path / "x") == (

@@ -90,7 +90,7 @@ def test_skips_and_spikes_stop_or_roll_back_as_configured():
     assert not should_roll_back(ResilienceConfig(on_loss_spike="skip"), outcome(spike=True), 0)
 
 
-def test_outcomes_on_a_gpu_are_read_one_step_late():
+def test_late_outcomes_are_read_one_step_late():
     monitor = StepMonitor(ResilienceConfig(), CPU)
     monitor.late = True
     outcome = torch.zeros(7, dtype=torch.float64)

@@ -53,7 +53,7 @@ class Writer:
     """Base of the writers. At most one save is in flight: `wait` is called before `save`."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
-        """tensors: all tensors that will be saved."""
+        """tensors: all tensors that will be saved; background writers allocate memory for their copy."""
         self.pending: tuple[SaveRequest, float, Future[float]] | None = None
         """The save in flight: request, seconds that training waited for it, and the result of `start`."""
         self.waited_s = 0.0

@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +216,13 @@ def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
         index = storage.read_index(checkpoint)
     except CorruptError as damage:
         raise ConfigError("", f"{checkpoint}: {damage}") from None
-    unexpected = [name for name in index if expected.isdisjoint(accumulate(name.split("/"), "{}/{}".format))]
-    problems = [f"{name} is not a tensor of this run" for name in unexpected]
+    problems = [f"{name} is not a tensor of this run" for name in index if not _is_expected(name, expected)]
     load_into(checkpoint, index, tensors, problems=problems)
+
+
+def _is_expected(name: str, expected: set[str]) -> bool:
+    parts = name.split("/")
+    return any("/".join(parts[: i + 1]) in expected for i in range(len(parts)))
 
 
 def load_into(
@@ -245,11 +248,17 @@ def load_into(
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
-    damage = ""
+    damage, targets = "", {}
+    for name, tensor in tensors.items():
+        local, _, offset = local_region(tensor)
+        targets[name] = local, offset
     try:
-        storage.read_regions(folder, index, {name: local_region(tensor)[::2] for name, tensor in tensors.items()}, read)
+        storage.read_regions(folder, index, targets, read)
     except CorruptError as error:
         damage = str(error)
+    except Exception as error:
+        first_problem(repr(error))  # the other ranks must not wait for this one
+        raise
     if damage := first_problem(damage):
         raise ConfigError("", f"{folder}: {damage}")
 

@@ -60,8 +60,14 @@ class CheckpointManager:
         if point is not None:
             self.restore(point, state)
         self.writer = WRITERS[config.async_mode](device, self._with_rng(devices.rng_state(device)))
-        self.before_update = self.writer.before_update
-        self.close = self.writer.close
+
+    def before_update(self) -> None:
+        """Wait until the tensors of the save in flight are copied, so that they may change."""
+        self.writer.before_update()
+
+    def close(self) -> None:
+        """Stop the writer without waiting for a save in flight."""
+        self.writer.close()
 
     def due(self, step: int) -> bool:
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)

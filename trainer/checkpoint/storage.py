@@ -251,22 +251,19 @@ def read_regions(
 ) -> None:
     """Copy a region of each stored tensor to a target, reading only the ranges of the region. targets: name -> target and
     offset of the target in the stored tensor. Raises CorruptError."""
-    wanted: dict[str, list] = {}
     for name, (target, offset) in targets.items():
         for chunk in index[name].chunks:
             bounds = zip(offset, target.shape, chunk.offsets, chunk.shape, strict=True)
             common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in bounds]
-            if all(start < stop for start, stop in common):
-                wanted.setdefault(chunk.file, []).append((name, chunk, common))
-    for file, items in wanted.items():
-        try:
-            with safe_open(folder / file, framework="pt") as tensors:
-                for name, chunk, common in items:
-                    target, offset = targets[name]
-                    source = read(tensors, chunk.key(name, index[name].shape), _ranges(common, chunk.offsets))
-                    target[_ranges(common, offset)].copy_(source)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CorruptError(f"{file}: {error}") from None
+            if not all(start < stop for start, stop in common):
+                continue
+            key, ranges = chunk.key(name, index[name].shape), _ranges(common, chunk.offsets)
+            try:
+                # The file is opened for each chunk, because mapped pages of an open file count as memory of the process.
+                with safe_open(folder / chunk.file, framework="pt") as tensors:
+                    target[_ranges(common, offset)].copy_(read(tensors, key, ranges))
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CorruptError(f"{chunk.file}: {error}") from None
 
 
 def _ranges(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -279,6 +276,5 @@ def read_rows(
 ) -> Tensor:
     """Read rows [start, stop) of a tensor."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
-    # Each call opens the files, because mapped pages of an open file count as memory of the process.
     read_regions(folder, {name: stored}, {name: (rows, (start, *(0 for _ in stored.shape[1:])))}, read)
     return rows

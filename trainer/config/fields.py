@@ -119,7 +119,8 @@ def parse_text(text: str, type_: Any) -> Any:
     """Convert a command-line word to `type_`. Raises ValueError."""
     if typing.get_origin(type_) is tuple:
         member = typing.get_args(type_)[0]
-        return coerce([parse_text(word, member) for word in _words(text)], type_)
+        words = [word for word in _words(text) if word or member is not str]  # empty names are dropped
+        return coerce([parse_text(word, member) for word in words], type_)
     with suppress(ValueError):
         return coerce(text, type_)  # the type is text, a choice or none
     if text in ("true", "false"):
@@ -130,8 +131,8 @@ def parse_text(text: str, type_: Any) -> Any:
 
 def _words(text: str) -> list[str]:
     """Parse a list: a,b or ["a", "b"]."""
-    words = (word.strip().strip("\"'") for word in text.removeprefix("[").removesuffix("]").split(","))
-    return [word for word in words if word]
+    text = text.strip().removeprefix("[").removesuffix("]")
+    return [word.strip().strip("\"'") for word in text.split(",")] if text.strip() else []
 
 
 def range_error(value: Any, constraint: Constraint) -> str:

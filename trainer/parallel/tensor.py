@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,6 +33,14 @@ class _Embedding(RowwiseParallel):
         # in-place operation would detach FSDP's hook.
         module.register_forward_hook(lambda module, args, output: output.clone())
         return module
+
+
+class _Norm(SequenceParallel):
+    """A norm. With the placement Replicate, each rank normalizes the full sequence."""
+
+    def __init__(self, placement: Placement):
+        super().__init__()
+        self.sequence_sharding = (placement,)
 
 
 @dataclass
@@ -77,11 +85,9 @@ def _replicate(x: DTensor) -> DTensor:
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style for each value of ParallelPlan.tensor and tensor_block."""
     residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
-    norm = SequenceParallel()
-    norm.sequence_sharding = (residual,)  # with Replicate, each rank normalizes the full sequence
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
-        "norm": norm,
+        "norm": _Norm(residual),
         "gather": _Gather(recompute_all_gather and sequence_parallel),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=residual),

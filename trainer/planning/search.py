@@ -39,9 +39,8 @@ class Candidate:
     def toml(self) -> str:
         lines = []
         for section, values in self.settings.items():
-            lines += [f"[{section}]"] * bool(values) + [
-                f"{name} = {toml_value(value)}" for name, value in values.items()
-            ]
+            if values:
+                lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items())]
         return "\n".join(lines)
 
     def flags(self) -> list[str]:

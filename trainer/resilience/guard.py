@@ -136,11 +136,13 @@ class StepMonitor:
     def _read(self, now: bool) -> list[StepOutcome]:
         """Return the unread outcomes in order, including the newest one if `now`. Log a warning for each skipped step."""
         outcomes = []
-        while len(self.unread) > (self.late and not now):
+        while len(self.unread) > (1 if self.late and not now else 0):
             step, cursor, values, copied = self.unread.popleft()
             copied.synchronize()
-            *flags, consecutive, total, loss, grad_norm = values.tolist()
-            outcome = StepOutcome(step, cursor, *map(bool, flags), int(consecutive), int(total), loss, grad_norm)
+            stop, skipped, spike, consecutive, total, loss, grad_norm = values.tolist()
+            outcome = StepOutcome(
+                step, cursor, bool(stop), bool(skipped), bool(spike), int(consecutive), int(total), loss, grad_norm
+            )
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
                 logging.warning(f"{outcome}; update skipped ({counts})")

@@ -37,6 +37,8 @@ class Watchdog:
         """Start of the timed step; None while nothing is timed."""
         self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
         self.closed = False
+        if self.store is not None:
+            self.store.set(f"heartbeat/{dist.get_rank()}", "0 0")  # other ranks may ask for it before the thread runs
         if timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
         if self.store is not None:

@@ -52,10 +52,10 @@ def check_memory(config: Config, parameters: Iterable[Tensor], device: torch.dev
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))
     on_nodes: Counter[str] = Counter()
-    for node, on_host, *_ in of_ranks:
-        on_nodes[node] += on_host
-    for rank, (node, _, free_on_host, on_device, free_on_device) in enumerate(of_ranks):
-        device_memory = f"device memory on rank {rank}", on_device, free_on_device
+    for node, host_bytes, *_ in of_ranks:
+        on_nodes[node] += host_bytes
+    for rank, (node, _, free_on_host, device_bytes, free_on_device) in enumerate(of_ranks):
+        device_memory = f"device memory on rank {rank}", device_bytes, free_on_device
         host_memory = f"host memory on {node}", on_nodes[node], free_on_host
         for memory, num_bytes, free in (device_memory, host_memory):
             if free is not None and num_bytes > free:

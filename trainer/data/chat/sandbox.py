@@ -27,7 +27,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
 _DATE = datetime(2024, 7, 26)
-"""Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default."""
+"""Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default. A change of it requires
+another _VERSION in format.py, because fingerprints do not contain the date."""
+MAX_CHARACTERS = 10_000_000
+"""Number of characters that a template may write."""
 OUT_OF_MEMORY = 3
 """Exit status of a process that ran out of memory."""
 
@@ -73,7 +76,10 @@ def _render(
 
     def rendered(messages: Sequence[Any], add_generation_prompt: bool) -> str:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the default action of its signal, SIGPROF, ends the process
-        return template.render(variables, messages=messages, add_generation_prompt=add_generation_prompt)
+        text = template.render(variables, messages=messages, add_generation_prompt=add_generation_prompt)
+        if len(text) > MAX_CHARACTERS:
+            raise TemplateError(f"the template writes more than {MAX_CHARACTERS} characters")
+        return text
 
     messages = variables["messages"]
     text, turns = rendered(messages, variables["add_generation_prompt"]), []
@@ -109,6 +115,7 @@ def _serve(cpu_s: float, memory_mib: int) -> None:
             raise
         except Exception as error:  # a template can raise any of Python's exceptions
             reply = None, _reason(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
 
 

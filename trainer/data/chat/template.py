@@ -26,6 +26,8 @@ class TemplateFailure(Exception):
 class ChatTemplate:
     """A compiled chat template."""
 
+    _process: subprocess.Popen | None = None
+
     def __init__(self, source: str, cpu_s: float = 10, memory_mib: int = 1024):
         """cpu_s, memory_mib: limits of each rendering. Raises TemplateFailure if the text is not a valid template."""
         self._source = source
@@ -44,8 +46,9 @@ class ChatTemplate:
         return self._request(self._source)
 
     def __del__(self) -> None:
-        with self._process:  # the end of the context closes the pipes and waits
-            self._process.kill()
+        if self._process is not None:
+            with self._process:  # the end of the context closes the pipes and waits
+                self._process.kill()
 
     def render(self, variables: Mapping[str, Any], locate: bool) -> tuple[str, list[tuple[int, int] | None]]:
         """Return the text of a conversation and, if `locate` is true, the (start, stop) of each answer in the text. An entry is
@@ -58,7 +61,7 @@ class ChatTemplate:
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
         reply = self._process.stdout.readline()
-        if reply:
+        if reply.endswith("\n"):  # a process that is killed may have written a part of its reply
             result, error = json.loads(reply)
             if error is not None:
                 raise TemplateFailure(error)

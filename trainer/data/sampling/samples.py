@@ -48,9 +48,8 @@ class ConcatSamples:
                 labels[row][self.store.targets[start + 1 : start + self.seq_len + 1] == 0] = IGNORE_INDEX
             if self.reset_positions:
                 first, last = np.searchsorted(self.store.documents, [start, start + self.seq_len], side="right")
-                boundaries = (
-                    self.store.documents[first:last] - start
-                )  # where a document begins in the sample or right after
+                # Position in the sample, or right after it, at which each further document begins.
+                boundaries = self.store.documents[first:last] - start
                 # The last token of a document does not predict the first token of the next one.
                 labels[row, boundaries - 1] = IGNORE_INDEX
                 starts = np.append(0, boundaries)

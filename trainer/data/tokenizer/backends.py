@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 import tiktoken
-from sentencepiece import sentencepiece_model_pb2
 
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.packages import require_package
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.hf_json import json_bytes, tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.data.tokenizer.sentencepiece_proto import user_defined
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
 
@@ -168,8 +168,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.bos < 0 or self.eos < 0:
             raise ConfigError("tokenizer.path", f"the model has no BOS or no EOS: {path}")
         self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
-        pieces = enumerate(sentencepiece_model_pb2.ModelProto.FromString(content).pieces)
-        special = self._control | {token: piece.piece for token, piece in pieces if piece.type == piece.USER_DEFINED}
+        special = self._control | user_defined(content)
         self.special_tokens = {special[token]: token for token in sorted(special)}
         self.fingerprint = _fingerprint("sentencepiece", content)
 
