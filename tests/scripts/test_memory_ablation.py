@@ -39,7 +39,8 @@ def test_a_technique_has_memory_change_and_speed(device):
     [
         (
             ["--techniques", "block inputs in host memory"],
-            "technique 'block inputs in host memory': --activation_checkpoint.offload_inputs true: needs mode = full",
+            "technique 'block inputs in host memory': --activation_checkpoint.offload_inputs true: has an effect only "
+            "with [activation_checkpoint] mode = full",
         ),
         (["--techniques", "less"], "argument --techniques: invalid choice: 'less'"),
         (["--world-size", "2"], "--world-size 2: applies to plans only; add --device"),
