@@ -128,7 +128,9 @@ def test_unreadable_lineage_file_can_be_removed(ranks, tmp_path):
     ranks(1).run(rolled_back, tmp_path, 2)
     ranks(1).run(save, tmp_path, 3)
     (tmp_path / "lineage.json").write_text("{")
-    with pytest.raises(RankError, match=r"lineage\.json cannot be read; remove it to roll back again"):
+    with pytest.raises(
+        RankError, match=r"lineage\.json cannot be read: earlier rollbacks are unknown; remove it to roll back"
+    ):
         ranks(1).run(resume.find_resume_point, tmp_path, 2)
     (tmp_path / "lineage.json").unlink()
     assert ranks(1).run(rolled_back, tmp_path, 2) == [("step-00000002", True)]

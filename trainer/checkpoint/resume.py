@@ -79,7 +79,7 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
 
 
 def verify(checkpoint: Path, of_run: bool = False) -> str:
-    """Return, collectively, a line that describes the damage of a checkpoint, or "". Each rank reads some of the files.
+    """Return, collectively, a line that describes the damage to a checkpoint, or "". Each rank reads some of the files.
     of_run: whether to check train_state.json too."""
     problem = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
     if of_run and not problem and dist.get_rank() == 0:
@@ -138,7 +138,9 @@ def _rollbacks(folder: Path) -> list[int]:
         return []
     except (ValueError, KeyError, TypeError):
         pass
-    raise ConfigError("", f"{folder / _LINEAGE} cannot be read; remove it to roll back again") from None
+    raise ConfigError(
+        "", f"{folder / _LINEAGE} cannot be read: earlier rollbacks are unknown; remove it to roll back"
+    ) from None
 
 
 def discard_newer(saved: ResumePoint) -> None:

@@ -123,7 +123,7 @@ def init_weights_from(
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
     exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
-    logging.info(f"loaded weights of {weights.folder}{exception}")
+    logging.info(f"loaded weights from {weights.folder}{exception}")
     dist.barrier()
 
 

@@ -41,7 +41,7 @@ def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[t
 
 @contextmanager
 def blame_setting(setting: str) -> Iterator[None]:
-    """Context that attributes a ConfigError about data.path to the setting that contains the path."""
+    """Context manager that attributes a ConfigError about data.path to the setting that contains the path."""
     try:
         yield
     except ConfigError as error:

@@ -100,9 +100,9 @@ def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forw
 
 
 def _is_partial_product(factor: Any) -> bool:
-    """Return whether the product of the factor with a matrix is a partial sum, because tensor parallelism shards the matrix by
-    rows. A partial sum has the full width of the hidden state. Its reduction over the ranks is saved instead. (A compiler does
-    not see DTensors, but it saves only tensors that backward needs, and backward needs no partial sum.)"""
+    """Return whether tensor parallelism shards the other matrix by rows, so that the product with the factor is a partial sum.
+    Partial sums are not saved, because each has the full width of the hidden state. Their reduction over the ranks is saved.
+    (A compiler does not see DTensors, but it saves only tensors that backward needs, and backward needs no partial sum.)"""
     return isinstance(factor, DTensor) and factor.placements[0].is_shard(factor.dim() - 1)
 
 

@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self.host_compute_bytes = 0.0
         """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False
-        """Whether a pipeline schedule is running. Operators that it runs outside modules belong to forward and backward."""
+        """Whether a pipeline schedule is running. Operators that it runs outside modules count as forward and backward."""
         self.paused = False
         """Whether to ignore operators, because a real step does not run them."""
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}

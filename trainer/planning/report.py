@@ -34,7 +34,7 @@ def headline(estimate: RunEstimate, device: str) -> str:
 
 
 def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
-    """device: name of the accelerator on the command line. tokens: number of tokens to train on."""
+    """device: the accelerator's name as given on the command line. tokens: number of tokens to train on."""
     training = estimate.config.training
     step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
     lines = [

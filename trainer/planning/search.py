@@ -82,7 +82,7 @@ def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
 def _settings(
     config: Config, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return the settings of a layout. Settings that the configured layout needs and this one does not are reset."""
+    """Return the settings of a layout. Settings that only the configured layout needs are reset to their defaults."""
     parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
     if schedule:
         parallel["pipeline_schedule"] = schedule

@@ -225,7 +225,8 @@ def _state_per_parameter(engine: Engine) -> float:
 
 
 def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio: float) -> Simulation:
-    """ratio: number of microbatches of the step per simulated microbatch. A pipeline has a receive buffer for each microbatch."""
+    """ratio: microbatches of the step divided by simulated microbatches. It scales a pipeline's receive buffers, one for each
+    microbatch."""
     buffers = sum(a.num_bytes for a in recorder.allocations if a.born < 0 and a.final_category() == "communication")
     extra = int((ratio - 1) * buffers)
     timeline = recorder.timeline(lambda allocation: not allocation.host)

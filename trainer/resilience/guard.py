@@ -38,7 +38,7 @@ class StepOutcome:
 
     @property
     def suspect(self) -> bool:
-        """Whether the step was non-finite: the previous update may have corrupted the parameters."""
+        """Whether the loss or the gradient norm was non-finite. If so, the previous update may have corrupted the parameters."""
         return self.skipped and not self.spike
 
     def __str__(self) -> str:

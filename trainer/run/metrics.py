@@ -151,7 +151,7 @@ class Metrics:
 
     @contextmanager
     def _warn_on_write_error(self, sink: str) -> Iterator[None]:
-        """Context that warns, once per sink, about a failed write, so that a full disk does not end the run."""
+        """Context manager that warns, once per sink, about a failed write, so that a full disk does not end the run."""
         try:
             yield
         except OSError as error:

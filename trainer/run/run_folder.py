@@ -59,7 +59,7 @@ def acquire_lock(config: Config) -> TextIO | None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Context that turns an OSError into a ConfigError."""
+    """Context manager that turns an OSError into a ConfigError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Console output of the ranks that the environment variable LOG_RANK lists (default: 0; for example 0,3, or all)."""
+"""Console output of the ranks that the environment variable LOG_RANK lists (default: "0"; other examples: "0,3" and "all")."""
 
 import os
 import sys

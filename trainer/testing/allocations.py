@@ -89,8 +89,8 @@ def silence_profiler() -> None:
 
 
 def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
-    """Measure the memory of `repeats` steps after the first one. Return the number of bytes at the smallest peak by category (one
-    of MEMORY_CATEGORIES). Run on each rank."""
+    """Measure the memory of `repeats` steps after the first one, on every rank. Return the bytes of each category of
+    MEMORY_CATEGORIES at the peak of the step that has the lowest peak."""
     engine, step = build_step(load_config(argv))
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 

@@ -128,7 +128,7 @@ def test_a_concatenated_store_in_the_folder_of_its_members_is_not_a_member(store
     concatenated = [prepare(same_folder, DEFAULT) for _ in range(3)]
     assert len(set(concatenated)) == 1
     assert len(open_store(concatenated[0], "train").tokens) == sum(len(open_store(f, "train").tokens) for f in folders)
-    with pytest.raises(ConfigError, match="is a concatenation of stores; name its members"):
+    with pytest.raises(ConfigError, match="is a concatenation of stores; give the paths of those stores instead"):
         prepare(replace(same_folder, path=str(concatenated[0])), DEFAULT)
 
 

@@ -58,7 +58,7 @@ def prepare(
 
 @contextlib.contextmanager
 def writing(stores: Path) -> Iterator[None]:
-    """Context that raises a ConfigError about data.store_folder if a file below it cannot be written."""
+    """Context manager that raises a ConfigError about data.store_folder if a file below it cannot be written."""
     try:
         yield
     except OSError as error:

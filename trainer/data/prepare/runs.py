@@ -26,8 +26,9 @@ from trainer.system.files import HashingFile, atomic_write, digest_of, read_json
 
 _FILES = ("runs", "bad_documents")
 _RUN_TOKENS = 2**24
+"""Maximum number of tokens in a run of documents. The two limits bound the memory of a worker process."""
 _RUN_DOCUMENTS = 2**17
-"""Maximum numbers of tokens and documents in a run. They bound the memory of a worker process."""
+"""Maximum number of documents in a run of documents."""
 
 _SHUFFLE_KEY = 0x6D657368
 """Key of the random order of documents. It is constant: the order must not depend on the seed of a training run."""

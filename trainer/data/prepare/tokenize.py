@@ -99,7 +99,7 @@ def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, Chunk]:
 def _tokenize(
     job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]
 ) -> tuple[int, Chunk]:
-    """Return the number of bytes in the spans of a chunk, and its content. If the chunk is not finished, write it first."""
+    """Tokenize and write a chunk unless its files exist. Return the number of bytes in its spans, and the chunk."""
     chunk = read_chunk(job.folder, index)
     if chunk is None:
         results, dtype = _results(job, encode, spans), token_dtype(tokenizer.vocab_size)

@@ -117,7 +117,7 @@ def _open_npy(path: str) -> _TokenFile:
 
 
 def _read_index(path: str) -> tuple[_Index, str]:
-    """Map a Megatron .idx file, and return it with the type of the tokens."""
+    """Memory-map a Megatron .idx file, and return it with the type of the tokens."""
     with open(path, "rb") as file:
         header = file.read(_IDX_HEADER.size)
     if len(header) < _IDX_HEADER.size or not header.startswith(_IDX_MAGIC):

@@ -192,7 +192,7 @@ def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
 def _member_folders(path: str) -> list[Path]:
     if os.path.isfile(os.path.join(path, "store.json")):
         if read_description(Path(path))["members"]:
-            raise ConfigError("data.path", "is a concatenation of stores; name its members")
+            raise ConfigError("data.path", "is a concatenation of stores; give the paths of those stores instead")
         return [Path(path)]
     matches = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
     folders = [Path(folder) for folder in matches if os.path.isfile(os.path.join(folder, "store.json"))]
