@@ -10,7 +10,7 @@ from trainer.system.process import die_with_parent, local_rank
 
 
 def run(config: Config) -> int:
-    """Run the training of a configuration on this rank. Return the exit code."""
+    """Train on this rank as the configuration specifies. Return the exit code."""
     # Imported here so that --help and errors in settings do not wait for torch.
     from torch.distributed import DistNetworkError, DistStoreError
 
@@ -49,7 +49,7 @@ def run(config: Config) -> int:
         distributed.print_once_per_node(str(error))
         return 1
     except (DistNetworkError, DistStoreError) as error:
-        print(f"lost connection to other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
         return 1
     distributed.shutdown()
     return 0

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 from torch import Generator, Tensor
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""Function (hidden, weight) -> summed loss, which the output module calls. hidden: (batch, seq, dim); weight: (vocab, dim)."""
+"""Function (hidden, weight) -> summed loss. The output module calls it. hidden: (batch, seq, dim); weight: (vocab, dim)."""
 
 
 class Model(Protocol):
     """The interface of a model, in addition to that of torch.nn.Module."""
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
-        """Return the result of the head, or without a head, logits (batch, seq, vocab). tokens, positions, documents: (batch,
+        """Return the result of the head. Without a head, return logits (batch, seq, vocab). tokens, positions, documents: (batch,
         seq), int64."""
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
@@ -38,8 +38,8 @@ class ParallelPlan:
     """How a model may be sharded, by the names of its modules."""
 
     blocks: str
-    """The container of the blocks, whose names are their indices. Blocks pass one hidden state (batch, seq, dim) to each other
-    and are sharded, recomputed, compiled and pipelined one by one."""
+    """Name of the container of the blocks. Each block is named by its index. Blocks pass one hidden state (batch, seq, dim) to
+    each other and are sharded, recomputed, compiled and pipelined one by one."""
     pre_blocks: tuple[str, ...]
     """Names of the modules before the blocks, in order."""
     post_blocks: tuple[str, ...]
@@ -51,15 +51,15 @@ class ParallelPlan:
     tensor: Mapping[str, str]
     """Name of a module outside the blocks -> its tensor-parallel style, a key of styles() in trainer/parallel/tensor.py."""
     tensor_block: Mapping[str, str]
-    """Name of a module inside its block -> its style under tensor parallelism."""
+    """Name of a module inside a block -> its tensor-parallel style."""
     tp_divisible: tuple[str, ...]
     """Names of the sizes that the tensor-parallel degree must divide."""
     attention: str
-    """The replaceable attention kernel of a block, by its name inside the block. It has no parameters: (q, k, v, mask) -> output,
-    with k and v of the full sequence."""
+    """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask) ->
+    output, where k and v cover the full sequence."""
     mask: str
-    """The replaceable module that computes the mask of all blocks. It has no parameters: (positions, documents) -> mask. Each
-    kernel takes a specific type of mask, so both are replaced together."""
+    """Name of the replaceable module that computes the mask of all blocks. The module has no parameters. Its forward is
+    (positions, documents) -> mask. Each kernel takes a specific type of mask, so kernel and mask are replaced together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,9 @@ class HuggingFace:
     """The mapping between a model and its format in Hugging Face's libraries."""
 
     name: Callable[[str], str]
-    """Parameter name -> its name in Hugging Face's format."""
+    """Function (parameter name) -> its name in Hugging Face's format."""
     is_rope_permuted: Callable[[str], bool]
-    """Whether Hugging Face's format has the rows of this parameter in another order within each head."""
+    """Function (parameter name) -> whether Hugging Face's format has the parameter's rows in another order within each head."""
     permute_to_hf: Callable[[Tensor, int], Tensor]
     """Function (rows of complete heads, head_dim) -> the rows in Hugging Face's order."""
     permute_from_hf: Callable[[Tensor, int], Tensor]
@@ -77,7 +77,7 @@ class HuggingFace:
     config: Callable[[Any, int], dict[str, Any]]
     """Function (sizes, seq_len) -> the fields of config.json that depend on the model."""
     sizes: Callable[[Mapping[str, Any]], Any]
-    """Function from the content of config.json to sizes. Raises ValueError for an unsupported model."""
+    """Function (content of config.json) -> sizes. Raises ValueError for an unsupported model."""
 
 
 @dataclass(frozen=True, kw_only=True)

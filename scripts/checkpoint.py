@@ -3,7 +3,7 @@
     python scripts/checkpoint.py list outputs/debug
     python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300
 
-The exit code is 1 if a checkpoint is damaged. Only `verify` compares content; `list` and `inspect` check names and sizes.
+The exit code is 1 if a checkpoint is damaged. Only `verify` reads whole files; `list` and `inspect` check names and sizes.
 """
 
 import json
@@ -99,7 +99,7 @@ COMMANDS = {"list": print_list, "verify": verify, "inspect": inspect}
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends the process
     parser = Arguments(__doc__)
-    command_help = "list the steps, newest first; verify every file's content; inspect metadata and tensors"
+    command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
     parser.add_argument("command", choices=list(COMMANDS), help=command_help)
     parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, or one checkpoint")
     args = parser.parse_args()

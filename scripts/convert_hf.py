@@ -44,9 +44,9 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
 def main() -> None:
     parser = Arguments(__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    export = commands.add_parser("to-hf", help="write a model that transformers loads, tokenizer included")
-    load = commands.add_parser("from-hf", help="write a checkpoint of the model alone, for --checkpoint.init_from")
-    export.add_argument("source", type=Path, help="checkpoint, or run folder for its newest checkpoint")
+    export = commands.add_parser("to-hf", help="write the model and its tokenizer for the package transformers")
+    load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
+    export.add_argument("source", type=Path, help="checkpoint, or run folder whose newest checkpoint is exported")
     load.add_argument(
         "source", type=Path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
     )
@@ -55,7 +55,7 @@ def main() -> None:
         shard_help = "maximum size of one weight file"
         command.add_argument("--shard-gib", type=positive_float, default=5.0, metavar="GIB", help=shard_help)
     export.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the weights")
-    families = f"one of {', '.join(MODELS)}; default: the first with the model's sizes, else {next(iter(MODELS))}"
+    families = f"one of {', '.join(MODELS)}; default: the first that has the model's sizes, or {next(iter(MODELS))}"
     load.add_argument("--family", metavar="NAME", help=families)
     args = parser.parse_args()
     shard_bytes = int(args.shard_gib * GIB)

@@ -106,12 +106,12 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("path", type=Path, help="run folder (for its newest checkpoint), checkpoint, or Hugging Face model folder")
+    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint is used), or Hugging Face model folder")
     add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
-    add("--chat", action="store_true", help="chat: each line of stdin is a turn of the user")
+    add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
     add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
-    add("--chat-template", default="", metavar="NAME", help="llama2, llama3, chatml or a file; default: the model's")
-    add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum length of one answer")
+    add("--chat-template", default="", metavar="NAME", help="llama2, llama3, chatml or a file (default: the model's)")
+    add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum number of tokens of an answer")
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
     add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")
     add("--top-k", type=non_negative_int, default=0, metavar="K", help="sample among the K most likely tokens; 0: all")

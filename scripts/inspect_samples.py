@@ -2,8 +2,8 @@
 
     python scripts/inspect_samples.py outputs/debug 100
 
-Each line describes one sample: position in the global order, dataset, index in the dataset, beginning of the text. The order
-follows from config.toml, the step's first sample from metrics.jsonl, and skipped samples from the newest checkpoint.
+Each line describes one sample: position in the global order, dataset, index in the dataset, beginning of the text. The script
+reads the order from config.toml, the step's first sample from metrics.jsonl, and skipped samples from the newest checkpoint.
 """
 
 import itertools
@@ -66,10 +66,10 @@ def print_samples(run: Path, step: int) -> None:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("step", type=positive_int, help="completed step, from 1")
+    parser.add_argument("step", type=positive_int, help="number of a completed step")
     args = parser.parse_args()
     if not (args.run / "metrics.jsonl").is_file():
-        die(f"{args.run}: is not a run folder (no metrics.jsonl)")
+        die(f"{args.run}: is not a run folder: it has no metrics.jsonl")
     print_samples(args.run, args.step)
 
 

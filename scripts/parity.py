@@ -1,9 +1,9 @@
 """Compare training under each parallel layout with training on one rank.
 
 The script runs the configuration on one rank and then under each layout, with gloo on this machine's CPU. It prints the largest
-relative deviations of loss and gradient norm over all steps. The last row is a negative control: it injects a wrong reduction of
-gradients, whose deviations must exceed the limits. The layouts replace the sections [parallel], [activation_checkpoint] and
-[compile] of the file.
+relative deviations of loss and gradient norm over all steps. The last row is a negative control: it reduces gradients wrongly, so
+its deviations must exceed the limits. The layouts replace the sections [parallel], [activation_checkpoint] and [compile] of the
+configuration file.
 
 exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting is wrong
 
@@ -54,7 +54,7 @@ from trainer.testing.layouts import (
 from trainer.testing.ranks import LocalRanks, RankError
 
 LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}
-"""Maximum relative deviations that count as rounding errors, by compute_dtype."""
+"""compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error."""
 
 
 def deviations(reference: Sequence[dict], records: Sequence[dict]) -> dict[str, float]:
@@ -70,7 +70,7 @@ def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
 
 
 def train(argv: Sequence[str], inject_error: bool) -> None:
-    """Train, on each rank. inject_error: whether to average gradients over the shards instead of summing them."""
+    """Train. Run on each rank. inject_error: whether to average gradients over the shards instead of summing them."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config, cpu = load_config(argv), torch.device("cpu")
     trainer = build_trainer(config, resolve(config, dist.get_world_size()), cpu, None)
@@ -122,7 +122,7 @@ class Runs:
         return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
     def reference(self, layout: Layout, **overrides: str) -> list[dict]:
-        """Return the metrics of a run on one rank, with `overrides` and those of the layout's settings that change the result."""
+        """Return the metrics of a run on one rank, with the layout's settings that change the result, and with `overrides`."""
         settings = layout.single_rank_settings | overrides
         key = tuple(sorted(settings.items()))
         if key not in self.single_rank_records:
@@ -130,8 +130,8 @@ class Runs:
         return self.single_rank_records[key]
 
     def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
-        """Return the limits of a layout. In bf16 both runs have rounding errors: if one rank deviates from its own fp32 run by
-        more than the limit, the limit is twice this deviation."""
+        """Return the limits of a layout. In bf16, the run on one rank has rounding errors too. Each limit is at
+        least twice the deviation of this run from the same run in fp32."""
         limits = LIMITS[dtype]
         if dtype == "fp32":
             return limits
@@ -142,7 +142,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: one combination of a layout and a microbatch count."""
+    """A row of the table: one combination of a layout and a number of microbatches."""
 
     layout: Layout
     config: Config
@@ -175,7 +175,7 @@ class Row:
 
 
 def control_row(runs: Runs) -> Row:
-    """Return the first layout that fits the configuration and reduces gradients over two ranks."""
+    """Return the row of the negative control, whose layout reduces gradients over two ranks."""
     try:
         return Row.build(runs, Layout.parse("dp_shard=2"), 1)
     except ConfigError as error:
@@ -212,9 +212,9 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
 def main() -> None:
     parser = Arguments(__doc__, settings=True)
     add_layout_option(parser, "a matrix of all features; layouts that do not fit the configuration are listed")
-    parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="optimizer steps of each run")
+    parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="number of steps of each run")
     micro_help = (
-        "microbatches of a step on each rank, as multiples of the smallest number that a pipeline schedule accepts"
+        "numbers of microbatches on each rank, as multiples of the smallest number that the pipeline schedule accepts"
     )
     parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
     args, argv = parser.parse_known_args()

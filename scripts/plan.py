@@ -37,15 +37,15 @@ from trainer.system.units import GIB
 RATES = {
     "memory-bandwidth": ("memory_bandwidth", "bandwidth of device memory"),
     "intra-node": ("intra_node_bandwidth", "bandwidth to other devices of the node, in each direction"),
-    "inter-node": ("inter_node_bandwidth", "bandwidth to other nodes: a device's share, in each direction"),
+    "inter-node": ("inter_node_bandwidth", "bandwidth to other nodes per device, in each direction"),
     "pcie": ("pcie_bandwidth", "bandwidth between host and device memory, in each direction"),
-    "host-memory-bandwidth": ("host_memory_bandwidth", "bandwidth of host memory: a device's share"),
+    "host-memory-bandwidth": ("host_memory_bandwidth", "bandwidth of host memory per device"),
 }
-"""Name of a flag (without "--" and "-gbs") -> field of AcceleratorSpec, and help text of the flag."""
+"""Name of a flag (without "--" and "-gbs") -> (field of AcceleratorSpec, help text of the flag)."""
 
 
 def this_machine() -> AcceleratorSpec:
-    """Return rates of this machine's CPU, estimated from a typical core. Flags replace them by measured rates."""
+    """Return the figures of this machine, with rates of a typical core. Flags replace these rates by measured ones."""
     memory_gib = meminfo("MemTotal") / GIB
     return AcceleratorSpec(
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
@@ -77,14 +77,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
     add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
-    add("--search", action="store_true", help="rank parallel layouts instead, and print the best one's settings")
-    add("--max-candidates", type=positive_int, metavar="N", help="layouts that --search simulates (default: 24)")
+    add("--search", action="store_true", help="rank parallel layouts, and print the settings of the best layout")
+    add("--max-candidates", type=positive_int, metavar="N", help="maximum number of layouts to simulate (default: 24)")
     add("--json", action="store_true", help="print JSON")
     plot_help = "plot memory over a step of the rank with the largest peak, as .png, .svg or .pdf (requires matplotlib)"
     add("--plot", type=Path, metavar="FILE", help=plot_help)
-    group = parser.add_argument_group("replace figures of the device (1 GB/s = 10^9 bytes per second)")
+    group = parser.add_argument_group("figures that replace those of the device (1 GB/s = 10^9 bytes per second)")
     group.add_argument("--memory-gib", type=positive_float, metavar="X", help="device memory")
-    group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory: a device's share")
+    group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory per device")
     group.add_argument("--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls")
     group.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="devices in a node")
     for flag, (field, text) in RATES.items():
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.max_candidates and not args.search:
         parser.error(f"--max-candidates {args.max_candidates}: requires --search")
     if args.device == "cpu" and (args.host_memory_gib or args.pcie_bandwidth or args.host_memory_bandwidth):
-        parser.error("--device cpu: has no separate host memory; remove the flags for host memory and PCIe")
+        parser.error("--device cpu: a CPU has no separate host memory; remove the flags for host memory and PCIe")
     return args, settings
 
 

@@ -45,7 +45,7 @@ def summary(folder: Path, seconds: float | None) -> str:
 
 def main() -> None:
     parser = Arguments(__doc__, settings=True)
-    shard_help = "prepare every N-th file from the I-th on; N nodes prepare one corpus together"
+    shard_help = "prepare every N-th file, beginning with file I, so that N nodes share the work"
     parser.add_argument("--shard", type=shard, default="1/1", metavar="I/N", help=shard_help)
     parser.add_argument("--verify", action="store_true", help="read every file and compare its content with its hash")
     args, settings = parser.parse_known_args()

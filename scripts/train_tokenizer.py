@@ -33,8 +33,8 @@ NO_TEXT = ConfigError("data.path", "contains no text to train on")
 
 
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Yield the documents of every dataset and log how many were invalid. Raises ConfigError if a dataset has no valid document,
-    or more than data.max_bad_documents invalid ones."""
+    """Yield the documents of every dataset and print the number of bad documents. Raises ConfigError if a dataset has no readable
+    document, or more bad documents than data.max_bad_documents."""
     for _, setting, dataset in all_dataset_configs(data, {}):
         with blame_setting(setting):
             yield from _documents_of(dataset, tokenizer)
@@ -93,7 +93,7 @@ def main() -> None:
     with one_line_errors(config):
         ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
-        print(f"the text is too short for {num_ranks} ranks; trained {len(ranks)}", file=sys.stderr)
+        print(f"the text is too short for {num_ranks} ranks: the file has only {len(ranks)} ranks", file=sys.stderr)
     try:
         lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
         atomic_write(args.out, "".join(lines))

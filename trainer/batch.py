@@ -11,14 +11,14 @@ IGNORE_INDEX = -100
 
 
 class Batch(NamedTuple):
-    """Full sequences; all tensors are (batch, seq), int64."""
+    """Full sequences. All tensors have the shape (batch, seq) and the dtype int64."""
 
     tokens: Tensor
     labels: Tensor
     """The token that follows each position, or IGNORE_INDEX."""
     positions: Tensor
     documents: Tensor
-    """Index of the document of each token; the same for all tokens of a sample if attention ignores document boundaries."""
+    """Index of each token's document. If attention ignores document boundaries, all tokens of a sample share one index."""
 
     @staticmethod
     def cat(batches: "Sequence[Batch]") -> "Batch":

@@ -1,4 +1,4 @@
-"""Construction of a run: all components of the Trainer."""
+"""Construction of the Trainer of a run and of all its components."""
 
 from functools import partial
 
@@ -30,8 +30,8 @@ from trainer.trainer import Trainer
 
 
 def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, point: ResumePoint | None) -> Trainer:
-    """Build the Trainer of a run in a started process group. point: checkpoint to resume from. Raise ConfigError if the
-    data, the model or the run folder cannot be used."""
+    """Build the Trainer of a run. The process group must exist. point: checkpoint to resume from. Raise ConfigError if the data,
+    the model or the run folder cannot be used."""
     folder, names = run_folder(config), resolved.parameter_names
     create_run_folder(folder)
     devices.set_cpu_threads(config.training.cpu_threads)

@@ -1,4 +1,4 @@
-"""The Engine of one rank: its model, its optimizer, and the execution of one optimizer step."""
+"""The Engine, which holds the model and the optimizer of one rank and runs optimizer steps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -96,8 +96,8 @@ class Engine:
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
         """Run one optimizer step. Return the outcome, which StepMonitor reads, and the number of target tokens, both over all
-        ranks. stop: whether this rank was asked to stop. on_before_update: called before parameters, optimizer state and the
-        guard's state change."""
+        ranks. stop: whether this rank was asked to stop. on_before_update: function that is called before the
+        update of the parameters, of the optimizer state and of the guard's state."""
         self.optimizer.start_step(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:
@@ -110,7 +110,7 @@ class Engine:
         return outcome, num_targets
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint contains, by their names in the checkpoint. They are not copied."""
+        """Return name in the checkpoint -> tensor, for all tensors that a checkpoint contains. The tensors are not copied."""
         tensors = {f"model/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

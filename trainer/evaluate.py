@@ -1,4 +1,4 @@
-"""Evaluation loss on held-out documents and other datasets, by the Step that trains."""
+"""Evaluation loss on held-out documents and on other datasets. The Step that trains also computes this loss."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ _CHUNK_SAMPLES = 256
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Evaluation dataset, whose samples are not trained on."""
+    """An evaluation dataset, on which the run does not train."""
 
     name: str
     samples: Samples
@@ -34,8 +34,8 @@ class EvalSet:
 
     @functools.cached_property
     def target_statistics(self) -> tuple[float, int]:
-        """Return the entropy of the target tokens' frequencies in nats, which is the loss of the best model that ignores all
-        context, and the number of bytes of the targets' text."""
+        """Return the unigram entropy of the target tokens in nats, and the number of bytes of their text. The entropy is the
+        lowest loss of a model that ignores all context."""
         counts = np.zeros(len(self.text_bytes), np.int64)
         for first in range(0, self.num_samples, _CHUNK_SAMPLES):
             labels = self.samples[np.arange(first, min(first + _CHUNK_SAMPLES, self.num_samples))].labels.numpy()
@@ -47,7 +47,8 @@ class EvalSet:
 def build_eval_sets(
     sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
 ) -> list[EvalSet]:
-    """Return the evaluation datasets of a run, or [] if the run does not evaluate. Raise ConfigError."""
+    """Return the evaluation datasets of a run, or [] if the run does not evaluate. Raise ConfigError if keep_best_on
+    names no dataset or a dataset has no complete sample."""
     if not config.interval_steps:
         return []
     if config.keep_best_on and config.keep_best_on not in sets:
@@ -56,8 +57,8 @@ def build_eval_sets(
         if not len(samples):
             raise ConfigError(
                 "evaluation.interval_steps",
-                f"the documents of {name} do not fill one sample of training.seq_len; increase [data] held_out_fraction or use "
-                "another dataset",
+                f"the documents of {name} do not fill one sample of training.seq_len tokens; increase [data] held_out_fraction "
+                "or use another dataset",
             )
     limit, table = config.max_samples or math.inf, text_bytes()
     return [EvalSet(name, samples, min(len(samples), limit), table) for name, samples in sets.items()]
@@ -78,9 +79,9 @@ class Evaluator:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
 
     def run(self, dataset: EvalSet, step: Step) -> dict[str, float]:
-        """Evaluate on one dataset, collectively, and return the metrics, identical on all ranks. The mean loss over all target
-        tokens and the unigram entropy are in nats. bits_per_byte, the loss per byte of the targets' text, is comparable between
-        tokenizers; targets without text have none."""
+        """Evaluate on one dataset, collectively. Return the metrics, which are identical on all ranks. The loss is the mean over
+        all target tokens. Loss and unigram entropy are in nats. bits_per_byte is the loss per byte of the targets' text, which
+        is comparable between tokenizers. It is omitted if the targets have no text."""
         batches = map(self.to_device, evaluation_batches(dataset.samples, dataset.num_samples, self.partition))
         sums = []
         while microbatches := list(islice(batches, self.partition.grad_accum)):

@@ -1,6 +1,7 @@
-"""Launcher of a node's ranks: checks the configuration, runs torchrun, and returns the exit code of the rank that failed first.
+"""Launcher of a node's ranks. It checks the configuration and runs torchrun. Its exit code is that of the rank that failed first.
 
-run_llama_train.sh calls it and documents NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. All arguments go to train.py.
+run_llama_train.sh calls this file and documents the variables NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. train.py
+receives all arguments.
 """
 
 import logging
@@ -34,9 +35,9 @@ class TorchrunOptions:
     """Options of torchrun, from environment variables."""
 
     ranks: int
-    """Ranks per node."""
+    """Number of ranks per node."""
     min_nodes: int
-    """Nodes with which the run continues; below `max_nodes` in an elastic run."""
+    """Minimum number of nodes with which the run continues. In an elastic run it is below `max_nodes`."""
     max_nodes: int
     node: int
     address: str
@@ -59,7 +60,7 @@ class TorchrunOptions:
         return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     def arguments(self, timeout_s: float) -> list[str]:
-        """Return torchrun's arguments. timeout_s: how long the nodes wait for each other."""
+        """Return torchrun's arguments. timeout_s: maximum time that the nodes wait for each other."""
         elastic = self.min_nodes < self.max_nodes
         nodes = f"{self.min_nodes}:{self.max_nodes}" if elastic else str(self.max_nodes)
         options = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
@@ -77,11 +78,11 @@ class TorchrunOptions:
 
 
 def _num_nodes() -> tuple[int, int]:
-    """Parse NNODES: an integer, or the minimum and the maximum as 2:4."""
+    """Return the minimum and the maximum number of nodes. NNODES is one number, or the minimum and the maximum, such as 2:4."""
     text = os.environ.get("NNODES", "1")
     match = re.fullmatch("([0-9]+)(?::([0-9]+))?", text)
     if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]):
-        die(f"NNODES={text}: expected an integer of at least 1, or the minimum and the maximum as 2:4")
+        die(f"NNODES={text}: expected an integer of at least 1, or a minimum and a maximum such as 2:4")
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -124,11 +125,11 @@ def main() -> NoReturn:
 
 
 class SignalForwarder:
-    """Forwards SIGTERM and SIGINT to the ranks, which save and exit; torchrun would kill them without waiting. A second signal
-    also stops the launcher."""
+    """Signal handler that forwards SIGTERM and SIGINT to the ranks, which then save and exit. torchrun would kill the ranks
+    without waiting for the save. A second signal also stops the launcher."""
 
     def __init__(self, stop_now: Callable[[str, signal.Signals], Exception]):
-        """stop_now: the exception that makes torchrun stop the ranks."""
+        """stop_now: class of the exception that makes torchrun stop the ranks."""
         self.stop_now = stop_now
         self.signal: signal.Signals | None = None
         self.since = 0.0
@@ -147,7 +148,7 @@ class SignalForwarder:
 
     def exit_code(self) -> int:
         """Return the exit code for ranks that failed after the signal."""
-        print(f"stopped by {self.signal.name} before the state could be saved", file=sys.stderr)
+        print(f"the run was stopped by {self.signal.name} before its state could be saved", file=sys.stderr)
         return 128 + self.signal
 
 
@@ -162,7 +163,8 @@ def children() -> list[int]:
 
 
 def exit_code(error) -> int:
-    """Return the exit code of the rank that failed first, as a shell reports it. Print a signal, which the rank could not."""
+    """Return the exit code of the rank that failed first, in the convention of shells. If a signal killed this rank, print the
+    signal, because the rank could not report it."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode

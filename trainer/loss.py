@@ -1,5 +1,5 @@
-"""Chunked, vocabulary-parallel cross-entropy. Full logits never exist: neither for all tokens nor, under tensor parallelism, for
-the full vocabulary."""
+"""Chunked, vocabulary-parallel cross-entropy. Only one chunk of tokens has logits at a time. Under tensor parallelism, each rank
+computes the logits of its own vocabulary rows only."""
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
-"""Number of rows of the weight whose gradient is accumulated at a time. The product has the weight's dtype, the sum is fp32."""
+"""Number of weight rows whose gradients are accumulated at a time. Products have the weight's dtype, and their sum is fp32."""
 
 
 def _cross_entropy(
     logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits: for the vocabulary rows of this rank, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1). group: the
-    ranks among which the vocabulary is sharded; None for a full vocabulary.
+    """Return four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the target's
+    row on this rank, and whether this rank has that row.
 
-    Returns four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the target's
-    row on this rank, and whether this rank has that row."""
+    logits: logits of this rank's vocabulary rows, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1). group: ranks
+    over which the vocabulary is sharded, or None if this rank has the full vocabulary."""
     rows = targets - first_row
     is_local = (rows >= 0) & (rows < logits.shape[1])
     rows = rows.where(is_local, 0)
@@ -47,8 +47,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: tuple, chunk_tokens: int, needs_gradient: bool
     ) -> Tensor:
-        """hidden: (tokens, dim); weight: this rank's rows of the vocabulary, (rows, dim); labels: (tokens,). shard: first row and
-        group, as in _cross_entropy. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
+        """hidden: (tokens, dim); weight: this rank's rows of the vocabulary, (rows, dim); labels: (tokens,). shard: first_row
+        and group of _cross_entropy. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
         the ranks is the full gradient."""
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None

@@ -1,4 +1,4 @@
-"""The state of a run that is not a tensor."""
+"""The state of a run, except for its tensors."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ class TrainState:
     step: int = 0
     """Number of completed optimizer steps, including skipped steps."""
     cursor: int = 0
-    """Number of consumed samples: the position in the sample order, not counting `skipped_samples`."""
+    """Number of consumed samples. It is the position in the sample order without the samples in `skipped_samples`."""
     tokens_seen: int = 0
     rollbacks: int = 0
     skipped_samples: list[tuple[int, int]] = field(default_factory=list)
@@ -23,7 +23,7 @@ class TrainState:
     """Start and quotas of each phase of the mixture, as MixturePhase defines them."""
     world_size: int = 1
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """Values of the settings and data that a resumed run must not change, by the names that users know."""
+    """Name in messages -> value of a setting or dataset that a resumed run must not change."""
     rng: list[str] = field(default_factory=list)
     """Names of the random generators whose states each rank saved."""
 
@@ -44,7 +44,7 @@ class TrainState:
         self.skipped_samples = merged
 
     def resume_from(self, saved: "TrainState") -> None:
-        """Replace the progress by that of a checkpoint."""
+        """Replace the progress of this state by the progress of a checkpoint."""
         self.step, self.cursor, self.tokens_seen = saved.step, saved.cursor, saved.tokens_seen
         self.rollbacks, self.skipped_samples = saved.rollbacks, list(saved.skipped_samples)
 

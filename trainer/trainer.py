@@ -90,7 +90,7 @@ class Trainer:
         return results
 
     def _after_step(self, outcome: StepOutcome | None, num_targets: Tensor, last: bool) -> None:
-        """Log, evaluate and save if due after this step. outcome: this step's outcome, or None if nothing is due."""
+        """Log, evaluate and save, each only if it is due. outcome: outcome of the step, or None if nothing is due."""
         step = self.state.step
         if self.metrics.due(step):
             self.metrics.log_step(self.state, outcome, self._lr(step), int(num_targets.item()))
@@ -127,7 +127,7 @@ class Trainer:
         self.metrics.log_saves(saves)
 
     def roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
-        """Restore the latest checkpoint and skip the samples of the skipped steps. Return the batches after those."""
+        """Restore the latest checkpoint and skip the samples of the skipped steps. Return the batches after these samples."""
         state = self.state
         self._wait_for_saves()
         with self.watchdog.paused():

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2: one model, which differs only in its sizes."""
+"""Llama 2, 3, 3.1 and 3.2. These families share one model and differ only in its sizes."""
 
 from models.llama import hf, sizes
 from models.llama.model import Llama

@@ -57,8 +57,9 @@ def is_rope_permuted(name: str) -> bool:
 
 
 def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
-    """rows: weights of complete heads, shape (heads * head_dim, columns). Meta's layout has the two members of a rotated pair
-    next to each other. Hugging Face's layout has the first members of all pairs of a head, then the second ones."""
+    """Return rows in Hugging Face's layout. rows: weights of complete heads in Meta's layout, shape (heads * head_dim, columns).
+    Meta's layout has the two members of a rotated pair next to each other. Hugging Face's layout has the first members of all
+    pairs of a head before the second members."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 

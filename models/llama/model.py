@@ -17,11 +17,12 @@ from models.spec import Head
 
 
 def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
-    """Return the rotation of each pair of a head (Su et al. 2021, arXiv:2104.09864), radians per position, (head_dim / 2,), fp32.
+    """Return the rotation of each pair of dims of a head (Su et al. 2021, arXiv:2104.09864), radians per position.
+    Shape (head_dim / 2,), fp32.
 
-    With rope_factor, Llama 3.1's scaling applies: the frequency of a pair with fewer than rope_low_freq_factor turns within
-    original_seq_len is divided by the factor, a pair with more than rope_high_freq_factor turns is unchanged, and pairs between
-    are interpolated.
+    If rope_factor is not 1, Llama 3.1's scaling applies. A pair makes a number of turns within original_seq_len. With fewer than
+    rope_low_freq_factor turns, its frequency is divided by rope_factor. With more than rope_high_freq_factor turns, its
+    frequency is unchanged. Between these two limits, the frequency is interpolated.
     """
     pairs = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32, device=device)
     frequencies = sizes.rope_theta ** (-pairs / sizes.head_dim)
@@ -42,9 +43,10 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class CausalMask(nn.Module):
-    """The attention mask, computed once for all blocks. It is replaced by module name where another mask is needed.
+    """The attention mask, computed once for all blocks. Features that need another mask replace this module by its name.
 
-    Every token attends to itself and the earlier tokens of its sample, across documents. The kernel needs no mask for this.
+    Every token attends to itself and to all earlier tokens of its sample, also in other documents. CausalAttention needs no mask
+    for this.
     """
 
     def forward(self, positions: Tensor, documents: Tensor) -> None:
@@ -52,7 +54,7 @@ class CausalMask(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """The attention kernel. It needs the full sequence in order. Where it is replaced by module name, so is the mask."""
+    """The attention kernel. It needs the full sequence in order. Features that replace this module also replace the mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, broadcast to
@@ -145,15 +147,16 @@ class Llama(nn.Module):
         return self.output(self.norm(h), head)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each pair's angle, shape (batch, 1, seq, head_dim / 2), fp32. They are computed, because a
-        stored buffer could be damaged by a checkpoint, a cast or a move between devices."""
+        """Return cosine and sine of each pair's angle, shape (batch, 1, seq, head_dim / 2), fp32. Every forward computes them,
+        because a checkpoint, a cast or a move between devices could damage a stored buffer."""
         angles = positions[:, None, :, None].float() * rope_frequencies(self.sizes, positions.device)
         return angles.cos(), angles.sin()
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
-        """See models.spec.Model. Matrices are normal with variance 1 / (number of inputs) (LeCun et al. 1998, "Efficient
-        BackProp"). The variance of the embedding table, which may also be the output weight, is 1 / dim. The two projections
-        into the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start at one."""
+        """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
+        (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table, which may also be the output weight, is
+        1 / dim. The two projections of a block into the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019,
+        GPT-2). Norm weights start at one."""
         if name.endswith("norm.weight"):
             rows.fill_(1.0)
             return
@@ -162,10 +165,10 @@ class Llama(nn.Module):
         rows.normal_(0.0, std / math.sqrt(2 * self.sizes.n_layers) if into_residual else std, generator=generator)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """See models.spec.Model. A multiply-add is two operations; backward costs twice as much as forward.
+        """See models.spec.Model. A multiply-add is two operations. Backward costs twice as much as forward.
 
-        The count includes every linear layer, also the output, and the two products of attention over the causal half of the
-        scores, which has (seq_len + 1) / 2 keys per token on average. It excludes norms, activations and recomputation.
+        The count includes every linear layer, also the output projection, and the two matrix products of attention. Causal
+        attention has (seq_len + 1) / 2 keys per token on average. Norms, activations and recomputation are not counted.
         """
         linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
         attention = self.sizes.n_layers * 2 * self.sizes.dim * (seq_len + 1) // 2

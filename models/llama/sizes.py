@@ -26,7 +26,7 @@ class LlamaSizes:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     original_seq_len: int = 8192
-    """Sequence length for which the unscaled frequencies were trained; only used if rope_factor is not 1."""
+    """Sequence length of the training with unscaled frequencies. It is used only if rope_factor is not 1."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):

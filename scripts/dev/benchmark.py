@@ -49,8 +49,8 @@ LOADED_TOKENS = 2**25
 
 
 def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Return mode -> (seconds blocked, seconds in the background) of each save. Run on each rank. The state consists of
-    matrices of 4 MiB, sharded over the ranks."""
+    """Return mode -> (seconds that training is blocked, seconds in the background) of each save. Run on each rank. The state
+    consists of matrices of 4 MiB, sharded over the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = 1024 // dist.get_world_size()
     state = {
@@ -97,7 +97,7 @@ def print_saves(gib: float, ranks: int, repeats: int, folder: str | None) -> Non
 
 
 def interleaved(tasks: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, list[float]]:
-    """Run the tasks alternately; each returns its number of tokens. Return their tokens per second, without a warm-up repeat."""
+    """Run the tasks alternately, after a warm-up. A task returns its number of tokens. Return task -> tokens per second."""
     rates: dict[str, list[float]] = {name: [] for name in tasks}
     for repeat in range(repeats + 1):
         for name, task in tasks.items():
@@ -185,23 +185,23 @@ def main() -> None:
     parser = Arguments(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     of_saves = (
-        "time that a save blocks training, in each async mode: the slowest rank of each save, the median of all saves"
+        "time that a save blocks training in each async mode: median of all saves, each measured on its slowest rank"
     )
-    of_data = "tokens per second of preparing and loading data, each next to a baseline without the trainer"
+    of_data = "tokens per second of preparing and loading data, compared with baselines that do not use the trainer"
     checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
     data = commands.add_parser("data", help=of_data, doc=of_data)
     for command, option, default, text in (
-        (checkpoint, "ranks", 2, "ranks on this CPU that share the state"),
-        (checkpoint, "repeats", 7, "saves of each mode"),
-        (data, "mib", 64, "text to prepare"),
-        (data, "local-batch", 8, "samples of a microbatch"),
-        (data, "seq", 4096, "tokens of a sample"),
-        (data, "repeats", 3, "repeats of each task; the table has their median"),
+        (checkpoint, "ranks", 2, "number of ranks over which the state is sharded"),
+        (checkpoint, "repeats", 7, "number of saves in each mode"),
+        (data, "mib", 64, "size of the text to prepare in MiB"),
+        (data, "local-batch", 8, "number of samples in a microbatch"),
+        (data, "seq", 4096, "number of tokens in a sample"),
+        (data, "repeats", 3, "number of repeats of each task; the table shows their median"),
     ):
         command.add_argument(f"--{option}", type=positive_int, default=default, metavar="N", help=text)
-    checkpoint.add_argument("--gib", type=positive_float, default=1.2, metavar="X", help="size of the state")
+    checkpoint.add_argument("--gib", type=positive_float, default=1.2, metavar="X", help="size of the state in GiB")
     for command in (checkpoint, data):
-        command.add_argument("--folder", metavar="PATH", help="where to write (default: a temporary folder)")
+        command.add_argument("--folder", metavar="PATH", help="folder to write to (default: a temporary folder)")
     args = vars(parser.parse_args())
     run = {"checkpoint": print_saves, "data": print_data}[args.pop("command")]
     run(**args)

@@ -1,10 +1,10 @@
 """Check simulated memory against the allocator.
 
-Runs a step under each layout, as gloo ranks on this machine's CPU, reads the allocator's events from torch's profiler, and
-prints measured and simulated peaks of the first and the last rank.
+The script runs a step under each layout with gloo on this machine's CPU, reads the allocator's events from torch's profiler,
+and prints the measured and the simulated peak of the first and the last rank.
 
-exit codes: 0: all agree; 1: a peak deviates by more than 3 %, or a category of memory by more than 5 % of it and 1 % of the
-peak; 2: an argument or a setting is wrong
+exit codes: 0: all agree; 1: a peak deviates by more than 3 %, or a category of memory deviates by more than 5 % of its size and
+by more than 1 % of the peak; 2: an argument or a setting is wrong
 
     python scripts/dev/check_plan.py --layout "tp=2 training.compute_dtype=bf16" --layout "pp=2"
 """
@@ -64,11 +64,11 @@ REPEATS = 3
 MAX_RANKS = 16
 MAX_PEAK_DEVIATION = 0.03
 MAX_CATEGORY_DEVIATION, IGNORED_FRACTION = 0.05, 0.01
-"""Maximum deviation as a fraction of the category, and deviation that is ignored as a fraction of the peak."""
+"""Maximum deviation, as a fraction of the category's size. Smaller deviations than this fraction of the peak are ignored."""
 
 
 def wrong_category(simulation: Simulation, measured: Counter[str]) -> str:
-    """Describe the first category that deviates too much, if any."""
+    """Return a description of the first category that deviates too much, or "" if there is none."""
     for category, planned in simulation.by_category.items():
         actual = measured[category]
         if abs(planned - actual) > max(MAX_CATEGORY_DEVIATION * actual, IGNORED_FRACTION * measured.total()):
@@ -93,7 +93,7 @@ def check(layout: Layout, argv: list[str], config: Config, table: Table) -> bool
 def main() -> None:
     silence_profiler()
     parser = Arguments(__doc__, settings=True)
-    matrix = "a matrix of layouts, checkpointing and gradient accumulation, on a Llama of 100M parameters"
+    matrix = "a matrix of layouts, checkpointing and gradient accumulation, for a Llama of 100M parameters"
     add_layout_option(parser, default=matrix)
     args, argv = parser.parse_known_args()
     given = with_default_model(settings_of(argv))
@@ -102,7 +102,7 @@ def main() -> None:
         argv = flags(given | layout.settings)
         config = load_layout(argv)
         if (ranks := num_ranks(config.parallel)) > MAX_RANKS:
-            raise ConfigError("", f"--layout {layout.text!r}: {ranks:,} ranks, but the limit is {MAX_RANKS}")
+            raise ConfigError("", f"--layout {layout.text!r}: has {ranks:,} ranks, but the limit is {MAX_RANKS}")
         runs.append((layout, argv, config))
     table = Table(layout="<92", rank=">4", simulated_bytes=">15", measured_bytes=">15", deviation=">9", peak_in="")
     agree = [check(*run, table) for run in runs]

@@ -1,7 +1,7 @@
-"""Measure or plan the memory and speed of each memory technique, on top of the techniques before it.
+"""Measure or plan memory and speed while memory techniques are added one after another.
 
-Measures some steps on one rank of this machine's CPU: the peak by the allocator's events, and the fastest step. A CPU has no
-separate host memory, so offloading shows only in a plan.
+The script measures the allocator's peak and the fastest of a few steps, on one rank on this machine's CPU. With --device, it
+plans instead. A CPU has no separate host memory, so that only a plan shows the effect of offloading.
 
     python scripts/dev/memory_ablation.py --device a100 --config train_configs/llama3_2_3b.toml
 """
@@ -61,7 +61,7 @@ def fastest_step_s(argv: Sequence[str]) -> float:
 
 
 def cumulative(techniques: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
-    """Yield (name, flags, configuration) of the baseline and of each technique, added to those before it. Raises ConfigError that
+    """Yield (name, flags, configuration) of the baseline, and then with one more technique each time. Raises ConfigError that
     names the technique."""
     settings = with_default_model(BASELINE | settings_of(argv))
     yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
@@ -77,14 +77,14 @@ def main() -> None:
     silence_profiler()
     parser = Arguments(__doc__, settings=True)
     parser.add_argument("--device", choices=SHORT_NAMES, help="plan for this device instead of measuring")
-    parser.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="ranks of a plan")
-    names_help = f"techniques in the order to apply them, of: {', '.join(TECHNIQUES)} (default: all)"
+    parser.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="number of ranks of a plan")
+    names_help = f"techniques to add, in this order; available: {', '.join(TECHNIQUES)} (default: all)"
     parser.add_argument(
         "--techniques", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help=names_help
     )
     args, argv = parser.parse_known_args()
     if args.world_size > 1 and not args.device:
-        parser.error(f"--world-size {args.world_size}: applies to plans only; add --device")
+        parser.error(f"--world-size {args.world_size}: has an effect only on plans; add --device")
     runs = list(cumulative(args.techniques, argv))
     table = Table(technique="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
     previous = None

@@ -332,7 +332,7 @@ def test_links_are_rejected_except_into_the_cache_of_hugging_face(tmp_path):
     (folder / "model.safetensors").unlink()
     shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to("../../elsewhere")
-    with pytest.raises(ConfigError, match=r"model.safetensors is a symbolic link out of the folder"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is a symbolic link to a path outside the folder"):
         HfModelFolder(folder, MODELS["llama3"])
 
 
@@ -360,14 +360,17 @@ def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
     assert script("to-hf", tmp_path / "c", tmp_path / "out", "--dtype", "bf16") == (0, "")
     loaded = transformers().LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
-    assert script("to-hf", tmp_path / "c", tmp_path / "out") == (2, f"{tmp_path}/out: exists already")
+    assert script("to-hf", tmp_path / "c", tmp_path / "out") == (
+        2,
+        f"{tmp_path}/out exists and is not an empty folder; choose another path",
+    )
     assert script("to-hf", tmp_path, tmp_path / "x") == (
         2,
         f"{tmp_path}: manifest.json cannot be read (No such file or directory)",
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: is not a Hugging Face model (it has no config.json)",
+        f"{tmp_path}: this folder is not a Hugging Face model, because it has no config.json",
     )
     assert script("from-hf", hf_model, tmp_path / "x", "--family", "lama3") == (
         2,

@@ -47,7 +47,9 @@ def test_a_checkpoint_under_the_name_of_another_step_is_ignored(ranks, tmp_path)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
     point, messages = ranks(1).run(find_with_warnings, tmp_path)[0]
     assert point.path.name == "step-00000001"
-    assert messages == [f"ignoring damaged checkpoint {tmp_path}/step-00000009: train_state.json belongs to step 1"]
+    assert messages == [
+        f"ignoring damaged checkpoint {tmp_path}/step-00000009: train_state.json contains the state of step 1"
+    ]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(ranks, tmp_path):
@@ -55,7 +57,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(ran
         damage(ranks(1).run(save, tmp_path, step)[0])
     with pytest.raises(RankError) as error:
         ranks(2).run(resume.find_resume_point, tmp_path)
-    assert f"{tmp_path}: all 2 checkpoints are damaged; another --run.name starts a new run" in str(error.value)
+    assert f"{tmp_path}: all 2 checkpoints are damaged; set another --run.name for a new run" in str(error.value)
 
 
 def test_unreadable_folder_is_an_error(ranks, tmp_path):
@@ -100,11 +102,11 @@ def test_rollback_discards_newer_checkpoints_once(ranks, tmp_path):
 
 
 def test_rollback_to_a_missing_or_damaged_step_is_rejected(ranks, tmp_path):
-    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; available: none"):
+    with pytest.raises(RankError, match=r"checkpoint.load_step: .* has no such checkpoint; available steps: none"):
         ranks(1).run(resume.find_resume_point, tmp_path, 4)
     for step in (2, 4):
         ranks(1).run(save, tmp_path, step)
-    with pytest.raises(RankError, match=r"checkpoint.load_step: no such step in .*; available: 2, 4"):
+    with pytest.raises(RankError, match=r"checkpoint.load_step: .* has no such checkpoint; available steps: 2, 4"):
         ranks(1).run(resume.find_resume_point, tmp_path, 3)
     damage(tmp_path / "step-00000002")
     with pytest.raises(
@@ -129,7 +131,8 @@ def test_unreadable_lineage_file_can_be_removed(ranks, tmp_path):
     ranks(1).run(save, tmp_path, 3)
     (tmp_path / "lineage.json").write_text("{")
     with pytest.raises(
-        RankError, match=r"lineage\.json cannot be read: earlier rollbacks are unknown; remove it to roll back"
+        RankError,
+        match=r"lineage\.json cannot be read, so earlier rollbacks are unknown; to roll back, remove this file",
     ):
         ranks(1).run(resume.find_resume_point, tmp_path, 2)
     (tmp_path / "lineage.json").unlink()
@@ -164,6 +167,6 @@ def test_all_differences_are_in_one_error(tmp_path):
     with pytest.raises(ConfigError) as error:
         resume.require_compatible(saved, {"a": 2, "b": "x", "d": True})
     assert error.value.message == (
-        f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; another --run.name starts a new run"
+        f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; set another --run.name for a new run"
     )
     resume.require_compatible(saved, {"b": "x", "c": (1, 2)})

@@ -84,7 +84,7 @@ COMMAND_LINES = {
     "--run.name ..": "--run.name ..: must be a single folder name",
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: exceeds 255 bytes, the limit for a folder name",
     "--evaluation.datasets.wiki jsonl:/nope": (
-        "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no file matches it as a pattern"
+        "--evaluation.datasets.wiki jsonl:/nope: no such file or folder, and no file matches the pattern"
     ),
     f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has an effect only with empty [data] datasets",
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
@@ -109,12 +109,12 @@ COMMAND_LINES = {
     "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
     "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE",
     "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
-    "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): required with backend = tiktoken',
+    "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): is required with backend = tiktoken',
     "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
     "--tokenizer.path x": "--tokenizer.path x: has an effect only with [tokenizer] backend != default",
-    "--data.dataset jsonl": '[data] path = "" (default): required with dataset = jsonl',
+    "--data.dataset jsonl": '[data] path = "" (default): is required with dataset = jsonl',
     "--data.dataset text --data.path no/such": (
-        "--data.path no/such: no such file or folder, and no file matches it as a pattern"
+        "--data.path no/such: no such file or folder, and no file matches the pattern"
     ),
     "--data.path x": "--data.path x: has an effect only with [data] dataset != python_stdlib",
     "--data.text_field body": (

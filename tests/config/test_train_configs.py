@@ -86,28 +86,27 @@ COMBINATIONS = {
     "--training.global_batch_size 6": (
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
-    "--parallel.dp_shard 3": ("--parallel.dp_shard 3: this run has 4 ranks; -1 uses all remaining ranks"),
+    "--parallel.dp_shard 3": ("--parallel.dp_shard 3: must equal the number of ranks, 4; -1 uses all remaining ranks"),
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the 4 ranks of this run",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
-        "--parallel.dp_shard 4: x dp_replicate 2 makes 8 ranks, but this run has 4 ranks; -1 uses all remaining ranks"
+        "--parallel.dp_shard 4: x dp_replicate 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
     ),
     "--parallel.reshard_after_forward 4": (
-        "--parallel.reshard_after_forward 4: as a number it must divide dp_shard 4 and be smaller; "
-        "always reshards to all of them"
+        "--parallel.reshard_after_forward 4: must divide dp_shard 4 and be below 4; 'always' reshards over all 4 ranks"
     ),
     "--training.global_batch_size 24": (
         "--training.global_batch_size 24: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
     "--parallel.tp 3": "--parallel.tp 3: must divide the 4 ranks of this run",
     "--parallel.tp 2 --parallel.cp 4": (
-        "--parallel.tp 2: x the other degrees' 4 = 8 must divide the 4 ranks of this run"
+        "--parallel.tp 2: x 4 (product of the other degrees) = 8 must divide the 4 ranks of this run"
     ),
     "--parallel.dp_shard 4 --parallel.tp 2": (
-        "--parallel.dp_shard 4: x tp 2 makes 8 ranks, but this run has 4 ranks; -1 uses all remaining ranks"
+        "--parallel.dp_shard 4: x tp 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
     ),
     "--parallel.cp 2 --parallel.reshard_after_forward 3": (
-        "--parallel.reshard_after_forward 3: as a number it must divide dp_shard 2 x cp 2 = 4 and be smaller; "
-        "always reshards to all of them"
+        "--parallel.reshard_after_forward 3: must divide dp_shard 2 x cp 2 = 4 and be below 4; "
+        "'always' reshards over all 4 ranks"
     ),
     "--parallel.tp 4 --model.overrides.n_kv_heads 2": ("--parallel.tp 4: must divide n_kv_heads 2 of llama3/debug"),
     "--parallel.tp 4 --model.overrides.n_heads 2 --model.overrides.n_kv_heads 2": (
@@ -115,20 +114,20 @@ COMBINATIONS = {
     ),
     "--parallel.tp 4 --model.overrides.hidden_dim 350": "--parallel.tp 4: must divide hidden_dim 350 of llama3/debug",
     "--parallel.tp 4 --model.overrides.vocab_size 6": (
-        "--parallel.tp 4: the last rank would have no row of the vocabulary: vocab_size of llama3/debug is 6"
+        "--parallel.tp 4: the last rank would have no vocabulary row, because vocab_size of llama3/debug is 6"
     ),
     "--parallel.tp 4 --training.seq_len 130": (
         "--parallel.tp 4: must divide seq_len 130; or set sequence_parallel = false"
     ),
     "--parallel.cp 4 --training.seq_len 132": "--parallel.cp 4: 2 x cp = 8 must divide seq_len 132",
     "--parallel.pp 2 --model.overrides.tied_embeddings true": (
-        "--parallel.pp 2: must be 1 with tied embeddings: first and last stage would share a parameter"
+        "--parallel.pp 2: must be 1 with tied embeddings, which two stages would share"
     ),
     "--parallel.pp 4 --model.overrides.n_layers 3": (
-        "--parallel.pp 4: makes 4 stages (4 ranks x 1), but the model has 3 blocks"
+        "--parallel.pp 4: makes 4 stages (4 ranks x 1 per rank), but the model has only 3 blocks"
     ),
     "--parallel.pp 4 --parallel.pipeline_schedule Interleaved1F1B --model.overrides.n_layers 7": (
-        "--parallel.pp 4: makes 8 stages (4 ranks x 2), but the model has 7 blocks"
+        "--parallel.pp 4: makes 8 stages (4 ranks x 2 per rank), but the model has only 7 blocks"
     ),
     "--parallel.pp 2 --parallel.pipeline_split_points layers.9": (
         "--parallel.pipeline_split_points layers.9: layers.9 is not a block; expected layers.1 to layers.7"
@@ -140,19 +139,19 @@ COMBINATIONS = {
         "--parallel.pp 4: the step has 4 microbatches of local_batch_size samples, but DualPipeV needs at least 8"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule Interleaved1F1B --training.global_batch_size 40": (
-        "--parallel.pipeline_schedule Interleaved1F1B: the step has 5 microbatches of local_batch_size samples, which must be a "
-        "multiple of the 2 rounds through 2 ranks"
+        "--parallel.pipeline_schedule Interleaved1F1B: the step has 5 microbatches of local_batch_size samples, which cannot be "
+        "divided into 2 rounds of equal size; use a multiple of 2"
     ),
-    "--parallel.pp 2 --parallel.pipeline_stages_per_rank 2": "--parallel.pipeline_stages_per_rank 2: 1F1B takes 1",
+    "--parallel.pp 2 --parallel.pipeline_stages_per_rank 2": "--parallel.pipeline_stages_per_rank 2: 1F1B needs 1 stage per rank",
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --parallel.pipeline_stages_per_rank 3": (
-        "--parallel.pipeline_stages_per_rank 3: ZBVZeroBubble takes 2"
+        "--parallel.pipeline_stages_per_rank 3: ZBVZeroBubble needs 2 stages per rank"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule LoopedBFS --parallel.pipeline_stages_per_rank 1": (
-        "--parallel.pipeline_stages_per_rank 1: LoopedBFS takes 2 or more"
+        "--parallel.pipeline_stages_per_rank 1: LoopedBFS needs 2 or more stages per rank"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true": (
         "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights separately, which "
-        "torch.compile cannot"
+        "torch.compile does not support"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule DualPipeV --parallel.reshard_after_forward always": (
         "--parallel.reshard_after_forward always: must be default or never with DualPipeV"
@@ -161,10 +160,10 @@ COMBINATIONS = {
         "--activation_checkpoint.mode selective: cannot be combined with ZBVZeroBubble, which traverses backward's graph twice"
     ),
     "--parallel.pp 2 --training.reduce_every_microbatch true": (
-        "--training.reduce_every_microbatch true: cannot be combined with pp > 1: a pipeline reduces once per step"
+        "--training.reduce_every_microbatch true: cannot be combined with pp > 1, which reduces gradients once per step"
     ),
     "--activation_checkpoint.mode budget": (
-        "--activation_checkpoint.mode budget: needs [compile] enabled = true: the compiler chooses"
+        "--activation_checkpoint.mode budget: needs [compile] enabled = true to apply the budget"
     ),
     "--parallel.tp 2 --parallel.async_tensor_parallel true --run.device cpu": (
         "--parallel.async_tensor_parallel true: needs [compile] enabled = true and GPUs"
@@ -189,5 +188,5 @@ def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name)
     with pytest.raises(ConfigError) as error:
         resolve(config, world_size=2)
     assert config.explain(error.value) == (
-        f"--parallel.pipeline_schedule {name}: needs torch 2.13 or newer, this is 2.11.0"
+        f"--parallel.pipeline_schedule {name}: needs torch >= 2.13, but 2.11.0 is installed"
     )

@@ -97,7 +97,7 @@ def test_an_error_that_only_the_ranks_can_find_is_printed_once(complete_runs, ti
     assert done.returncode == 2
     assert done.stderr == (
         "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
-        "another --run.name starts a new run\n"
+        "set another --run.name for a new run\n"
     )
     assert sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock") == files
 
@@ -223,7 +223,7 @@ WRONG = {
     "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?",
     "--parallel.dp_shard 3": None,
     "--data.dataset text --data.path /no/such": "--data.path /no/such: "
-    "no such file or folder, and no file matches it as a pattern",
+    "no such file or folder, and no file matches the pattern",
 }
 
 
@@ -231,8 +231,7 @@ WRONG = {
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
     done = call(SCRIPT, *command.split(), cwd=tmp_path, NGPU=ngpu)
-    world = {"1": "1 rank", "2": "2 ranks"}[ngpu]
-    message = f"--parallel.dp_shard 3: this run has {world}; -1 uses all remaining ranks"
+    message = f"--parallel.dp_shard 3: must equal the number of ranks, {ngpu}; -1 uses all remaining ranks"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or message}\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -248,8 +247,8 @@ def test_a_run_with_invalid_data_leaves_no_folder(tiny, tmp_path):
 VARIABLES = {
     "NGPU=two": "NGPU=two: expected an integer of at least 1",
     "NGPU=0": "NGPU=0: expected an integer of at least 1",
-    "NNODES=4:2": "NNODES=4:2: expected an integer of at least 1, or the minimum and the maximum as 2:4",
-    "NNODES=x": "NNODES=x: expected an integer of at least 1, or the minimum and the maximum as 2:4",
+    "NNODES=4:2": "NNODES=4:2: expected an integer of at least 1, or a minimum and a maximum such as 2:4",
+    "NNODES=x": "NNODES=x: expected an integer of at least 1, or a minimum and a maximum such as 2:4",
     "NNODES=2": "NNODES=2: needs MASTER_ADDR, the host name of the first node",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
     "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",

@@ -255,7 +255,7 @@ def test_resume_with_settings_that_are_fixed_is_refused_with_every_difference(ra
         run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "8", "--run.seed", "3", "--data.shuffle", "false")
     assert (
         f"cannot resume from {checkpoint}: data.shuffle was true, is false; run.seed was 0, is 3; "
-        "another --run.name starts a new run" in str(error.value)
+        "set another --run.name for a new run" in str(error.value)
     )
 
 

@@ -197,7 +197,7 @@ def test_errors_of_the_command_are_one_line(chat_run, tmp_path):
         ([chat_run, "--prompt", "x", "--top-p", "2"], "argument --top-p: 2: must be above 0 and at most 1"),
         (
             [chat_run, "--chat", "--chat-template", "llama4"],
-            "--chat-template llama4: expected one of llama2, llama3, chatml, a file or a folder",
+            "--chat-template llama4: expected one of llama2, llama3, chatml, or an existing file or folder",
         ),
     )
     for words, line in wrong:

@@ -12,10 +12,10 @@ IN_BACKWARD = ("--training.max_norm", "none", "--resilience.max_consecutive_skip
 INCOMPATIBLE_WITH_IN_BACKWARD = [
     (
         ["--training.reduce_every_microbatch", "true"],
-        "[training] reduce_every_microbatch: gradients are complete after the last one",
+        "[training] reduce_every_microbatch: only the last microbatch completes gradients",
     ),
-    (["--optimizer.offload", "state"], "[optimizer] offload; state_and_gradients also frees gradients in backward"),
-    (["--parallel.cpu_offload", "true"], "[parallel] cpu_offload, which copies gradients to the host late"),
+    (["--optimizer.offload", "state"], "[optimizer] offload, which updates parameters only after backward"),
+    (["--parallel.cpu_offload", "true"], "[parallel] cpu_offload, which copies gradients to the host too late"),
     (["--resilience.on_loss_spike", "skip"], "[resilience] on_loss_spike, which skips complete steps"),
 ]
 
@@ -83,28 +83,28 @@ def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_pat
         *(
             (
                 ["--optimizer.in_backward", "true", *IN_BACKWARD, *more],
-                f"--optimizer.in_backward true: incompatible with {rule}",
+                f"--optimizer.in_backward true: is incompatible with {rule}",
             )
             for more, rule in INCOMPATIBLE_WITH_IN_BACKWARD
         ),
         (
             ["--optimizer.in_backward", "true"],
-            "--optimizer.in_backward true: incompatible with [training] max_norm, which needs all gradients at once; "
-            "set it to none",
+            "--optimizer.in_backward true: is incompatible with [training] max_norm, which needs all gradients at once; "
+            "set max_norm to none",
         ),
         (
             ["--optimizer.in_backward", "true", "--training.max_norm", "none"],
-            "--optimizer.in_backward true: incompatible with [resilience] max_consecutive_skips > 1: a step cannot be skipped",
+            "--optimizer.in_backward true: is incompatible with [resilience] max_consecutive_skips > 1: no step can be skipped",
         ),
         (
             ["--optimizer.offload", "state", "--parallel.cpu_offload", "true"],
-            "--optimizer.offload state: incompatible with [parallel] cpu_offload, which already keeps the optimizer state on "
+            "--optimizer.offload state: is incompatible with [parallel] cpu_offload, which already keeps the optimizer state on "
             "the host",
         ),
         (
             ["--optimizer.offload", "state_and_gradients", "--training.reduce_every_microbatch", "true"],
-            "--optimizer.offload state_and_gradients: incompatible with [training] reduce_every_microbatch: gradients "
-            "must be complete when they are offloaded",
+            "--optimizer.offload state_and_gradients: is incompatible with [training] reduce_every_microbatch: only "
+            "complete gradients can be offloaded",
         ),
     ],
 )

@@ -119,7 +119,8 @@ def test_a_layout_that_splits_quantization_blocks_is_rejected():
     with pytest.raises(ConfigError) as error:
         simulate([(load_config(args), 0)], 2, on_gpu=False)
     message = (
-        "8bit needs rows of multiples of 256, but under tp rows of layers.0.attention.wo.weight have 128; use bf16"
+        "8bit needs row lengths divisible by 256, but tp shards layers.0.attention.wo.weight to rows of 128 values; "
+        "use bf16"
     )
     assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 
@@ -129,7 +130,7 @@ def test_a_model_without_quantizable_matrices_is_rejected():
         resolve(
             load_config(["--config", "train_configs/debug.toml", "--model.overrides.hidden_dim", "352", *EIGHT_BITS]), 1
         )
-    message = "8bit needs matrices whose rows are multiples of 256, but llama3/debug has none"
+    message = "8bit needs matrices with row lengths divisible by 256, but llama3/debug has none"
     assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 
 

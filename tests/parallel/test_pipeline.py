@@ -72,7 +72,7 @@ def test_stages_start_at_the_split_points():
 
 
 ERRORS = {
-    ("pp", 16, ()): "parallel.pp: makes 16 stages (16 ranks x 1), but the model has 8 blocks",
+    ("pp", 16, ()): "parallel.pp: makes 16 stages (16 ranks x 1 per rank), but the model has only 8 blocks",
     (
         "split",
         2,

@@ -84,7 +84,9 @@ def test_skips_and_spikes_stop_or_roll_back_as_configured():
     with pytest.raises(TrainingDiverged, match=message):
         should_roll_back(stop, outcome(consecutive_skips=3), 0)
     assert should_roll_back(roll_back, outcome(consecutive_skips=3), 2)
-    with pytest.raises(TrainingDiverged, match="gradient norm nan, after 3 rollbacks: training stops"):
+    with pytest.raises(
+        TrainingDiverged, match="gradient norm nan; the maximum of 3 rollbacks is reached: training stops"
+    ):
         should_roll_back(roll_back, outcome(consecutive_skips=3), 3)
     assert should_roll_back(ResilienceConfig(on_loss_spike="rollback"), outcome(spike=True), 0)
     assert not should_roll_back(ResilienceConfig(on_loss_spike="skip"), outcome(spike=True), 0)

@@ -77,7 +77,7 @@ def test_a_resumed_run_needs_disk_only_for_its_remaining_checkpoints(ranks, tiny
         assert isinstance(ended, Result) == fits, ended
 
 
-ADVICE = "scripts/plan.py shows the memory of each part, docs/memory.md how to reduce it"
+ADVICE = "scripts/plan.py estimates the memory of a run, and docs/memory.md describes how to reduce it"
 
 
 def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):

@@ -18,7 +18,9 @@ def test_more_ranks_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as error:
         devices.select_device("auto")
-    assert error.value.message == "NGPU=4: more ranks than the 2 GPUs of this node; --run.device cpu uses none"
+    assert error.value.message == (
+        "NGPU=4: this node has only 2 GPUs; reduce NGPU, or train on the CPU with --run.device cpu"
+    )
     assert devices.select_device("cpu") == torch.device("cpu")
 
 

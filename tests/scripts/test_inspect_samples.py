@@ -51,4 +51,4 @@ def test_a_step_without_a_record_is_an_error(ranks, tiny, tmp_path):
     ranks(1).run(train, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"])
     error = f"{tmp_path}/run: metrics.jsonl has no record of step 2; the last record is of step 1"
     assert script(tmp_path / "run", 2) == (2, [], error)
-    assert script(tmp_path, 2) == (2, [], f"{tmp_path}: is not a run folder (no metrics.jsonl)")
+    assert script(tmp_path, 2) == (2, [], f"{tmp_path}: is not a run folder: it has no metrics.jsonl")

@@ -43,7 +43,7 @@ def test_a_technique_has_memory_change_and_speed(device):
             "with [activation_checkpoint] mode = full",
         ),
         (["--techniques", "less"], "argument --techniques: invalid choice: 'less'"),
-        (["--world-size", "2"], "--world-size 2: applies to plans only; add --device"),
+        (["--world-size", "2"], "--world-size 2: has an effect only on plans; add --device"),
         (["--training.stpes", "2"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
     ],
 )

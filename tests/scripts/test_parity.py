@@ -54,7 +54,7 @@ def test_a_layout_that_does_not_fit_is_reported(monkeypatch, tiny, capsys):
 LINES = {
     ("--layout", "tp=16"): "--layout 'tp=16': --parallel.tp 16: must divide n_heads 8 of llama3/debug",
     ("--layout", "tp"): "--layout 'tp': tp: expected name=value",
-    ("--layout", "ttp=2"): "--layout 'ttp=2': ttp: not a setting of [parallel]; did you mean 'tp'?",
+    ("--layout", "ttp=2"): "--layout 'ttp=2': ttp: is not a setting of [parallel]; did you mean 'tp'?",
     (
         "--layout",
         "model.n_layers=2",
@@ -66,7 +66,7 @@ LINES = {
     "data-parallel ranks",
     ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (default: 1)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",
-    ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: given twice",
+    ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: tp is given twice",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
     ("--steps", "0"): "argument --steps: 0: expected an integer of at least 1",

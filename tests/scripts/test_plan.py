@@ -71,7 +71,7 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
         (["--max-candidates", "3"], "--max-candidates 3: requires --search"),
         (
             ["--device", "cpu", "--pcie-gbs", "3"],
-            "--device cpu: has no separate host memory; remove the flags for host memory and PCIe",
+            "--device cpu: a CPU has no separate host memory; remove the flags for host memory and PCIe",
         ),
         (["--device", "h101"], "argument --device: invalid choice: 'h101'"),
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),

@@ -56,7 +56,9 @@ def test_an_error_of_a_dataset_names_the_setting_that_selects_it(settings, tmp_p
     result = call("prepare_data.py", *settings, *evaluation)
     assert result.returncode == 2
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: contains no readable document; ")
+    assert line.startswith(
+        f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: this dataset contains no readable document; "
+    )
     (tmp_path / "nothing.txt").touch()
     result = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
     assert (result.returncode, result.stderr.partition(": contains no readable document")[0]) == (
@@ -105,7 +107,7 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     path = tmp_path / "my.tiktoken"
     trained = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
-    first = f"{tmp_path}/corpus/bad.txt:1: not UTF-8 text (byte 0 of the file)"
+    first = f"{tmp_path}/corpus/bad.txt:1: the file is not UTF-8 text (byte 0)"
     assert trained.stderr == f"skipped 1 bad documents; the first: {first}\n"
     tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(path)))
     assert tokenizer.vocab_size == 540
@@ -117,7 +119,7 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     strict = call(
         "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_bad_document", "stop"
     )
-    message = f"unreadable documents: 1 or more, the first: {first}"
+    message = f"1 or more documents are unreadable; the first: {first}"
     assert (strict.returncode, strict.stderr) == (2, f"--data.on_bad_document stop: {message}\n")
 
 

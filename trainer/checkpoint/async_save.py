@@ -29,7 +29,7 @@ from trainer.system.process import detach_signals
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)
-"""Timeout of the collectives of the ranks' writers, which wait for the slowest disk."""
+"""Timeout of the collectives among the writers of all ranks. It is long, because a rank may have a slow disk."""
 
 
 class WriterDied(SaveFailed):
@@ -43,21 +43,21 @@ class SaveResult:
     step: int
     path: Path
     blocked_s: float
-    """Seconds that training waited."""
+    """Seconds that training waited for the save."""
     background_s: float
     """Seconds of writing in the background."""
     failure: SaveFailed | None
 
 
 class Writer:
-    """Base of the writers. At most one save is in flight: `wait` is called before `save`."""
+    """Base class of the writers. At most one save is in flight, because callers call `wait` before `save`."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
-        """tensors: all tensors that will be saved; background writers allocate memory for their copy."""
+        """tensors: all tensors that will be saved. Background writers allocate host memory for a copy of these tensors."""
         self.pending: tuple[SaveRequest, float, Future[float]] | None = None
-        """The save in flight: request, seconds that training waited for it, and the result of `start`."""
+        """The save in flight, or None: its request, the seconds that training waited, and the future that `start` returned."""
         self.waited_s = 0.0
-        """Seconds that training has waited for the last save. They count as blocked time of the next save."""
+        """Seconds that training has waited in `wait`. They are added to blocked_s of the next save."""
 
     def start(self, request: SaveRequest, staging_dir: Path, tensors: Tensors) -> "Future[float]":
         """Start a save, collectively. Return a future that resolves to the duration of the background write in
@@ -65,13 +65,13 @@ class Writer:
         raise NotImplementedError
 
     def before_update(self) -> None:
-        """Wait until the tensors are copied or written, so that they may change. Raises WriterDied."""
+        """Wait until the tensors are copied or written, so that the optimizer may change them. Raises WriterDied."""
 
     def close(self) -> None:
         """Stop the writer without waiting for a save in flight."""
 
     def save(self, request: SaveRequest, tensors: Tensors) -> None:
-        """Start a save, collectively. `wait` returns a failure in the result."""
+        """Start a save, collectively. A failure is not raised, but returned by `poll` or `wait`."""
         assert self.pending is None
         start = time.perf_counter() - self.waited_s
         self.waited_s = 0.0
@@ -113,18 +113,18 @@ class SyncWriter(Writer):
 
 
 class StagedWriter(Writer):
-    """Base of the background writers. A writer owns a host buffer, into which each save copies this rank's tensors, and a thread
-    that writes the copy or waits for the writer process."""
+    """Base class of the background writers. Each save copies this rank's tensors into a host buffer. A thread then writes the
+    copy, or waits while the writer process writes it."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
-        """Raises ConfigError if memory does not suffice for a copy of the tensors."""
+        """Raises ConfigError if host memory for a copy of the tensors cannot be pinned."""
         super().__init__(device, tensors)
         self.plan = local_save_plan(tensors)
         buffer = self.allocate(sum(to_local(t).nbytes + _ALIGNMENT for t in tensors.values()))
         try:
             pin(buffer, device)
         except MemoryError as error:
-            raise ConfigError("checkpoint.async_mode", f"{error}; 'off' does not need a copy") from None
+            raise ConfigError("checkpoint.async_mode", f"{error}; use 'off', which needs no copy") from None
         self.contents = _views(buffer, self.plan)
         self.transfer = HostTransfer(device)
         self.copied = self.transfer.copy([], [])
@@ -154,7 +154,7 @@ class StagedWriter(Writer):
 
 
 def _views(buffer: Tensor, plan: SavePlan) -> dict[str, Tensor]:
-    """Return the tensors that a plan writes as views of a byte buffer, by name."""
+    """Return name -> view of a byte buffer, for each tensor that the plan writes."""
     views, start = {}, 0
     for item in plan.items:
         shape, dtype = item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype
@@ -165,7 +165,7 @@ def _views(buffer: Tensor, plan: SavePlan) -> dict[str, Tensor]:
 
 
 class ThreadWriter(StagedWriter):
-    """Writer in a thread. Its process group is separate, so that its collectives do not interleave with training's."""
+    """Writer in a thread with its own process group, so that its collectives do not interleave with those of training."""
 
     def __init__(self, device: torch.device, tensors: Tensors):
         super().__init__(device, tensors)
@@ -178,8 +178,8 @@ class ThreadWriter(StagedWriter):
 class ProcessWriter(StagedWriter):
     """Writer in a separate process, which shares the memory of the host copy and does not hold the trainer's GIL.
 
-    torch's own writer process is not used: a thread that ends forks the process, the process outlives a killed trainer until
-    its commit, and a dead process is never replaced.
+    torch's own writer process is not used, for three reasons: it is forked in a thread that then ends, it continues to its commit
+    after the trainer was killed, and it is never replaced after it has died.
     """
 
     def __init__(self, device: torch.device, tensors: Tensors):
@@ -197,7 +197,7 @@ class ProcessWriter(StagedWriter):
 
     def allocate(self, num_bytes: int) -> Tensor:
         if not hasattr(os, "memfd_create"):
-            message = f"{sys.platform} does not support memfd; 'thread' works on every platform"
+            message = f"{sys.platform} does not support memfd; use 'thread', which works on every platform"
             raise ConfigError("checkpoint.async_mode", message)
         self.descriptor = os.memfd_create("checkpoint")
         os.ftruncate(self.descriptor, num_bytes)
@@ -229,8 +229,8 @@ class ProcessWriter(StagedWriter):
 
 
 def _writer_store() -> tuple[dist.Store | None, tuple[str, int] | None]:
-    """Create a c10d store for the writers on rank 0, independent of training's rendezvous. Return the store (None on the other
-    ranks) and its address."""
+    """Create a c10d store for the writers on rank 0, independent of training's rendezvous. Return the store and its address.
+    The store is None on all other ranks. Both are None if the world size is 1."""
     if dist.get_world_size() == 1:
         return None, None
     single_node = local_world_size() == dist.get_world_size()
@@ -244,7 +244,7 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 def _serve(connection: Connection, parent: int, peers: tuple, memory: str, plan: SavePlan) -> None:
-    """Run the writer process. peers: rank, world size, address of the writers' store. memory: path of the file of the copy."""
+    """Run the writer process. peers: rank, world size, address of the writers' store. memory: path of the memfd with the copy."""
     detach_signals()
     rank, world_size, address = peers
     try:

@@ -8,10 +8,10 @@ from trainer.system import logging
 
 
 class BestTracker:
-    """Tracker of the saved step with the lowest loss on one dataset. The checkpoint of this step is kept."""
+    """Tracker of the checkpoint with the lowest loss on one evaluation dataset. This checkpoint is never pruned."""
 
     def __init__(self, config: EvaluationConfig, data: str):
-        """data: name of the dataset's content if the content may change when the run resumes, otherwise ""."""
+        """data: name that changes when the content of the dataset changes, or "" for documents held out of the training data."""
         self.dataset = config.keep_best_on
         self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}"
         self._saved = self._previous = (0, math.inf)
@@ -48,6 +48,6 @@ class BestTracker:
         valid = state[:1] == [self.identity] and state[1] in steps
         if state and self.dataset and not valid:
             logging.info(
-                f"ignoring previous best step {state[1]}: evaluation data changed or the checkpoint is missing"
+                f"ignoring the previous best step {state[1]}, because the evaluation data changed or its checkpoint is missing"
             )
         self._saved, self._pending = (state[1], state[2]) if valid else (0, math.inf), None

@@ -1,16 +1,16 @@
-"""Checkpoints: one folder per step, committed by one rename, and verified before it is loaded.
+"""Checkpoints: one folder per step, which is committed by one rename and verified before it is loaded.
 
 checkpoints/
     step-00000100/
-        rank-00000.safetensors ...   chunks of one rank: model, optimizer, stability and RNG state (storage.py)
+        rank-00000.safetensors ...   tensor chunks of one rank: model, optimizer, stability, RNG (storage.py)
         index.json                   the files that contain the chunks of each tensor
         train_state.json             step, data cursor, and the values that a resumed run must not change
         config.toml                  the resolved configuration
         model.json, tokenizer.*      the model's dimensions, and the files of the tokenizer
         manifest.json                size and hash of every file; written last (manifest.py)
     step-00000100.tmp-xxxxxxxx       an unfinished save or removal; never read
-    step-00000100.old                the old save of a step that is saved again; used if replacing it was interrupted
-    discarded-1/                     newer checkpoints that a rollback moved away
+    step-00000100.old                a checkpoint that a new save of its step replaces; used if that was interrupted
+    discarded-1/                     checkpoints later than the target of a rollback
     lineage.json                     the steps that the run was rolled back to
 """
 
@@ -47,7 +47,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def parse_step(name: str) -> int | None:
-    """Return the step that a checkpoint's name contains, or None for other names."""
+    """Return the step in the folder name of a checkpoint, or None if the name is not that of a checkpoint."""
     match = _NAME.fullmatch(name)
     return match and int(match[1])
 
@@ -59,8 +59,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def committed(folder: Path) -> list[Path]:
-    """Return the folders of committed checkpoints without verifying them, newest step first. A replaced save (.old) follows
-    the new save of its step. Raises OSError if the folder exists but cannot be read."""
+    """Return the folders of committed checkpoints without verifying them, newest step first. A replaced checkpoint
+    (.old) follows the new checkpoint of the same step. Raises OSError if the folder exists but cannot be read."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -90,9 +90,9 @@ class SaveRequest:
     keep: int
     """Number of newest checkpoints to keep. 0 keeps all checkpoints."""
     keep_interval_steps: int
-    """Interval of the steps whose checkpoints are kept too. 0 keeps none."""
+    """Interval in steps. Checkpoints at its multiples are kept regardless of `keep`. 0 disables this rule."""
     keep_best: int
-    """Step of the best checkpoint, which is kept too, or 0."""
+    """Step of the best checkpoint, which is kept regardless of `keep`, or 0 if no checkpoint is the best."""
 
     @property
     def final(self) -> Path:
@@ -104,7 +104,7 @@ class SaveFailed(Exception):
 
 
 def make_staging_dir(final: Path) -> Path:
-    """Create the staging folder of a checkpoint, and remove those of interrupted saves, collectively. Raises SaveFailed."""
+    """Create the staging folder of a checkpoint, collectively. Remove staging folders of earlier saves. Raises SaveFailed."""
 
     def work() -> Path | str:
         try:
@@ -152,7 +152,7 @@ def save(
 
 
 def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> None:
-    """Write the remaining files and the manifest, then rename the staging folder to its final name."""
+    """Write the files of the request and the manifest, then rename the staging folder to its final name."""
     final = request.final
     for name, content in request.files.items():
         files[name] = storage.retry_transient(partial(manifest.write_file, staging_dir / name, content))
@@ -170,8 +170,9 @@ def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> 
 
 
 def prune(request: SaveRequest) -> None:
-    """Delete old checkpoints. The checkpoint just saved counts towards `keep`; incomplete checkpoints do not. Newer checkpoints
-    remain: they exist if the run resumed from before a damaged one. File system errors are logged as a warning."""
+    """Delete old checkpoints. The checkpoint just saved counts towards `keep`, but incomplete checkpoints do not count.
+    Checkpoints of later steps are not deleted. They exist if they were damaged, so that the run resumed from an earlier step.
+    File system errors are logged as a warning."""
     if not request.keep:
         return
     interval = request.keep_interval_steps
@@ -210,8 +211,8 @@ def _remove(checkpoint: Path) -> None:
 
 
 def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
-    """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: names, or prefixes of names
-    up to a slash, that a checkpoint may contain. Raises ConfigError that lists the tensors that do not match."""
+    """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: tensor names that the
+    checkpoint may contain; "a" also allows all names that begin with "a/". Raises ConfigError that lists mismatched tensors."""
     try:
         index = storage.read_index(checkpoint)
     except CorruptError as damage:
@@ -234,8 +235,8 @@ def load_into(
     cast: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Load the tensors in place, collectively; each rank reads only its shards. read: as in read_regions. cast: whether to
-    convert stored dtypes. Raises ConfigError that lists `problems` and the tensors that do not match."""
+    """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast: whether
+    stored tensors may have another dtype and are converted. Raises ConfigError that lists `problems` and mismatched tensors."""
     problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)

@@ -34,7 +34,7 @@ from trainer.system.units import GIB
 
 _SHARD_BYTES = 5 * GIB
 _SOURCE = "meshwright_checkpoint"
-"""Key in the header of exported weights. Its value is the digest of the manifest of the exported checkpoint."""
+"""Key in the metadata of exported safetensors files. Its value is the digest of the exported checkpoint's manifest."""
 
 
 class HfExport:
@@ -64,8 +64,8 @@ class HfExport:
         return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
 
     def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
-        """Write the export in safetensors files of at most shard_bytes. Raises ConfigError if `out` is not empty, unless
-        `replace` is true."""
+        """Write the export to `out`, with safetensors files of at most shard_bytes. Raises ConfigError if `out` is not empty and
+        `replace` is false."""
         if not replace:
             require_empty(out)
         with atomic_folder(out) as folder:
@@ -106,7 +106,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def is_export_of(folder: Path, checkpoint: Path) -> bool:
-    """Whether the folder contains an export of exactly this checkpoint."""
+    """Return whether the folder contains an export of this checkpoint."""
     try:
         with safe_open(min(folder.glob("model*.safetensors")), framework="pt") as tensors:
             metadata = tensors.metadata() or {}
@@ -132,7 +132,7 @@ def load_hf_tokenizer(folder: Path) -> Tokenizer:
     for file, backend in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
         if (folder / file).exists():
             return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
-    raise ConfigError("", f"{folder}: has neither tokenizer.json nor tokenizer.model")
+    raise ConfigError("", f"{folder} contains neither tokenizer.json nor tokenizer.model")
 
 
 def export_run(run_folder: Path, skip_existing: bool = False) -> None:

@@ -1,5 +1,5 @@
 """Hugging Face's model format: safetensors files, config.json and tokenizer files. Tensors are streamed in chunks of rows,
-so that memory does not grow with the model, and a rank reads only its own shards."""
+so that memory does not grow with the model. Each rank reads only its own shards."""
 
 import json
 import os
@@ -49,7 +49,7 @@ class ModelMetadata:
     sizes: Mapping[str, Any]
     seq_len: int
     tokenizer: str
-    """Tokenizer backend, or "" if the checkpoint has no tokenizer files other than Hugging Face's."""
+    """Tokenizer backend of the run, or "" for an imported model, whose tokenizer files are Hugging Face's."""
     tokenizer_files: tuple[str, ...]
     special_token_ids: Mapping[str, Any]
     """Values of bos_token_id and eos_token_id in Hugging Face's configuration files."""
@@ -96,7 +96,7 @@ class HfModelFolder:
         self.folder = folder
         self.spec = spec
         if not os.path.exists(folder / "config.json"):
-            message = folder_error(folder) or "is not a Hugging Face model (it has no config.json)"
+            message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
             raise ConfigError("", f"{folder}: {message}")
         try:
             self.config = self._json("config.json")
@@ -114,13 +114,13 @@ class HfModelFolder:
             raise CorruptError(f"{name} is not a JSON object") from None
 
     def _inside(self, name: Any) -> Path:
-        """Return the path of a file in the folder. Raises CorruptError for a name that contains a path, and for a symbolic link
-        out of the folder, unless the link leads to the blobs of Hugging Face's cache."""
+        """Return the path of a file in the folder. Raises CorruptError if the name is not a plain file name, or if the file is
+        a symbolic link to a path outside the folder. Links to the blobs of Hugging Face's cache are allowed."""
         path = self.folder / manifest.require_plain_filename(name, "the index")
         target, home = path.resolve(), self.folder.resolve()
         blobs = home.parent.parent / "blobs"
         if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
-            raise CorruptError(f"{name} is a symbolic link out of the folder")
+            raise CorruptError(f"{name} is a symbolic link to a path outside the folder")
         return path
 
     def content(self, name: str) -> bytes:
@@ -147,14 +147,14 @@ class HfModelFolder:
         for name in names:
             hf_name = self.spec.huggingface.name(name)
             if hf_name not in self.files:
-                raise ConfigError("", f"{self.folder}: has no {hf_name}")
+                raise ConfigError("", f"{self.folder} contains no tensor {hf_name}")
             path = self.files[hf_name]
             with _open_tensors(path) as tensors:
                 try:
                     tensor = tensors.get_slice(hf_name)
                     shape, dtype = tuple(tensor.get_shape()), DTYPE_OF[tensor.get_dtype()]
                 except (SafetensorError, KeyError) as error:
-                    raise ConfigError("", f"{path}: {hf_name}: {error}") from None
+                    raise ConfigError("", f"{path}: cannot read {hf_name}: {error}") from None
             index[name] = TensorMetadata(dtype, shape, (Chunk(path.name, (0,) * len(shape), shape),))
         return index
 
@@ -164,8 +164,8 @@ class HfModelFolder:
             return self.read(tensors, name, (slice(start, stop),))
 
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
-        """Read ranges of a parameter from an open file, in the row order of this project. Rows permuted for RoPE are read by
-        full heads. key: name of the parameter, with or without the prefix model/."""
+        """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
+        complete heads are read. key: name of the parameter, with or without the prefix model/."""
         name, head_dim = key.removeprefix("model/"), self.sizes.head_dim
         tensor = tensors.get_slice(self.spec.huggingface.name(name))
         if not self.spec.huggingface.is_rope_permuted(name):
@@ -189,7 +189,7 @@ def _open_tensors(path: Path):
 def read_in_chunks(
     read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Yield the rows of a tensor in chunks of full heads, some megabytes each. read: returns rows [start, stop)."""
+    """Yield the rows of a tensor in chunks of about _CHUNK_BYTES and of complete heads. read: returns rows [start, stop)."""
     row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
     num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
     for start in range(0, shape[0], num_rows):
@@ -199,7 +199,7 @@ def read_in_chunks(
 
 
 def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[TensorWrite]]:
-    """Group tensors, in order, into files of at most max_bytes each. A larger tensor has a file to itself."""
+    """Group tensors, in order, into files of at most max_bytes each. A tensor larger than max_bytes gets its own file."""
     groups: list[list[TensorWrite]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > max_bytes:
@@ -216,14 +216,14 @@ def layer_order(name: str) -> list[tuple[int, str]]:
 def require_empty(folder: Path) -> None:
     """Raise ConfigError if the folder exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("", f"{folder}: exists already")
+        raise ConfigError("", f"{folder} exists and is not an empty folder; choose another path")
 
 
 def import_folder(
     folder: HfModelFolder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
 ) -> None:
-    """Write a checkpoint that contains only the model, in its stored precision. names: names of all parameters. Raises
-    ConfigError if `out` is not empty or a parameter is missing."""
+    """Write the model and tokenizer of a Hugging Face folder as a checkpoint. Weights keep their stored precision. names: names
+    of all parameters. Raises ConfigError if `out` is not empty or a parameter is missing."""
     entries = []
     for name, stored in folder.index(sorted(names, key=layer_order)).items():
         dtype, shape, read = stored.dtype, stored.shape, partial(folder.rows, name)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the policy of when to save and what to keep, and the restoring of a saved state."""
+"""Checkpoints of a run: when they are saved, which ones are kept, and how a saved state is restored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -40,9 +40,10 @@ class CheckpointManager:
         files: Mapping[str, bytes],
         metadata: Mapping[str, Any],
     ):
-        """tensors: returns this rank's tensors, not copied, by their names in a checkpoint. after_load: called after values were
-        loaded into them. point: checkpoint to restore now, into the tensors and `state`. steps: number of steps of the run.
-        stored_names: tensor names of the complete model. files: small files of each checkpoint. metadata: for its manifest.
+        """tensors: function that returns name in a checkpoint -> live tensor of this rank. after_load: function that is called
+        after a checkpoint was loaded into these tensors. point: checkpoint to restore into the tensors and `state`, or None.
+        steps: number of steps of the run. stored_names: tensor names of the complete model and optimizer. files: small files
+        that every checkpoint contains. metadata: metadata that every manifest contains.
 
         Raises ConfigError if `point` cannot be resumed."""
         self.config = config
@@ -62,7 +63,7 @@ class CheckpointManager:
         self.writer = WRITERS[config.async_mode](device, self._with_rng(devices.rng_state(device)))
 
     def before_update(self) -> None:
-        """Wait until the tensors of the save in flight are copied, so that they may change."""
+        """Wait until the tensors of the save in flight are copied, so that the optimizer may change them."""
         self.writer.before_update()
 
     def close(self) -> None:
@@ -73,9 +74,9 @@ class CheckpointManager:
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
 
     def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
-        """Wait for the save in flight, start a save, and return the results of finished saves. suspect: whether a non-finite loss
-        suggests that parameters are corrupted. If so, the save is deferred to the next step, or, at the last step, all older
-        checkpoints are retained. Raises SaveFailed under the same conditions as `poll`."""
+        """Wait for the save in flight, start a save, and return the results of successful saves. suspect: whether a non-finite
+        loss or gradient norm suggests that the parameters are corrupted. A suspect save is deferred to the next step. At the
+        last step, it is not deferred, but no checkpoint is deleted. Raises SaveFailed under the same conditions as `poll`."""
         results = self.wait()
         self._deferred = suspect and not last
         if self._deferred:
@@ -99,12 +100,12 @@ class CheckpointManager:
         return results + self.poll()
 
     def poll(self) -> list[SaveResult]:
-        """Return the saves that succeeded since the last call, and warn about failed ones. Raise SaveFailed instead of warning
-        if checkpoint.on_failure is "stop", if the failed save is the last one of the run, or if the writer has died."""
+        """Return the results of saves that have succeeded since the last call. Log a warning for a failed save. Raise SaveFailed
+        if checkpoint.on_failure is "stop", if it was the last save of the run, or if the writer has died."""
         return self._check(self.writer.poll())
 
     def wait(self) -> list[SaveResult]:
-        """Wait for the save in flight. The result decides, on all ranks, which checkpoint is the best."""
+        """Wait for the save in flight, then return or raise like `poll`. Afterwards all ranks agree on the best checkpoint."""
         return self._check(self.writer.wait())
 
     def _check(self, results: list[SaveResult]) -> list[SaveResult]:

@@ -1,4 +1,4 @@
-"""Manifest of a folder: the size and content hash of every file. It is written last: a folder without one is unfinished."""
+"""Manifest of a folder: size and content hash of every file. It is written last, so a folder without a manifest is unfinished."""
 
 import errno
 import json
@@ -11,7 +11,7 @@ from trainer.system.files import digest, digest_of, drop_page_cache, sync
 
 NAME = "manifest.json"
 VERSION = 2
-"""Version of the formats of all checkpoint files, and of the tensor names in them."""
+"""Version of the checkpoint format, which includes all file formats and the tensor names."""
 _LARGEST = 64 * 2**20
 """Maximum size of a manifest in bytes. A larger file is rejected without reading it."""
 
@@ -24,7 +24,7 @@ class CorruptError(Exception):
 class File:
     size: int
     digest: str
-    """Hash of the content by xxh3_128, which detects damage, not forgery: whoever writes a file can write the manifest too."""
+    """xxh3_128 hash of the content. It detects damage, but not forgery, because a forger can change the manifest too."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 
 
 def _text(content: Any) -> str:
-    """Return the canonical JSON of a manifest. A manifest that differs from it, even in white space, is damaged."""
+    """Return the canonical JSON text of a manifest. A file with any other text is damaged, even if only white space differs."""
     body = json.dumps(content, indent=1, sort_keys=True)
     document = {"version": VERSION, "digest": digest(body.encode()), "content": content}
     return json.dumps(document, indent=1, sort_keys=True)

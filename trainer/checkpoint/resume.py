@@ -34,12 +34,12 @@ class ResumePoint:
     path: Path
     state: TrainState
     rollback: bool = False
-    """Whether newer checkpoints must be discarded."""
+    """Whether all checkpoints newer than this one must be discarded."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read, because an unreadable
-    folder may contain checkpoints."""
+    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read. An unreadable
+    folder is not treated as empty, because it may contain checkpoints."""
     try:
         return latest_per_step(folder)
     except OSError as error:
@@ -47,20 +47,23 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
-    """Return, collectively, the newest intact checkpoint, or the checkpoint of load_step, or None if there is no checkpoint.
-    Only rank 0 lists checkpoints: ranks may see different states of a file system, but must resume from the same step. A
-    damaged checkpoint is ignored with a warning. Raises ConfigError if the checkpoint of load_step is missing or damaged, and
-    if all checkpoints are damaged, because a new run would overwrite data that may still be useful."""
+    """Return, collectively, the checkpoint of load_step. If load_step is 0, or if the run was already rolled back to load_step,
+    return the newest intact checkpoint, or None if no checkpoint exists. Damaged checkpoints are ignored with a warning.
+
+    Only rank 0 lists checkpoints. Ranks may see different states of a file system, but must resume from the same step. Raises
+    ConfigError if the checkpoint of load_step is missing or damaged. Raises ConfigError if all checkpoints are damaged, because
+    a new run would overwrite data that may still be useful."""
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
     rolls_back = load_step > 0 and load_step not in run_on_rank_0(lambda: _rollbacks(folder))[-1:]
     if rolls_back:
         available = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
         steps = [path for path in steps if step_of(path) == load_step]
         if not steps:
-            raise ConfigError("checkpoint.load_step", f"no such step in {folder}; available: {available}")
+            raise ConfigError("checkpoint.load_step", f"{folder} has no such checkpoint; available steps: {available}")
     elif load_step and steps:
         logging.info(
-            f"already rolled back to step {load_step}; resuming the newest checkpoint. To roll back again, remove "
+            f"the run was already rolled back to step {load_step} and resumes from the newest checkpoint; "
+            "to repeat the rollback, remove "
             f"{folder / _LINEAGE}"
         )
     for path in steps:
@@ -71,7 +74,7 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
             raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
         logging.warning(f"ignoring damaged checkpoint {path}: {problem}")
     if steps:
-        message = f"{folder}: all {len(steps)} checkpoints are damaged; another --run.name starts a new run"
+        message = f"{folder}: all {len(steps)} checkpoints are damaged; set another --run.name for a new run"
         raise ConfigError("", message)
     if load_step:
         raise ConfigError("checkpoint.load_step", f"{folder} contains no checkpoint")
@@ -92,7 +95,7 @@ def check_train_state(checkpoint: Path) -> str:
         state = _read_state(checkpoint)
     except CorruptError as damage:
         return str(damage)
-    return "" if state.step == step_of(checkpoint) else f"train_state.json belongs to step {state.step}"
+    return "" if state.step == step_of(checkpoint) else f"train_state.json contains the state of step {state.step}"
 
 
 def _read_state(checkpoint: Path) -> TrainState:
@@ -103,7 +106,7 @@ def _read_state(checkpoint: Path) -> TrainState:
 
 
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError that lists every entry of `now`, a fingerprint or a part of it, that differs from the saved one."""
+    """Raise ConfigError that lists the differences between `now`, a complete or partial fingerprint, and the saved one."""
     before = saved.state.fingerprint
     now = json.loads(json.dumps(now))  # tuples become lists, as in the checkpoint
     differences = [
@@ -112,12 +115,12 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
         if before.get(key) != value
     ]
     if differences:
-        message = f"cannot resume from {saved.path}: {'; '.join(differences)}; another --run.name starts a new run"
+        message = f"cannot resume from {saved.path}: {'; '.join(differences)}; set another --run.name for a new run"
         raise ConfigError("", message)
 
 
 def changed_settings(saved: ResumePoint, config: str) -> list[str]:
-    """Return one line per setting that differs between the checkpoint and the configuration, a TOML text."""
+    """Return one line per setting that differs between the checkpoint and the current configuration. config: TOML text."""
     path = saved.path / "config.toml"
     try:
         return differing_settings(manifest.read_text(path, _LARGEST_CONFIG), config)
@@ -139,7 +142,7 @@ def _rollbacks(folder: Path) -> list[int]:
     except (ValueError, KeyError, TypeError):
         pass
     raise ConfigError(
-        "", f"{folder / _LINEAGE} cannot be read: earlier rollbacks are unknown; remove it to roll back"
+        "", f"{folder / _LINEAGE} cannot be read, so earlier rollbacks are unknown; to roll back, remove this file"
     ) from None
 
 

@@ -63,7 +63,7 @@ class TensorWrite:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Tensor]]
-    """Function that yields the content in row-major order, called when the file is written."""
+    """Function that yields the content in row-major order. It is called when the file is written."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +107,7 @@ def retry_transient(write: Callable[[], Any]) -> Any:
         except OSError as error:
             if error.errno not in _TRANSIENT_ERRNOS or attempt == _ATTEMPTS:
                 raise
-            logging.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS}")
+            logging.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS} failed; the operation is retried")
             time.sleep(0.25 * 2**attempt)
 
 
@@ -141,12 +141,12 @@ def index_text(index: Mapping[str, TensorMetadata]) -> str:
 
 
 def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
-    """Plan the chunks that this rank can write: its shards, and the complete tensors that are not sharded."""
+    """Return a plan of the chunks that this rank can write: its shards, and all tensors that are not sharded."""
     return create_default_local_save_plan(dict(tensors), False)
 
 
 class Planner(DefaultSavePlanner):
-    """Planner that follows a local_save_plan. The state dict contains this rank's local tensors or copies of them."""
+    """Planner that uses a result of local_save_plan. The state dict contains this rank's local tensors or copies of them."""
 
     def __init__(self, plan: SavePlan):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -160,7 +160,7 @@ class Planner(DefaultSavePlanner):
 
 
 class ShardWriter(FileSystemWriter):
-    """torch's storage writer with other files: one safetensors file per rank, and the index."""
+    """Storage writer for torch.distributed.checkpoint that writes one safetensors file per rank, and the index."""
 
     def __init__(self, folder: Path, commit: Callable[[dict[str, File]], None]):
         """commit: called on the coordinator with the files of all ranks, after all files are written."""
@@ -249,8 +249,8 @@ def read_regions(
     targets: Mapping[str, tuple[Tensor, Sequence[int]]],
     read: Read = read_slice,
 ) -> None:
-    """Copy a region of each stored tensor to a target, reading only the ranges of the region. targets: name -> target and
-    offset of the target in the stored tensor. Raises CorruptError."""
+    """Copy a region of each stored tensor to a target tensor. Only this region is read. targets: name -> target tensor and its
+    offset in the stored tensor. Raises CorruptError."""
     for name, (target, offset) in targets.items():
         for chunk in index[name].chunks:
             bounds = zip(offset, target.shape, chunk.offsets, chunk.shape, strict=True)

@@ -47,11 +47,11 @@ class WeightSource:
             self.hf_folder = HfModelFolder(folder, spec or next(iter(MODELS.values())))
             self.spec, self.sizes = self.hf_folder.spec, self.hf_folder.sizes
         else:
-            message = "is neither a checkpoint (manifest.json) nor a Hugging Face model (config.json)"
+            message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
             raise ConfigError("", f"{folder} {message}")
 
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
-        """Load the parameters in place, collectively; each rank reads only its shards.
+        """Load the parameters in place, collectively. Each rank reads only its shards.
 
         resize: whether to set rows beyond the stored vocabulary to the mean of the stored rows (Hewitt 2021, "Initializing New
         Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
@@ -87,7 +87,7 @@ class WeightSource:
 
 
 def resolve_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint if `folder` is a run folder, otherwise `folder`. Raises ConfigError if it does not exist."""
+    """Return the newest checkpoint if `folder` is a run folder, otherwise `folder`. Raises ConfigError if it is not a folder."""
     if problem := folder_error(folder):
         raise ConfigError("", f"{folder}: {problem}")
     steps = resume.list_checkpoints(folder / "checkpoints")
@@ -103,7 +103,7 @@ def init_weights_from(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:
     """Load this rank's parameters from checkpoint.init_from, collectively. names: names of all parameters. Raises
-    ConfigError if the source is damaged or belongs to another model."""
+    ConfigError if the source is damaged or contains a different model."""
     excluded = _excluded(config.init_exclude, names)
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.

@@ -29,8 +29,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Arguments(argparse.ArgumentParser):
     """Argument parser with --help from the script's docstring, defaults in the help, and one-line errors.
 
-    doc: the first paragraph is the description; the rest (examples, exit codes) follows the options.
-    settings: whether the script accepts `--config FILE` and `--section.key value` too; parse_known_args returns them as unknown.
+    doc: text of the help. Its first paragraph stands before the options, the other paragraphs stand after them.
+    settings: whether the script accepts `--config FILE` and `--section.key value` too. parse_known_args returns them unparsed.
     """
 
     def __init__(self, doc: str = "", settings: bool = False, **options: Any):
@@ -38,7 +38,7 @@ class Arguments(argparse.ArgumentParser):
         options = {"description": summary, "epilog": rest or None, "allow_abbrev": False, **options}
         super().__init__(formatter_class=_HelpFormatter, **options)
         if settings:
-            text = "--config FILE and --section.key value, as for train.py (python train.py --help shows them all)"
+            text = "--config FILE and --section.key value set any setting that python train.py --help lists"
             self.add_argument_group("settings of the trainer", text)
             for flag, metavar in (("--config", "FILE"), ("--section.key", "value ...")):
                 # Shown in the usage, but not parsed.
@@ -49,7 +49,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Call main. A ConfigError prints one line and exits with code 2, Ctrl-C prints one line and exits with code 130."""
+    """Call main. A ConfigError prints one line and exits with code 2. Ctrl-C prints one line and exits with code 130."""
     try:
         main()
     except ConfigError as error:
@@ -69,7 +69,7 @@ def utf8(text: str) -> str:
 
 
 def _number(kind: type[int] | type[float], constraint: Constraint, expected: str) -> Callable[[str], Any]:
-    """Return the parser of an option's value."""
+    """Return a function that parses and checks the text of an option's value."""
 
     def parse(text: str) -> int | float:
         with suppress(ValueError):
@@ -88,7 +88,7 @@ non_negative_float = _number(float, Constraint(min=0), "a number of at least 0")
 
 
 def die(line: str) -> NoReturn:
-    """Print one line and exit with code 2. Under torchrun every rank of a node fails with the same line; only
+    """Print one line and exit with code 2. Under torchrun, all ranks of a node fail with the same line, but only
     local rank 0 prints it."""
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
@@ -106,7 +106,7 @@ def one_line_errors(config: Config) -> Iterator[None]:
 
 
 def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> Config:
-    """Load the configuration of a command. --help and --print-config print and exit; errors are one line and exit code 2."""
+    """Return the configuration. --help and --print-config print and exit. An error prints one line and exits with code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     ranks = os.environ.get("LOG_RANK", "0")

@@ -1,4 +1,4 @@
-"""The settings that schema.py declares (type, constraint, default, meaning); parsers and checks of single values."""
+"""Settings that schema.py declares, and the parsers and checks of their values."""
 
 import ast
 import difflib
@@ -25,7 +25,7 @@ class Setting:
     section: str
     name: str
     type: Any
-    """Declared type without `Annotated`; the type of an entry if the setting is a table."""
+    """Declared type without `Annotated`. If the setting is a table, this is the type of an entry."""
     is_table: bool
     """Whether the setting is a table whose keys the user chooses."""
     constraint: Constraint
@@ -130,13 +130,13 @@ def parse_text(text: str, type_: Any) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    """Parse a list: a,b or ["a", "b"]."""
+    """Return the words of a list that is written as a,b or as ["a", "b"]."""
     text = text.strip().removeprefix("[").removesuffix("]")
     return [word.strip().strip("\"'") for word in text.split(",")] if text.strip() else []
 
 
 def range_error(value: Any, constraint: Constraint) -> str:
-    """Return the rule of the constraint that a value of the right type breaks, or "" if it breaks none."""
+    """Return the first rule that a value breaks, or "" if it breaks none. value: must have the declared type."""
     if isinstance(value, tuple):
         return next(filter(None, (range_error(v, constraint) for v in value)), "")
     if isinstance(value, str) and not value.isprintable():
@@ -154,7 +154,7 @@ def range_error(value: Any, constraint: Constraint) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
-    """Return "; did you mean 'x'?" for the closest candidate, ignoring case, or "" if none is close."""
+    """Return "; did you mean 'x'?" with the closest candidate, or "" if no candidate is close. Case is ignored."""
     names = {name.lower(): name for name in candidates}
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f"; did you mean {show.format(names[close[0]])}?" if close else ""

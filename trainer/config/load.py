@@ -1,4 +1,4 @@
-"""Loading of a Config from TOML file and command line. An error is one line: setting, value, origin, rule and likely fix."""
+"""Loading of a Config from TOML file and command line. An error is one line with setting, value, origin, rule and likely fix."""
 
 import glob
 import itertools
@@ -58,7 +58,7 @@ def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
 
 
 def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], Any], Any, str]]:
-    """Yield (setting, entry of a table or "", parser, value as written, origin)."""
+    """Yield (setting, key of a table entry or "", parser, unparsed value, origin) for each value in the file."""
     sections = {setting.section for setting in settings().values()}
     for section, body in _read_toml(file).items():
         if not isinstance(body, dict):
@@ -103,13 +103,13 @@ def _read_toml(file: str) -> dict[str, Any]:
 
 
 def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
-    """Return a hint that names the first setting with exactly this name in any section, or "" if no section has one."""
+    """Return a hint that names the first setting that has exactly this name, or "" if no section has such a setting."""
     same = next((setting for setting in settings().values() if setting.name == name), None)
     return f"; did you mean {show.format(same)}?" if same else ""
 
 
 def parse_argv(argv: Sequence[str]) -> dict[str, str]:
-    """Return flag -> value of a command line without --help and --print-config. Raises ConfigError."""
+    """Return flag -> value. argv: must not contain --help or --print-config. Raises ConfigError."""
     flags: dict[str, str] = {}
     words = iter(argv)
     for word in words:
@@ -146,7 +146,7 @@ def _find(flag: str) -> tuple[Setting, str]:
 
 
 def check_combinations(config: Config) -> None:
-    """Raise ConfigError for the first broken rule between settings. trainer/run/resolve.py checks model and mesh."""
+    """Raise ConfigError for the first broken rule between settings. trainer/run/resolve.py checks rules of model and mesh."""
     for key, broken, message in _rules(config):
         if broken:
             raise ConfigError(key, message)
@@ -162,9 +162,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
             for condition in filter(None, setting.constraint.only_with.split(" and ")):
                 yield setting.key, not _holds(condition, config), f"has an effect only with {condition}"
     backend = config.tokenizer.backend
-    yield "tokenizer.path", backend != "default" and not config.tokenizer.path, f"required with backend = {backend}"
+    yield "tokenizer.path", backend != "default" and not config.tokenizer.path, f"is required with backend = {backend}"
     needs_path = data.dataset not in ("python_stdlib", "chat") and not data.path and not data.datasets
-    yield "data.path", needs_path, f"required with dataset = {data.dataset}"
+    yield "data.path", needs_path, f"is required with dataset = {data.dataset}"
     yield "parallel.dp_shard", config.parallel.dp_shard == 0, "must be at least 1, or -1 for all remaining ranks"
     reshard = config.parallel.reshard_after_forward
     message = "must be at least 2 if it is a number of ranks"
@@ -172,27 +172,27 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
     message = "needs held-out documents, but [data] held_out_fraction is 0"
     yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
-    message = "incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host"
+    message = "is incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host"
     yield "optimizer.offload", optimizer.offload != "none" and config.parallel.cpu_offload, message
     early = optimizer.offload == "state_and_gradients" and training.reduce_every_microbatch
-    message = "incompatible with [training] reduce_every_microbatch: gradients must be complete when they are offloaded"
+    message = "is incompatible with [training] reduce_every_microbatch: only complete gradients can be offloaded"
     yield "optimizer.offload", early, message
     incompatible = {
-        "[training] max_norm, which needs all gradients at once; set it to none": training.max_norm is not None,
-        "[training] reduce_every_microbatch: gradients are complete after the last one": training.reduce_every_microbatch,
-        "[optimizer] offload; state_and_gradients also frees gradients in backward": optimizer.offload != "none",
-        "[parallel] cpu_offload, which copies gradients to the host late": config.parallel.cpu_offload,
+        "[training] max_norm, which needs all gradients at once; set max_norm to none": training.max_norm is not None,
+        "[training] reduce_every_microbatch: only the last microbatch completes gradients": training.reduce_every_microbatch,
+        "[optimizer] offload, which updates parameters only after backward": optimizer.offload != "none",
+        "[parallel] cpu_offload, which copies gradients to the host too late": config.parallel.cpu_offload,
         "[resilience] on_loss_spike, which skips complete steps": config.resilience.on_loss_spike != "off",
-        "[resilience] max_consecutive_skips > 1: a step cannot be skipped": config.resilience.max_consecutive_skips > 1,
+        "[resilience] max_consecutive_skips > 1: no step can be skipped": config.resilience.max_consecutive_skips > 1,
     }
     for message, broken in incompatible.items():
-        yield "optimizer.in_backward", optimizer.in_backward and broken, f"incompatible with {message}"
+        yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
     undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
 
 
 def _holds(condition: str, config: Config) -> bool:
-    """Whether a condition of `Constraint.only_with` is met. Forms: "a jsonl or parquet dataset" (at least one dataset is),
+    """Whether a condition of `Constraint.only_with` is met. Forms: "a jsonl or parquet dataset" (a dataset has this format),
     "[section] name" (the setting is set), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
     if dataset := re.fullmatch(r"a (.+) dataset", condition):
         return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
@@ -213,7 +213,7 @@ def _check_files(config: Config) -> None:
         raise ConfigError("tokenizer.path", "no such file")
     for key, reader, path in _datasets(config):
         if path and reader in _FILE_READERS and not os.path.exists(path) and not any(glob.iglob(path, recursive=True)):
-            raise ConfigError(key, "no such file or folder, and no file matches it as a pattern")
+            raise ConfigError(key, "no such file or folder, and no file matches the pattern")
 
 
 _FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")

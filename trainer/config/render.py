@@ -10,7 +10,7 @@ from trainer.config.schema import Config, ConfigError, toml_value
 
 
 def to_toml(config: Config) -> str:
-    """Return the configuration as TOML, defaults included. load_config of this text returns an equal configuration."""
+    """Return the configuration as TOML, including defaults. load_config of this text returns an equal configuration."""
     lines = []
     for section, members in groupby(settings().values(), attrgetter("section")):
         entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members]
@@ -26,7 +26,7 @@ def differing_settings(before: str, now: str) -> list[str]:
             for text in (before, now)
         )
     except (tomli.TOMLDecodeError, AttributeError, RecursionError):
-        raise ConfigError("", "not a configuration") from None
+        raise ConfigError("", "the config.toml of one of the runs cannot be parsed") from None
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
 
 

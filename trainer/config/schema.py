@@ -1,6 +1,6 @@
-"""Every setting of a run: type, default, unit, range and meaning. A setting is one field of one section.
+"""Declarations of all settings of a run: type, default, unit, range and meaning. A setting is a field of a section.
 
-TOML files, the command line, `--help`, docs/configuration.md and the checks of single values follow from these declarations.
+The parsers of TOML files and command lines, the checks of single values, `--help` and docs/configuration.md use them.
 """
 
 import re
@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 
 class ConfigError(Exception):
-    """A setting that cannot be honoured: one line for the user, exit code 2.
+    """Error of a setting that cannot be honoured. Commands print it as one line and exit with code 2.
 
     key: "section.name" of the setting, or "" if `message` is complete.
-    message: the rule that is broken. `Config.explain` prepends the value and its origin.
+    message: the broken rule. `Config.explain` prepends the value and its origin.
     """
 
     def __init__(self, key: str, message: str):
@@ -34,15 +34,15 @@ class Constraint:
     max: float | None = None
     unit: str = ""
     fixed_on_resume: bool = False
-    """Whether a run that resumes from a checkpoint must have the same value, because the saved state depends on it."""
+    """Whether the saved state depends on the setting. If so, a run can only resume with the value of the checkpoint."""
     per_node: bool = False
     """Whether the nodes of one run may have different values."""
     free_keys: bool = False
     """Whether the keys of the table may be any printable text."""
     only_with: str = ""
-    """Condition without which any value but the default is an error: a form in load.py; "A and B" requires both."""
+    """Condition under which other values than the default are allowed. `_holds` in load.py lists its forms; "and" joins two."""
     used_with: str = ""
-    """Condition without which the setting is ignored: setting a detail of a feature that is switched off is not an error."""
+    """Condition under which the setting has an effect. Otherwise the setting is ignored without an error."""
 
 
 FIXED = Constraint(fixed_on_resume=True)
@@ -124,8 +124,8 @@ class DataConfig:
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Named datasets, used instead of dataset and path: datasets = { web = "jsonl:/data/*.jsonl", code = "text:/data/code" }."""
     mixture: Annotated[tuple[str, ...], Constraint(only_with="[data] datasets")] = ()
-    """Weights of the datasets. Each entry applies from a sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
-    Empty: all datasets have equal weights. Entries that do not yet apply may be changed when the run resumes."""
+    """Dataset weights. Each entry begins with its first sample index: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
+    Empty: all datasets have equal weights. A run that resumes may have other entries for the samples that are still to come."""
     text_field: Annotated[str, Constraint(only_with="a jsonl, parquet or huggingface dataset")] = "text"
     """Name of the JSON field or table column that contains the document."""
     subset: Annotated[str, Constraint(only_with="a huggingface dataset")] = ""
@@ -139,32 +139,33 @@ class DataConfig:
     max_bad_documents: Annotated[
         int, Constraint(min=0, max=10**15, unit="documents", used_with="[data] on_bad_document = skip")
     ] = 1000
-    """Maximum number of documents that preparation skips; one more is an error."""
+    """Maximum number of unreadable documents that preparation skips. If there are more, preparation fails."""
     max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
-    """Maximum length of a document that can be read. Each preparing process holds a few documents of this length in memory."""
+    """Maximum length of a document that can be read. A process that prepares data needs memory for a few such documents."""
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
-    """Fraction of the documents held out for evaluation, chosen by content hash. Prepared stores keep their own fraction."""
+    """Fraction of the documents that are held out for evaluation, selected by a hash of their content. A prepared store keeps the
+    fraction with which it was prepared."""
     chat_template: Annotated[str, Constraint(only_with="a chat dataset")] = "llama3"
     """Format of conversations: llama2, llama3, chatml, or the path of a .jinja file, a tokenizer_config.json or its folder."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat dataset")] = ()
-    """Special tokens that are recognized inside message text too, where they are otherwise plain text."""
+    """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
-    """How documents become samples. wrapped: concatenated and split every seq_len tokens; best-fit: as many complete documents as
-    fit in a sample; none: one document per sample. With best-fit and none, padding fills the rest."""
+    """Assignment of documents to samples. wrapped: concatenate documents and split them every seq_len tokens; best-fit: put as
+    many complete documents as possible in a sample; none: put one document in a sample. best-fit and none pad the samples."""
     long_documents: Annotated[
         Literal["split", "truncate", "drop"], FIXED, Constraint(only_with="[data] packing = best-fit or none")
     ] = "split"
-    """Action for a document longer than a sample. split: make several samples; truncate: keep the first; drop: skip it."""
+    """Action for a document longer than a sample. split: make several samples; truncate: keep its beginning; drop: skip it."""
     document_mask: Annotated[bool, FIXED] = False
     """Whether attention is restricted to tokens of the same document and positions restart at 0 with each document."""
     shuffle: Annotated[bool, FIXED] = True
-    """Whether to shuffle the samples of each epoch, keyed by (seed, epoch); false: samples are in the order of the store."""
+    """Whether to shuffle the samples of each epoch, depending on seed and epoch; false: samples have the order of the store."""
     num_workers: Annotated[CountOrZero, PER_NODE] = 0
-    """Number of processes per rank that load samples ahead; 0: the training process loads them."""
+    """Number of processes per rank that load samples in the background; 0: the training process loads the samples."""
     prefetch: Annotated[Count, Constraint(used_with="[data] num_workers > 0")] = 2
     """Number of microbatches that each worker loads ahead."""
     store_folder: Annotated[str, PER_NODE] = "outputs/token_stores"
-    """Path of the folder that contains the prepared token stores. A run finds its store by content and tokenizer."""
+    """Path of the folder that contains the prepared token stores. A run finds a store by a hash of its dataset and tokenizer."""
     prepare_workers: Annotated[CountOrZero, PER_NODE] = 0
     """Number of processes that tokenize; 0: one per core."""
 
@@ -178,16 +179,16 @@ class TrainingConfig:
     global_batch_size: Samples = 16
     """Number of samples in one optimizer step, over all ranks and microbatches."""
     local_batch_size: Samples = 1
-    """Number of samples in one microbatch on one data-parallel rank. The rest of the global batch is accumulated."""
+    """Number of samples in one microbatch on one data-parallel rank. Microbatches accumulate to the global batch."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of forward and backward. Gradients are always reduced in fp32."""
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
-    """Precision of the parameters between steps. bf16 takes half the memory, but rounding loses small updates unless [optimizer]
-    offload keeps an fp32 copy."""
+    """Precision of the parameters between steps. bf16 needs half as much memory as fp32, but rounding loses small updates unless
+    [optimizer] offload keeps an fp32 copy."""
     max_norm: Annotated[float | None, Constraint(exclusive_min=0)] = 1.0
     """Maximum global gradient norm: gradients with a larger norm are clipped to it. none: no clipping."""
     reduce_every_microbatch: bool = False
-    """Whether to reduce gradients after each microbatch, not once per step: less memory, but more communication."""
+    """Whether to reduce gradients after each microbatch instead of once per step, with less memory but more communication."""
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Maximum number of tokens whose logits are held in memory at once."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
@@ -207,14 +208,14 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Constraint(min=0)] = 0.1
     """Decoupled weight decay of matrices. Norms and biases are not decayed."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
-    """Precision of the moments; updates are computed in fp32. bf16 takes half the memory, but rounding to nearest loses small
-    changes with betas above about 0.99. 8bit takes a quarter; it needs matrices whose rows are multiples of 256."""
+    """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but rounding to nearest loses small
+    changes with betas above about 0.99. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
     offload: Literal["none", "state", "state_and_gradients"] = "none"
-    """State kept in host memory. state: the moments and an fp32 copy of the parameters, which are updated there; gradients are
-    copied to the host at the start of the update. state_and_gradients: gradients are copied during backward."""
+    """State that is kept in host memory, where the update runs. state: the moments and an fp32 copy of the parameters; gradients
+    are copied to the host at the start of the update. state_and_gradients: gradients are copied to the host during backward."""
     in_backward: bool = False
     """Whether to update each parameter during backward, as soon as its gradient is reduced, and then free the gradient.
-    Incompatible with clipping and with skipping steps, which need the global norm first."""
+    Incompatible with clipping and with skipping steps: both need the global gradient norm before any update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,15 +225,15 @@ class LrScheduleConfig:
     warmup_steps: StepsOrZero = 0
     """Number of steps of linear warm-up to the peak learning rate."""
     decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
-    """Number of steps of the final decay. The other schedules decay over all steps after warm-up."""
+    """Number of steps of the final decay of warmup_stable_decay. The other schedules decay over all steps after warm-up."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at the end, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     dp_replicate: Degree = 1
-    """Number of replicas, each of which shards all parameters over separate ranks (hybrid sharding)."""
+    """Number of replicas of the model. Each replica shards all parameters over its own ranks (hybrid sharding)."""
     dp_shard: Annotated[int, Constraint(min=-1, max=10**6, unit="ranks")] = -1
     """Number of ranks over which parameters are sharded; -1: all ranks that the other degrees do not use."""
     cp: Degree = 1
@@ -242,7 +243,7 @@ class ParallelConfig:
     pp: Degree = 1
     """Number of groups of ranks over which the layers are partitioned (pipeline parallelism)."""
     sequence_parallel: Annotated[bool, Constraint(used_with="[parallel] tp > 1")] = True
-    """Whether tensor-parallel ranks split norms and the residual stream along the sequence; false: each holds all of it."""
+    """Whether tensor-parallel ranks split the residual stream along the sequence; false: each rank holds all of it."""
     async_tensor_parallel: bool = False
     """Whether to overlap tensor-parallel communication with adjacent matrix products. Requires GPUs and [compile] enabled."""
     pipeline_schedule: Annotated[
@@ -255,24 +256,24 @@ class ParallelConfig:
     pipeline_split_points: Annotated[tuple[str, ...], PIPELINE] = ()
     """Names of the first blocks of the second and later stages, such as layers.3. Empty: balance the number of parameters."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
-    """Whether to free gathered parameters after forward. default: free those of all units but the output unit, or of no unit with
-    pp > 1; an integer: keep them sharded over groups of that many ranks."""
+    """Whether to free gathered parameters after forward. default: with pp > 1, free none; otherwise, free those of every FSDP
+    unit except the output unit; an integer: keep the parameters sharded over groups of this number of ranks."""
     fsdp_prefetch: CountOrZero = 0
-    """Number of FSDP units whose parameters are gathered ahead in forward and backward; 0: FSDP's default (1, in backward)."""
+    """Number of FSDP units whose parameters are gathered ahead in forward and backward; 0: FSDP's default, 1 unit in backward."""
     cpu_offload: bool = False
     """Whether to keep parameters, gradients and optimizer state in host memory and update them there. Parameter shards are copied
     to the device for each use."""
     fsdp_units: Literal["separate", "root"] = "separate"
-    """Sharding of embedding and output. separate: one FSDP unit each; root: both stay gathered for the complete step."""
+    """Sharding of embedding and output. separate: each is an FSDP unit; root: both stay gathered for the complete step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """Activations that blocks recompute in backward. none: no activations; full: all activations; selective: all except those
-    that `save` lists; budget: a choice of the compiler that meets memory_budget."""
+    that `save` lists; budget: the activations that the compiler selects to meet memory_budget."""
     save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters")
-    """Results that are saved for backward instead of being recomputed."""
+    """Operators whose results are saved for backward instead of being recomputed."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
     """Save the results of only every n-th matmul of a block."""
     every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1
@@ -280,10 +281,10 @@ class ActivationCheckpointConfig:
     offload_inputs: Annotated[bool, Constraint(only_with="[activation_checkpoint] mode = full")] = False
     """Whether the saved inputs of blocks are kept in host memory between forward and backward."""
     recompute_all_gather: bool = True
-    """Whether backward repeats the all-gathers of tp and cp (inputs of column-wise matmuls; keys and values) without recomputing
-    anything else; false: the gathered tensors are saved for backward."""
+    """Whether to repeat the all-gathers of tp (inputs of column-wise matmuls) and cp (keys and values) in backward; false: save
+    the gathered tensors for backward. The setting affects no other operator."""
     memory_budget: Annotated[Fraction, Constraint(used_with="[activation_checkpoint] mode = budget")] = 0.5
-    """Fraction of the activation memory of mode = none that the activations may take."""
+    """Maximum activation memory, as a fraction of the activation memory with mode = none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,19 +298,20 @@ class CheckpointConfig:
     interval_steps: StepsOrZero = 500
     """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
     async_mode: Literal["off", "thread", "process"] = "off"
-    """How a checkpoint is written. off: training waits until it is written; thread, process: training waits only for a copy to
-    host memory, which a thread or a separate process (Linux only) writes in the background."""
+    """Method of writing checkpoints. off: training waits until a checkpoint is written; thread, process: training waits only for
+    a copy to host memory, which a thread or a separate process (Linux only) writes in the background."""
     keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints")] = 0
-    """Number of latest complete checkpoints to keep; older ones are deleted after a new one is written. 0: keep all."""
+    """Number of the latest complete checkpoints to keep. Each save deletes older checkpoints. 0: keep all checkpoints."""
     keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
-    """Besides the `keep` latest checkpoints, those whose step is a multiple of this number are kept. 0: keep no others."""
+    """Checkpoints whose step is a multiple of this number are kept besides the `keep` latest ones. 0: keep no additional ones."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Action after a failed save (such as a full disk). continue: warn, and save again at the next interval; stop: end the run.
     The last save of a run must succeed in both cases."""
     load_step: StepsOrZero = 0
-    """Step to roll back to, once: newer checkpoints of the run are moved to discarded-N/. 0: resume from the latest one."""
+    """Step to roll back to. The first start with this value moves newer checkpoints of the run to discarded-N/. 0: resume from
+    the latest checkpoint."""
     init_from: str = ""
-    """Path of a new run's weights: a run folder, a checkpoint or a Hugging Face model folder. Empty: random initialization."""
+    """Path of a new run's initial weights: a run folder, checkpoint or Hugging Face model folder. Empty: random weights."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
     """Whether to accept weights with a smaller vocabulary. Missing rows are initialized with the mean of the existing rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
@@ -341,11 +343,13 @@ class MetricsConfig:
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     max_consecutive_skips: Count = 8
-    """Number of consecutive steps skipped for a spike or a non-finite loss or gradient norm after which on_max_skips applies."""
+    """Number of consecutive skipped steps after which on_max_skips applies. A step may be skipped because of a
+    spike, or because of a non-finite loss or gradient norm."""
     on_max_skips: Literal["stop", "rollback"] = "stop"
-    """Action after max_consecutive_skips. stop: end the run; rollback: load the latest checkpoint and skip the failed samples."""
+    """Action after max_consecutive_skips. stop: end the run; rollback: resume from the latest checkpoint without
+    the samples of the skipped steps."""
     max_rollbacks: Count = 3
-    """Maximum number of rollbacks; the run stops instead of another one."""
+    """Maximum number of rollbacks. The run stops if it needs another rollback."""
     on_loss_spike: Literal["off", "skip", "rollback"] = "off"
     """Action after a spike: a loss or gradient norm far above those of the last 128 steps. skip: skip the step; rollback: resume
     from the latest checkpoint and skip the samples of the step."""
@@ -354,8 +358,8 @@ class ResilienceConfig:
     ] = 6.0
     """Number of standard deviations above the mean beyond which a loss or gradient norm is a spike."""
     straggler_ratio: Annotated[float | None, Constraint(exclusive_min=1)] = 1.5
-    """Factor beyond which a rank is reported as a straggler: if the forward pass of its blocks takes this many times as long as
-    on the median rank, or if waiting for its data makes the step this many times as long. none: never warn."""
+    """Factor beyond which a rank is reported as a straggler. It applies to the forward time of a block relative to the median
+    rank, and to the step time relative to a step that does not wait for the rank's data. none: never warn."""
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
     """Time without a completed step after which the run prints every rank's stack and aborts. The limit is at least 5 times the
     longest step so far. During evaluations, checkpoints and the first step, the run aborts only if a rank's heartbeat is
@@ -364,7 +368,7 @@ class ResilienceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run. Each attribute is a section of the TOML file."""
+    """Configuration of a run. Each field except `origins` is a section of the TOML file."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -383,10 +387,10 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Origin of each setting that the user set, without defaults: {"training.steps": "--training.steps 5"}."""
+    """Origin of each setting that the TOML file or the command line contains: {"training.steps": "--training.steps 5"}."""
 
     def value(self, key: str) -> Any:
-        """key: "section.name", or "section.table.entry" for the whole table."""
+        """Return the value of a setting. key: "section.name", or "section.table.entry", which returns the complete table."""
         section, name = key.split(".")[:2]
         return getattr(getattr(self, section), name)
 
@@ -404,7 +408,7 @@ def _toml_key(key: str) -> str:
 
 
 def toml_value(value) -> str:
-    """Return a value as TOML; None, which TOML lacks, as the string "none"."""
+    """Return a value as TOML. None is written as the string "none"."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):

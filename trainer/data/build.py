@@ -20,11 +20,11 @@ class Datasets:
     """Number of samples of each training dataset."""
     phases: tuple[MixturePhase, ...]
     evaluation: dict[str, Samples]
-    """Samples of the held-out documents of each training dataset, then of each evaluation-only dataset."""
+    """Name -> samples of the held-out documents of a training dataset, or samples of an evaluation-only dataset."""
     name: str
-    """Name of the training data; it changes when the content of the data changes."""
+    """Name of the training data. The name changes when the content of the data changes."""
     evaluation_names: dict[str, str]
-    """Names of the evaluation-only datasets; a name changes when the content of its dataset changes."""
+    """Name of the store of each evaluation-only dataset. The name changes when the content of the dataset changes."""
 
 
 def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
@@ -47,7 +47,8 @@ def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_le
     for name in sets:
         if name in evaluation:
             raise ConfigError(
-                f"evaluation.datasets.{name}", "this name is taken by the held-out documents of a training dataset"
+                f"evaluation.datasets.{name}",
+                "this name is taken by the held-out documents of a training dataset; choose another name",
             )
         evaluation[name] = _open_split(folders[f"evaluation/{name}"], "train", data, seq_len)
     samples = list(training.values())
@@ -65,9 +66,9 @@ def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_le
 def _no_sample_error(name: str, num_tokens: int, data: DataConfig, seq_len: int) -> ConfigError:
     documents = "the training documents" if name == SINGLE else f"the training documents of {name}"
     if data.packing != "wrapped" and data.long_documents == "drop" and num_tokens:
-        message = f'"drop" removes all of {documents}: each has more than seq_len {seq_len} tokens or no target token'
+        message = f'"drop" removes all of {documents}, because each has more than seq_len {seq_len} tokens or no target'
         return ConfigError("data.long_documents", message)
-    return ConfigError("training.seq_len", f"{documents} have {num_tokens} tokens, less than one sample")
+    return ConfigError("training.seq_len", f"{documents} have {num_tokens} tokens, which do not fill one sample")
 
 
 def _open_split(folder: Path, split: str, data: DataConfig, seq_len: int) -> ConcatSamples | PackedSamples:

@@ -1,4 +1,4 @@
-"""The datasets of a configuration: their configs, and the preparation of their token stores and packings (no torch)."""
+"""The datasets of a configuration, and the preparation of their token stores and packings. No torch is imported."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,21 +16,21 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
 
 SINGLE = "data"
-"""Name of the only dataset of a configuration that does not set [data] datasets."""
+"""Name of the dataset if [data] datasets is not set."""
 FORMATS = (*DATASETS, "prepared")
 
 
 def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
-    """Return, for each training dataset, a configuration with only this dataset. Raises ConfigError."""
+    """Return, for each training dataset, a configuration with only this dataset. Raises ConfigError for an invalid entry."""
     if not data.datasets:
         return {SINGLE: data}
     return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
 
 
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
-    """Yield a unique name, the setting that names the path, and the configuration of each dataset. Raises ConfigError.
+    """Yield, for each dataset, a unique name, the setting that contains its path, and its configuration.
 
-    sets: the evaluation-only datasets, whose documents are all evaluated.
+    sets: the evaluation-only datasets, whose held_out_fraction is 0. Raises ConfigError for an invalid entry.
     """
     for name, config in dataset_configs(data).items():
         yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
@@ -54,7 +54,7 @@ def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:
     dataset, _, path = text.partition(":")
     if dataset not in FORMATS:
         formats = ", ".join(FORMATS)
-        raise ConfigError(key, f"expected FORMAT:PATH with FORMAT one of {formats}{did_you_mean(dataset, FORMATS)}")
+        raise ConfigError(key, f"expected FORMAT:PATH; FORMAT is one of {formats}{did_you_mean(dataset, FORMATS)}")
     if bool(path) == (dataset == "python_stdlib") and dataset != "chat":
         raise ConfigError(key, "python_stdlib does not take a path" if path else f"expected a path after {dataset}:")
     return replace(data, dataset=dataset, path=path, datasets={}, mixture=())
@@ -74,7 +74,7 @@ def prepare_datasets(
 
 
 def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
-    """Build the packings of a store that do not exist yet. With data.packing = wrapped, do nothing."""
+    """Build the missing packings of a store. If data.packing is wrapped, do nothing."""
     if config.packing != "wrapped":
         with writing(Path(config.store_folder)):
             for split in splits(config):

@@ -1,4 +1,4 @@
-"""Text generation from a checkpoint or a Hugging Face folder, on one rank or tensor-parallel over several."""
+"""Text generation from a checkpoint or a Hugging Face folder, on one rank, or on several ranks with tensor parallelism."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,11 +47,11 @@ class Sampling:
     """Settings of sampling. They are applied in the order of the fields."""
 
     temperature: float = 0.8
-    """0 selects the most likely token."""
+    """Divisor of the logits. 0 selects the most likely token."""
     top_k: int = 0
-    """Sample among the `top_k` most likely tokens; 0 disables the filter."""
+    """Number of the most likely tokens among which one is sampled. 0 disables this filter."""
     top_p: float = 1.0
-    """Sample among the most likely tokens with this total probability (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Total probability of the most likely tokens among which one is sampled (Holtzman et al. 2020, arXiv:1904.09751)."""
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -71,9 +71,9 @@ class TextGenerator:
     """A loaded model with its tokenizer and KV cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, max_seq_len: int, chat_template: str):
-        """Load the model on all ranks, with matrices sharded over them. max_seq_len: maximum number of tokens of prompt and
-        answer; 0: the sequence length of training. chat_template: name of a template; "": the template of the model. Raises
-        ConfigError."""
+        """Load the model and shard its matrices over all ranks. max_seq_len: maximum number of tokens of prompt and answer
+        together, or 0 for the sequence length of training. chat_template: name of a chat template, or "" for the template of the
+        model. Raises ConfigError if the model cannot be loaded or the KV cache does not fit into memory."""
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = WeightSource(folder)
         self.device = device
@@ -106,7 +106,7 @@ class TextGenerator:
         self.cached_tokens: list[int] = []
 
     def chat_format(self) -> ChatFormat:
-        """Raises ConfigError if the model has no template."""
+        """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""
         if not self.chat_template:
             names = "llama2, llama3, chatml or a file"
             raise ConfigError("", f"the model has no chat template; name one with --chat-template ({names})")
@@ -115,8 +115,8 @@ class TextGenerator:
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, stop: Collection[int], max_new_tokens: int
     ) -> Iterator[int]:
-        """Yield new tokens until `max_new_tokens`, the end of the context window, or a token of `stop`. The stop token is
-        yielded too. The prefix that the prompt shares with the cached tokens is not recomputed."""
+        """Yield new tokens. Generation ends after `max_new_tokens` tokens, at the end of the context window, or after a token of
+        `stop`, which is also yielded. The prefix that the prompt shares with the cached tokens is not recomputed."""
         if len(prompt) >= self.max_seq_len:
             message = f"the prompt has {len(prompt)} tokens; prompt and answer share a context window of"
             raise ConfigError("", f"{message} {self.max_seq_len} tokens (--max-seq-len)")

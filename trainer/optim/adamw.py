@@ -19,7 +19,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
-    """Return two groups: matrices with weight decay, and one-dimensional parameters (norms, biases) without."""
+    """Return two parameter groups: matrices, with weight decay, and one-dimensional parameters, without weight decay."""
     decay, no_decay = [], []
     for parameter in parameters:
         (decay if parameter.dim() >= 2 else no_decay).append(parameter)
@@ -27,7 +27,7 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW with allocated state, so that a checkpoint can be loaded and the memory is known before the first step."""
+    """Return AdamW with allocated state. A checkpoint can then be loaded, and the memory is known, before the first step."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
     parameters = [p for group in groups for p in group["params"]]
     hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
@@ -51,7 +51,8 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
 
 
 class _MixedPrecisionAdamW(torch.optim.AdamW):
-    """AdamW for mixed precisions. The same fused kernel computes each update in fp32, and the result is rounded to nearest."""
+    """AdamW for parameters and moments of different dtypes. torch's fused kernel computes each update in fp32. The
+    results are then rounded to nearest."""
 
     def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
         """quantizers: name of each 8-bit moment -> its quantizer."""
@@ -77,7 +78,7 @@ class _MixedPrecisionAdamW(torch.optim.AdamW):
         step -= self.found_inf
 
     def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
-        """stored: name -> some rows of the parameter, of its gradient or of a moment."""
+        """Update rows of a parameter. stored: name -> these rows of the parameter, its gradient, its moments and their scales."""
         values = {}
         for name in ("p", *_MOMENTS):
             value, scales = stored[name], stored.get(f"{name}_scale")

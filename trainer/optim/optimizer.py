@@ -1,4 +1,4 @@
-"""Updates of sharded parameters: on their device after backward or inside it, or on the CPU."""
+"""Optimizers of sharded parameters. They update the parameters after backward, inside backward, or on the CPU."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,8 +27,8 @@ class Optimizer:
     """Tensors that are offloaded to host memory."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int):
-        """parameters: this rank's parameters by name; frozen ones are ignored. ranks_per_stage: number of ranks in this rank's
-        pipeline stage, which are all ranks without a pipeline."""
+        """parameters: this rank's parameters by name; frozen parameters are ignored. ranks_per_stage: number of ranks in this
+        rank's pipeline stage, or the world size if the run has no pipeline parallelism."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
         factors = [_replication_factor(p, ranks_per_stage) for p in self.names]
@@ -64,8 +64,8 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
-        """Scale the gradients so that their global norm is at most max_norm (None: do not scale). Return the norm before
-        scaling and the number of ranks that voted, both scalars."""
+        """Scale the gradients so that their global norm is at most max_norm, unless max_norm is None. Return two scalars: the
+        norm before scaling, and the number of ranks on which `vote` is true."""
         norms = [self.grad_norms[p] for p in self.names] if self.frees_gradients else _grad_norms(self.names)
         # One all-reduce for all layouts: ranks that hold the same values contribute equal shares of their squared norm.
         local = (torch.stack(norms).square() / self.replication).sum()
@@ -85,7 +85,7 @@ class Optimizer:
             _step(optimizer, skip.to(self.replication))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the live state: "<parameter>/<quantity>" -> tensor. Hyperparameters are settings, not state."""
+        """Return "<parameter>/<quantity>" -> live tensor. Hyperparameters are not included, because they are settings."""
         return {
             f"{name}/{quantity}": tensor
             for p, name in self.names.items()
@@ -96,15 +96,16 @@ class Optimizer:
         return self.optimizer_of[p].state[p]
 
     def sync_master_weights(self, state_loaded: bool) -> None:
-        """Copy loaded parameters to the master weights, unless the master weights were loaded too (state_loaded)."""
+        """Copy loaded parameters to the master weights. state_loaded: whether the optimizer state was loaded too. If so, master
+        weights that the state contains do not change."""
 
 
 class InBackward(Optimizer):
     """Update of each parameter in backward, as soon as its gradient is reduced. The gradient is freed after the update (Lv et
     al. 2023, "LOMO", arXiv:2306.09782).
 
-    Clipping and skipping a complete step are impossible, because they need all gradients. A shard with a non-finite gradient
-    stays unchanged, but other shards are updated, so the run must not continue from this state.
+    Gradient clipping and skipped steps are impossible, because both need all gradients. A shard with a non-finite gradient
+    stays unchanged, but the other shards are updated. The run must not continue from this state.
     """
 
     def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
@@ -114,15 +115,15 @@ class InBackward(Optimizer):
         _step(self.optimizer_of[p], skip=self.grad_norms[p].isfinite().logical_not().float())
 
     def step(self, skip: Tensor) -> None:
-        """Do nothing, because the update has already run."""
+        """Do nothing, because backward has already updated the parameters."""
 
 
 class CpuOffload(Optimizer):
-    """Update on the CPU, one parameter at a time: its gradient is copied to host memory, a separate optimizer updates its fp32
-    master weights there, and the result is copied back during the next update (Ren et al. 2021, "ZeRO-Offload",
-    arXiv:2101.06840).
+    """Update on the CPU, one parameter at a time (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). The gradient is copied to
+    host memory. A separate optimizer then updates the fp32 master weights there. The result is copied back while the next
+    parameter is updated.
 
-    All buffers are allocated once. On a CPU device the copies stay within host memory; everything else is the same.
+    All buffers are allocated once. If the device is a CPU, the algorithm is the same, but all copies stay in host memory.
     """
 
     def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
@@ -132,7 +133,7 @@ class CpuOffload(Optimizer):
         self.gradients = {p: self.transfer.host_like(shard, p.dtype) for p, shard in shards.items()}
         low_precision = {p: shard for p, shard in shards.items() if p.dtype != torch.float32}
         self.results = {p: self.transfer.host_like(shard, p.dtype) for p, shard in low_precision.items()}
-        """Updated values in the precision of a parameter that is less precise than its master weights."""
+        """Parameter of lower precision than fp32 -> buffer for its updated values, in the parameter's dtype."""
         self.arrivals: dict[Tensor, Event] = {}
         self.sync_master_weights(state_loaded=False)
         optimizers = {p: create([master]) for p, master in self.masters.items()}
@@ -168,7 +169,7 @@ class CpuOffload(Optimizer):
         returned.wait()  # waiting for it includes all earlier copies of this stream
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
-        """Include the master weights if they are more precise than the parameter."""
+        """Return the state of torch's optimizer, and the master weights if they are more precise than the parameter."""
         state = dict(self.optimizer_of[p].state[self.masters[p]])
         if p in self.results:
             state["master"] = self.masters[p]
@@ -196,13 +197,13 @@ def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
 
 
 def _step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """skip: scalar, fp32."""
+    """Run torch's optimizer. skip: fp32 scalar; parameters and state do not change if it is 1."""
     optimizer.found_inf = skip  # the protocol of torch.amp.GradScaler, which the fused kernels implement
     optimizer.step()
 
 
 def _replication_factor(parameter: Tensor, ranks_per_stage: int) -> int:
-    """Return the number of ranks that hold the same shard."""
+    """Return the number of ranks of the stage that hold this rank's shard of the parameter."""
     if not isinstance(parameter, DTensor):
         return ranks_per_stage
     assert not any(placement.is_partial() for placement in parameter.placements)

@@ -18,25 +18,25 @@ BLOCK_SIZE = 256
 
 
 def is_quantizable(matrix: Tensor) -> bool:
-    """Return whether the rows of a matrix consist of complete blocks. Other tensors, such as norms and biases, stay fp32."""
+    """Return whether each row of a matrix consists of complete blocks. Moments of norms and biases, for example, stay fp32."""
     return matrix.dim() == 2 and matrix.shape[1] % BLOCK_SIZE == 0
 
 
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: by name; they may be on the meta device."""
+    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: by name, possibly on the meta device."""
     for name, p in parameters.items():
         local = to_local(p)
         if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(local):
-            rule = f"8bit needs rows of multiples of {BLOCK_SIZE}, but under tp rows of {name} have {local.shape[1]}"
+            rule = f"8bit needs row lengths divisible by {BLOCK_SIZE}, but tp shards {name} to rows of {local.shape[1]} values"
             raise ConfigError("optimizer.state_dtype", f"{rule}; use bf16")
 
 
 def _values(signed: bool) -> list[float]:
     """Return the sorted values of the 256 codes (section 2.1 of the paper, "dynamic tree quantization").
 
-    The positive values lie in seven powers of ten. They are evenly spaced within each, and each has twice as many as the next
-    lower one. The unsigned values are 0, these values and 1. The signed values also include the negative ones, with -1 instead
-    of the negative of the smallest positive value.
+    The positive values below 1 lie in the seven decades from 1e-7 to 1. They are evenly spaced within a decade, and each decade
+    has twice as many values as the decade below it. The unsigned values are 0, these positive values and 1. The signed values
+    are 0, 1, -1, these positive values, and the negative of each of them except the smallest.
     """
     positive = []
     for power in range(7):
@@ -58,7 +58,7 @@ class BlockQuantizer:
             self.boundaries[0] = 0.0
 
     def zeros_like(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes of zeros in the shape of the matrix, and their scales, shape (rows, blocks per row)."""
+        """Return the codes of a zero matrix, in the shape of `matrix`, and its scales, shape (rows, blocks per row)."""
         codes = torch.full_like(matrix, self.zero, dtype=torch.uint8)
         return codes, matrix.new_zeros((matrix.shape[0], matrix.shape[1] // BLOCK_SIZE), dtype=torch.float32)
 
@@ -68,7 +68,7 @@ class BlockQuantizer:
         return (relative.view(*scales.shape, BLOCK_SIZE) * scales[:, :, None]).flatten(1)
 
     def quantize_(self, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Write the codes and scales of a matrix. Values from dequantize are reproduced exactly."""
+        """Quantize a matrix into `codes` and `scales`. Values that dequantize returned are reproduced exactly."""
         blocks = matrix.unflatten(1, (-1, BLOCK_SIZE))
         scales.copy_(blocks.abs().amax(2))
         smallest = torch.finfo(torch.float32).tiny

@@ -27,7 +27,7 @@ SAVEABLE_OPS = {
     # without sequence parallelism, an all-reduce takes the place of the reduce-scatter
     "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),
 }
-"""Values of [activation_checkpoint] save -> operators."""
+"""Value of [activation_checkpoint] save -> the operators whose results are saved."""
 
 _GATHER_OPS = {
     collectives.all_gather_into_tensor.default,
@@ -45,12 +45,13 @@ RecomputePolicy = Literal["nothing", "gathers", "gathers_compiled", "selected", 
 
 
 def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bool, compiled: bool) -> RecomputePolicy:
-    """Return what block `index` of the model recomputes in backward. gathers: whether its forward gathers activations.
+    """Return the recomputation policy of block `index` of the model. gathers: whether the block's forward gathers activations.
 
-    Recomputed gathers need two mechanisms, as tried with torch 2.13. Eager blocks use saved-tensor hooks (recompute.py), which
-    torch.compile refuses to trace. Compiled blocks use a checkpoint policy, which marks the gathers for the compiler's
-    partitioner. In an eager block the same policy caches the result of every operator: 273,920 bytes instead of 79,104 for the
-    block of tests/parallel/test_activation_checkpoint.py on 2 ranks. Its backward raises, since a cached tensor is mutated.
+    Eager and compiled blocks recompute gathers by different mechanisms (tested with torch 2.13). Eager blocks use saved-tensor
+    hooks (recompute.py), which torch.compile refuses to trace. Compiled blocks use a checkpoint policy, which marks the gathers
+    for the compiler's partitioner. In an eager block this policy would cache the result of every operator. On 2 ranks, the block
+    of tests/parallel/test_activation_checkpoint.py would save 273,920 bytes instead of 79,104. The backward of such a block
+    raises, because a cached tensor is mutated.
     """
     if config.mode in ("full", "selective") and index % config.every_n_blocks == 0:
         return "all" if config.mode == "full" else "selected"
@@ -76,12 +77,13 @@ def block_forward(
 
 
 def checkpointed(forward: Forward, contexts: Callable[[], tuple] = noop_context_fn) -> Forward:
-    """Save only the inputs of a block. contexts: function that returns the contexts of selective checkpointing."""
+    """Return a forward that saves only the block's inputs. contexts: function that returns selective checkpointing's contexts."""
     return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forward) -> Forward:
-    """Save only the results of the operators in `save` (keys of SAVEABLE_OPS) and those of every n-th matmul."""
+    """Return a forward that saves only the results of the operators in `save` (keys of SAVEABLE_OPS). If `save` contains
+    "matmuls", only the result of every n-th matmul is saved."""
     saved_ops = {operator for name in save for operator in SAVEABLE_OPS[name]}
 
     def contexts() -> tuple:
@@ -100,14 +102,15 @@ def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forw
 
 
 def _is_partial_product(factor: Any) -> bool:
-    """Return whether tensor parallelism shards the other matrix by rows, so that the product with the factor is a partial sum.
-    Partial sums are not saved, because each has the full width of the hidden state. Their reduction over the ranks is saved.
-    (A compiler does not see DTensors, but it saves only tensors that backward needs, and backward needs no partial sum.)"""
+    """Return whether tensor parallelism shards the last dim of the factor, so that its product with a weight is a partial sum.
+    Partial sums are not saved, because each has the full width of the hidden state. Their sum over the ranks can be.
+    A compiler sees no DTensors, but it saves only tensors that backward needs. Backward needs no partial sums."""
     return isinstance(factor, DTensor) and factor.placements[0].is_shard(factor.dim() - 1)
 
 
 def recompute_gathers_compiled(forward: Forward) -> Forward:
-    """Recompute gathered inputs. Use this only for compiled blocks: the compiler saves all other tensors that backward needs."""
+    """Return a forward after which backward recomputes the gathers. Use this only for compiled blocks. Of the other results, the
+    compiler saves only those that backward needs, but an eager block would save all of them."""
 
     def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE

@@ -1,4 +1,4 @@
-"""Offloading to host memory of the block inputs that full activation checkpointing saves."""
+"""Offloading of block inputs to host memory. Full activation checkpointing saves these inputs for backward."""
 
 import weakref
 from collections import defaultdict
@@ -14,7 +14,7 @@ from trainer.runtime.host_memory import Event, HostTransfer
 
 
 class InputOffloader:
-    """The offloaded inputs of a rank's blocks. The first step allocates the buffers, later steps reuse them."""
+    """Offloading of the inputs of a rank's blocks. The first step allocates the host buffers, and later steps reuse them."""
 
     def __init__(self, device: torch.device):
         self.transfer = HostTransfer(device)
@@ -22,8 +22,8 @@ class InputOffloader:
         self.newest: Callable[[], _OffloadedInput | None] = lambda: None
 
     def wrap(self, forward: Forward, is_first: bool) -> Forward:
-        """Return the forward of a block with its first argument offloaded. All blocks share the other arguments, so these are
-        not offloaded. is_first: whether this is the first offloaded block of its stage."""
+        """Return a forward that offloads the first argument of the block. All blocks share the other arguments, which are not
+        offloaded. is_first: whether the block is the first offloaded block of its stage."""
 
         def offloading_forward(hidden: Tensor, *args) -> Tensor:
             assert not isinstance(hidden, DTensor)  # blocks pass plain tensors to each other
@@ -54,7 +54,7 @@ class _OffloadedInput:
         self.consumed = False
 
     def prefetch(self) -> tuple[Tensor, Event]:
-        """Start the copy to the device, unless it has started. Return its target and the event of its completion."""
+        """Start the copy to the device, unless it has started. Return the device tensor and the copy's completion event."""
         if self.prefetched is None:
             target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.transfer.device)
             self.prefetched = target, self.transfer.copy([target], [self.buffer])

@@ -18,10 +18,10 @@ from trainer.parallel.context import AllGatherAttention, all_gather_sequence, sh
 
 
 class Mask(nn.Module):
-    """A causal mask of each sample, or with by_document, of each document of a sample."""
+    """A causal mask for each sample. With by_document, tokens attend only to tokens of their own document."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]):
-        """create: torch's create_block_mask, or another function with this signature."""
+        """create: torch's create_block_mask, or another function with the same signature."""
         super().__init__()
         self.cp = cp
         self.by_document = by_document
@@ -65,12 +65,12 @@ class FlexAttention(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """The mask and kernel that replace the model's own where attention is split or ends at document boundaries."""
+    """The mask and the attention kernel for split sequences and for attention that ends at document boundaries."""
 
     mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
     """Function (cp axis, by_document, dtype of the computation) -> module that computes the mask."""
     attention: Callable[[nn.Module], nn.Module]
-    """The model's attention kernel -> a kernel that takes the mask."""
+    """Function (attention kernel of the model) -> kernel that takes the mask."""
 
 
 CPU_BACKEND = AttentionBackend(
@@ -91,8 +91,8 @@ def apply_attention(
     attention_backend: AttentionBackend,
     recompute_gathers: Collection[str],
 ) -> None:
-    """Replace the model's attention kernels and mask, in place, if sequences are split or attention ends at document boundaries
-    (by_document). recompute_gathers: names of the blocks whose backward repeats the gather."""
+    """Replace the model's attention kernels and mask, in place, if sequences are split or by_document is true. by_document:
+    whether attention ends at document boundaries. recompute_gathers: names of the blocks whose backward repeats the gather."""
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))

@@ -13,11 +13,12 @@ from trainer.runtime.device import DTYPES
 
 
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
-    """Shard every block, the plan's other units, and all remaining parameters as the root unit.
+    """Make an FSDP unit of each block and a root unit of all remaining parameters. If config.fsdp_units is "separate", each group
+    of plan.fsdp_units is also a unit.
 
-    mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep their own
-    dtype, and gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by the
-    number of target tokens.
+    mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype
+    of the parameters. Gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by
+    the number of target tokens.
     """
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -44,7 +45,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
-    """Return two values of FSDP's reshard_after_forward: for all units but the last, and for the last unit."""
+    """Return the value of FSDP's reshard_after_forward for all units except the last, and its value for the last unit."""
     if config.reshard_after_forward == "default":
         # Backward starts with the unit that forward ends with: freeing that unit would gather it twice in a row.
         # A pipeline uses each unit again with every microbatch.

@@ -11,15 +11,15 @@ from torch import Generator, Tensor, nn
 from trainer.runtime.dtensor import local_region
 
 ROWS_PER_SEED = 1024
-"""Number of rows that one generator draws. Another value gives other initial weights."""
+"""Number of rows of a parameter that one generator draws. A different number changes the initial weights."""
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collection[str] = ()) -> None:
-    """Allocate the parameters and draw their values, except for those in `loaded`, whose values are loaded afterwards.
+    """Allocate all parameters and draw the initial values of those whose names are not in `loaded`.
 
     Each group of ROWS_PER_SEED rows of a parameter has its own CPU generator, seeded by (seed, name, group). So a rank draws only
-    the groups of its shard, and the weights are the same on any layout, world size and device.
+    the groups of its shard, and the weights do not depend on the layout, the world size or the device.
     """
     model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:

@@ -10,7 +10,7 @@ from trainer.config import ConfigError, ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees of parallelism, whose product is the world size. A degree of 1 has an axis in the mesh too."""
+    """Degrees of parallelism, whose product is the world size. Every degree has an axis in the mesh, even a degree of 1."""
 
     pp: int
     dp_replicate: int
@@ -21,25 +21,25 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
-        """Resolve dp_shard = -1. Raises ConfigError if the product of the degrees is not the world size."""
+        """Return the degrees, with dp_shard = -1 resolved. Raises ConfigError if their product is not the world size."""
         degrees = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
         others = 1
         for name, degree in degrees.items():
             if config.dp_shard == -1 and world_size % (others * degree):
-                product = f"x the other degrees' {others} = {others * degree} " * (others > 1)
+                product = f"x {others} (product of the other degrees) = {others * degree} " * (others > 1)
                 raise ConfigError(f"parallel.{name}", f"{product}must divide the {world_size} ranks of this run")
             others *= degree
         dp_shard = world_size // others if config.dp_shard == -1 else config.dp_shard
         if others * dp_shard != world_size:
             factors = " ".join(f"x {name} {degree}" for name, degree in degrees.items() if degree > 1)
-            product = f"{factors} makes {others * dp_shard} ranks, but " * (others > 1)
-            message = f"{product}this run has {world_size} rank{'s' * (world_size > 1)}; -1 uses all remaining ranks"
+            product = f"{factors} = {others * dp_shard} " * (others > 1)
+            message = f"{product}must equal the number of ranks, {world_size}; -1 uses all remaining ranks"
             raise ConfigError("parallel.dp_shard", message)
         dims = cls(**degrees, dp_shard=dp_shard, world_size=world_size)
         reshard = config.reshard_after_forward
         if isinstance(reshard, int) and (dims.fsdp % reshard or reshard == dims.fsdp):
             product = f"dp_shard {dims.dp_shard}" + f" x cp {dims.cp} = {dims.fsdp}" * (dims.cp > 1)
-            message = f"as a number it must divide {product} and be smaller; always reshards to all of them"
+            message = f"must divide {product} and be below {dims.fsdp}; 'always' reshards over all {dims.fsdp} ranks"
             raise ConfigError("parallel.reshard_after_forward", message)
         return dims
 
@@ -71,8 +71,8 @@ class Meshes:
             return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
-        """Placement of parameters."""
+        """Mesh that places the parameters."""
         self.data = mesh(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp)
-        """Assignment of samples and of their tokens to ranks."""
+        """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)
-        """Groups of ranks that sum the loss."""
+        """Mesh of the ranks that sum the loss."""

@@ -1,4 +1,4 @@
-"""Parallelization of a model: every form of parallelism, in the one order in which they compose."""
+"""Parallelization of a model. All forms of parallelism are applied in the only order in which they compose."""
 
 from collections.abc import Callable
 
@@ -36,8 +36,9 @@ def parallelize(
 
     dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
 
-    FSDP comes last: it shards the parameters that the other steps have sharded or pruned. Compilation comes after tensor
-    parallelism, so that it sees sharded matrices. A compiled block includes recomputation only if the compiler can use it.
+    FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Compilation is applied after tensor
+    parallelism, so that the compiler sees sharded matrices. Full activation checkpointing wraps a compiled block. Every other
+    recomputation is compiled with the block.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1

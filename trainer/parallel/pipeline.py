@@ -24,7 +24,7 @@ class Schedule:
     """Requirements and properties of one of torch's schedules."""
 
     stages_per_rank: int = 2
-    """Default number of stages per rank. A schedule with two stages accepts more, unless it has a V shape."""
+    """Default number of stages per rank. A schedule with two stages accepts more stages, unless it has a V shape."""
     v_shape: bool = False
     """Whether stages are assigned to ascending, then to descending ranks, so that the first rank has the last stage."""
     requires_rounds: bool = False
@@ -44,12 +44,12 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(v_shape=True, splits_backward=True),
     "DualPipeV": Schedule(v_shape=True, splits_backward=True),
 }
-"""Values of [parallel] pipeline_schedule, which are also torch's names of the schedules."""
+"""Value of [parallel] pipeline_schedule -> properties of the schedule. The values are torch's names."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks. The first stage also has the modules before all blocks, the last stage those after all blocks."""
+    """Consecutive blocks. The first stage adds the modules before the blocks, the last stage the modules after the blocks."""
 
     index: int
     count: int
@@ -73,14 +73,14 @@ def stages_per_rank(config: ParallelConfig) -> int:
 
 
 def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
-    """Return all stages of the pipeline in order; without a pipeline, one stage. Raises ConfigError if the blocks cannot
-    be partitioned as configured. model: the full model, on the meta device."""
+    """Return all stages of the pipeline in order. Without a pipeline, the full model is one stage. Raises ConfigError if the
+    blocks cannot be partitioned as configured. model: the full model, on the meta device."""
     names = [f"{plan.blocks}.{name}" for name, _ in model.get_submodule(plan.blocks).named_children()]
     per_rank = stages_per_rank(config)
     count = config.pp * per_rank if config.pp > 1 else 1
     if len(names) < count:
         key = "parallel.pipeline_stages_per_rank" if config.pipeline_stages_per_rank else "parallel.pp"
-        message = f"makes {count} stages ({config.pp} ranks x {per_rank}), but the model has {len(names)} blocks"
+        message = f"makes {count} stages ({config.pp} ranks x {per_rank} per rank), but the model has only {len(names)} blocks"
         raise ConfigError(key, message)
     if config.pp > 1 and config.pipeline_split_points:
         starts = [0, *_split_points(config.pipeline_split_points, names, count)]
@@ -106,8 +106,8 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 def _weights(model: nn.Module, plan: ParallelPlan) -> list[int]:
     """Return the number of parameters of each block. The first block includes the modules before all blocks, and the last block
-    those after all blocks. The embedding table costs memory, not time. It counts because the first stage also holds the
-    activations of most microbatches."""
+    includes the modules after all blocks. The embedding table takes memory but little time. It is included because the first
+    stage also holds the activations of more microbatches than later stages."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -119,7 +119,8 @@ def _weights(model: nn.Module, plan: ParallelPlan) -> list[int]:
 
 
 def _balance_stages(weights: list[int], count: int) -> list[int]:
-    """Return the index of the first block of each stage. The heaviest stage is as light as possible; no stage is empty."""
+    """Return the index of the first block of each stage. The partition minimizes the weight of the heaviest stage and leaves
+    no stage empty."""
 
     @cache
     def best(start: int, num_stages: int) -> tuple[int, int, tuple[int, ...]]:
@@ -179,13 +180,13 @@ def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
         raise ConfigError("parallel.pp", f"{count}, but {config.pipeline_schedule} needs at least {minimum}")
     rounds = microbatches // config.pp
     if SCHEDULES[config.pipeline_schedule].requires_rounds and microbatches % rounds:
-        message = f"{count}, which must be a multiple of the {rounds} rounds through {config.pp} ranks"
+        message = f"{count}, which cannot be divided into {rounds} rounds of equal size; use a multiple of {config.pp}"
         raise ConfigError("parallel.pipeline_schedule", message)
 
 
 @dataclass(kw_only=True, eq=False)
 class PipelineStep(Step):
-    """A step in which every rank runs its stages of the model. The schedule uses the microbatches of the step."""
+    """A step in which every rank runs its stages of the model. A schedule of torch orders the microbatches of the step."""
 
     model_parts: Mapping[Stage, nn.Module]
     """This rank's stages of the model, in order."""
@@ -194,7 +195,7 @@ class PipelineStep(Step):
     num_microbatches: int
     """Number of microbatches per step."""
     hidden: Tensor
-    """Example of a hidden state between stages, with its shape, dtype and device."""
+    """Example of the hidden state that a stage sends to the next stage. It defines the shape, dtype and device."""
     pipeline_group: ProcessGroup
 
     def __post_init__(self) -> None:
@@ -212,7 +213,7 @@ class PipelineStep(Step):
         self.rank_of_stage = stages[0].stage_index_to_group_rank
 
     def _torch_stage(self, part: nn.Module, stage: Stage) -> PipelineStage:
-        """Return torch's stage with the shapes of its input and output, so that torch does not run the model to infer them."""
+        """Return torch's stage. It receives example inputs and outputs, so torch does not run the model to infer shapes."""
         group, device = self.pipeline_group, self.hidden.device
         tokens = torch.empty(self.hidden.shape[:2], dtype=torch.int64, device=device)
         loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
@@ -241,7 +242,7 @@ class PipelineStep(Step):
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Run the microbatches through all stages one by one. Not all of torch's schedules can run without backward."""
+        """Run one microbatch at a time through all stages, because some of torch's schedules cannot run without backward."""
         losses = [loss for batch in microbatches for loss in self._forward(self.shard_sequence(batch))]
         for module in (m for part in self.model_parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
             module.reshard()  # backward normally does this, but it does not run here

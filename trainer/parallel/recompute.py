@@ -14,9 +14,9 @@ Restore = Callable[[], Tensor]
 
 
 def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Restore]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves the function `replace(view)`, which restores the view, instead of each view of
-    `tensor`. Views share the storage of the tensor, so this works for every operator that saves the tensor itself, a view of it
-    or a DTensor that contains it."""
+    """Return a context in which autograd saves a function instead of each view of `tensor`. The function is `replace(view)`, and
+    it restores the view. Views share the storage of `tensor`, so this works for every operator that saves `tensor`, a view of
+    `tensor` or a DTensor that contains `tensor`."""
     storage = _storage_id(tensor)  # the graph holds the hook, which therefore must not hold the tensor
     return saved_tensors_hooks(
         lambda saved: replace(saved) if _storage_id(saved) == storage else saved,
@@ -44,7 +44,7 @@ class _Recomputed:
         self.num_saved = self.num_restored = 0
 
     def save(self, view: Tensor) -> Restore:
-        """Return a function that restores a view of the tensor."""
+        """Return a function that restores this view of the tensor."""
         self.num_saved += 1
         local = _local(view)
         geometry = local.size(), local.stride(), local.storage_offset()
@@ -68,5 +68,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Return an identifier of the tensor's memory. Fake tensors do not have an address, so the address cannot identify it."""
+    """Return an identifier of the tensor's memory. It is not the address, because fake tensors have no address."""
     return _local(tensor).untyped_storage()._cdata

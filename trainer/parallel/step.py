@@ -1,4 +1,4 @@
-"""Steps: from microbatches to a loss and gradients."""
+"""Steps, which compute a loss and gradients from microbatches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Step(ABC):
     shard_sequence: Callable[[Batch], Batch]
     """Function from a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
-    """The ranks that read different samples."""
+    """Group of the ranks that read different samples."""
     loss_group: ProcessGroup
-    """The ranks of one pipeline stage that compute the loss of different tokens."""
+    """Group of the ranks of one pipeline stage that compute the loss of different tokens."""
 
     @abstractmethod
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ class Step(ABC):
 
 
 def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
-    """Return the global number of target tokens, a scalar, counted over full sequences. Division by it gives every target token
-    the same weight, regardless of padding and masks."""
+    """Return the number of target tokens over all ranks, a scalar. microbatches: full sequences. If the loss is divided by this
+    number, every target token has the same weight, regardless of padding and masks."""
     local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
     return sum_over(local, batch_group)
 

@@ -2,7 +2,7 @@
 
 The matrices are sharded as by Shoeybi et al. 2019 (arXiv:1909.08053). Between the matrices, the sequence is split as by
 Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full shape, so a checkpoint does not depend on the
-degree.
+degree of tensor parallelism.
 """
 
 from collections.abc import Collection, Iterator
@@ -45,10 +45,10 @@ class _Norm(SequenceParallel):
 
 @dataclass
 class _Gather(ParallelStyle):
-    """A module whose parameters all belong to its submodules. Its input, a DTensor, is gathered once for all submodules."""
+    """A module without parameters outside its submodules. The input, a DTensor, is gathered once for all submodules."""
 
     recompute: bool
-    """Whether to save only this rank's shard of the input for backward, which then repeats the gather."""
+    """Whether autograd saves only this rank's shard of the input, so that backward repeats the gather."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         original_forward = module.forward
@@ -83,7 +83,7 @@ def _replicate(x: DTensor) -> DTensor:
 
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
-    """Return the parallel style for each value of ParallelPlan.tensor and tensor_block."""
+    """Return name -> parallel style. The fields `tensor` and `tensor_block` of ParallelPlan use these names."""
     residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
@@ -102,8 +102,8 @@ def apply_tensor(
     sequence_parallel: bool,
     recompute_gathers: Collection[str],
 ) -> None:
-    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks whose
-    backward repeats the gather of inputs."""
+    """Shard, in place, the modules that the plan names. mesh: the tp axis. recompute_gathers: names of the blocks whose
+    backward repeats the gather of their inputs."""
     outside = styles(sequence_parallel, recompute_all_gather=False)
     with kept_ties(model):
         for name, style in plan.tensor.items():
@@ -118,7 +118,7 @@ def apply_tensor(
 
 @contextmanager
 def kept_ties(model: nn.Module) -> Iterator[None]:
-    """Register tied parameters under both names again after the body has replaced the parameters of the model."""
+    """Context manager whose body may replace the model's parameters. Afterwards, it ties the parameters that were tied before."""
     first_names: dict[nn.Parameter, str] = {}
     names = [(name, first_names.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
     yield

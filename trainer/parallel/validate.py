@@ -1,4 +1,4 @@
-"""Validation of parallel layouts against the model, its sequence length and the features of torch."""
+"""Validation of parallel layouts for a model, a sequence length and the installed version of torch."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ def check_divisibility(
 ) -> None:
     """Raise ConfigError if the model cannot be sharded by the degrees. model: name of the model."""
     if dims.pp > 1 and plan.tied:
-        raise ConfigError("parallel.pp", "must be 1 with tied embeddings: first and last stage would share a parameter")
+        raise ConfigError("parallel.pp", "must be 1 with tied embeddings, which two stages would share")
     for name in plan.tp_divisible:
         if getattr(sizes, name) % dims.tp:
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)
     if rows * (dims.tp - 1) >= sizes.vocab_size:
-        message = f"the last rank would have no row of the vocabulary: vocab_size of {model} is {sizes.vocab_size}"
+        message = f"the last rank would have no vocabulary row, because vocab_size of {model} is {sizes.vocab_size}"
         raise ConfigError("parallel.tp", message)
     if dims.cp > 1 and seq_len % (2 * dims.cp):
         raise ConfigError("parallel.cp", f"2 x cp = {2 * dims.cp} must divide seq_len {seq_len}")
@@ -39,7 +39,7 @@ def check_supported(
 ) -> None:
     """Raise ConfigError for incompatible settings. Settings of features that are off are not checked."""
     if checkpointing.mode == "budget" and not compilation.enabled:
-        raise ConfigError("activation_checkpoint.mode", "needs [compile] enabled = true: the compiler chooses")
+        raise ConfigError("activation_checkpoint.mode", "needs [compile] enabled = true to apply the budget")
     if parallel.tp > 1 and parallel.async_tensor_parallel:
         requirements = {
             "[compile] enabled = true": compilation.enabled,
@@ -55,13 +55,13 @@ def check_supported(
     stages, default = stages_per_rank(parallel), schedule.stages_per_rank
     allows_more = default > 1 and not schedule.v_shape
     if stages < default or (stages > default and not allows_more):
-        message = f"{name} takes {default}" + " or more" * allows_more
+        message = f"{name} needs {default}{' or more' * allows_more} stage{'s' * (default > 1)} per rank"
         raise ConfigError("parallel.pipeline_stages_per_rank", message)
     if schedule.splits_backward and torch.__version__ < (2, 13):
         # 2.11 cannot split a backward that contains Python autograd functions, such as those of DTensor and the loss.
-        raise ConfigError("parallel.pipeline_schedule", f"needs torch 2.13 or newer, this is {torch.__version__}")
+        raise ConfigError("parallel.pipeline_schedule", f"needs torch >= 2.13, but {torch.__version__} is installed")
     if schedule.splits_backward and compilation.enabled:
-        message = "computes gradients of inputs and weights separately, which torch.compile cannot"
+        message = "computes gradients of inputs and weights separately, which torch.compile does not support"
         raise ConfigError("parallel.pipeline_schedule", message)
     if schedule.splits_backward and checkpointing.mode == "selective":
         raise ConfigError(
@@ -72,5 +72,5 @@ def check_supported(
         raise ConfigError("parallel.reshard_after_forward", f"must be default or never with {name}")
     if training.reduce_every_microbatch:
         raise ConfigError(
-            "training.reduce_every_microbatch", "cannot be combined with pp > 1: a pipeline reduces once per step"
+            "training.reduce_every_microbatch", "cannot be combined with pp > 1, which reduces gradients once per step"
         )

@@ -1,4 +1,4 @@
-"""Memory and speed of a run, estimated from simulations of a few of its ranks."""
+"""Estimate of the memory and speed of a run, from simulations of a few ranks."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -52,12 +52,12 @@ class RunEstimate:
 
     @property
     def free_bytes(self) -> float:
-        """Number of bytes of device memory that the reserve and the peak leave free; negative if the run does not fit."""
+        """Number of usable bytes of device memory minus the peak. It is negative if the run does not fit."""
         return self.hardware.usable_bytes - self.largest.peak
 
     @property
     def host_free_bytes(self) -> float:
-        """Number of bytes of the accelerator's share of host memory that are not offloaded memory. Other uses are not counted."""
+        """Number of bytes of host memory per accelerator minus the peak of offloaded memory. Other uses are not counted."""
         return self.hardware.accelerator.host_memory_gib * GIB - max(s.host for s in self.simulations)
 
     @property
@@ -80,7 +80,7 @@ class RunEstimate:
 
 
 def strip_file_settings(config: Config) -> Config:
-    """Remove the settings that name files, and those of the compiler, which cannot be simulated."""
+    """Reset the settings of the compiler, which cannot be simulated, and the settings that name files, which need not exist."""
     return replace(
         config,
         tokenizer=TokenizerConfig(),

@@ -1,4 +1,4 @@
-"""Patches of torch under fake tensors, and hooks into FSDP."""
+"""Patches of torch for simulations with fake tensors, and hooks into FSDP."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
 
 FAKE_GPU_KERNELS = AttentionBackend(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
-"""flex_attention saves the same tensors for backward as the plain kernel, and its block mask is small."""
+"""Plain attention without a mask, which simulates flex_attention: both save the same tensors, and a block mask is small."""
 
 
 class _NoMask(nn.Module):
@@ -41,7 +41,7 @@ def record_host_buffers() -> Iterator[list[Tensor]]:
 
 
 def skip_shape_negotiation(schedule: Any) -> None:
-    """Set the pipeline stages to static shapes. Otherwise neighbouring ranks vote, and a fake group has no neighbours."""
+    """Set the pipeline stages to static shapes. Otherwise torch would ask neighbouring ranks, which a fake group lacks."""
 
     def set_static(stages: Sequence, *args) -> None:
         for stage in stages:
@@ -56,8 +56,8 @@ def annotate_fsdp(
     around_reduction: Callable[[FSDPParamGroup], AbstractContextManager] = lambda group: nullcontext(),
     around_gather: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[None]:
-    """Call label(tensor, category) for unreduced gradients and gathered parameters, which FSDP frees by itself.
-    around_reduction, around_gather: contexts that are entered during each reduction and each gather of FSDP."""
+    """Call label(tensor, category) for the unreduced gradients and the gathered parameters of FSDP.
+    around_reduction, around_gather: functions that return the context of each reduction and of each gather."""
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def label_accumulated(group: FSDPParamGroup) -> None:
@@ -96,8 +96,8 @@ def annotate_fsdp(
 
 @contextmanager
 def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
-    """Pause the recorder while DTensor runs operators on full-size fake tensors to find output shapes: torch 2.11 does so at
-    every call, 2.13 caches the result."""
+    """Pause the recorder while DTensor infers output shapes with operators on full-size fake tensors. torch 2.11 infers them at
+    every call; torch 2.13 caches them."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def wrapper(propagator: ShardingPropagator, *args: Any) -> Any:

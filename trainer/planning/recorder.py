@@ -1,4 +1,4 @@
-"""Recording of memory, communication and computation, operator by operator, for fake and real tensors."""
+"""Recording of the memory, communication and computation of each operator, for fake and real tensors."""
 
 import bisect
 import weakref
@@ -31,11 +31,11 @@ MEMORY_CATEGORIES = (
     "communication",
     "temporaries",
 )
-"""Gradients count before and after reduction. Activations are tensors saved in forward for backward. Unsharded parameters are
-all-gathered. Communication is the buffers of collectives. Temporaries are everything else, including recomputed activations."""
+"""gradients: before and after reduction. activations: tensors that forward saves for backward. unsharded parameters: all-gathered
+parameters. communication: buffers of collectives. temporaries: all other tensors, including recomputed activations."""
 
 _GPU_ALLOCATION_BYTES = 512
-"""torch's GPU allocator rounds allocations up to a multiple of this."""
+"""Unit to which torch's GPU allocator rounds allocations up."""
 
 
 @dataclass(slots=True)
@@ -44,17 +44,17 @@ class Allocation:
 
     num_bytes: int
     born: int
-    """Index of the event that allocated it; -1: before the recording."""
+    """Index of the event that allocated the memory; -1: it was allocated before the recording."""
     module: str
-    """Module that allocated it."""
+    """Name of the module that allocated the memory."""
     in_backward: bool
     category: str = ""
-    """Explicitly set category; "" if it follows from the use of the memory."""
+    """Category that was set explicitly; "": `final_category` derives it from the use of the memory."""
     sent: bool = False
     host: bool = False
     """Whether the storage is in host memory, which is counted separately from device memory."""
     died: int | None = None
-    """Index of the event that released it; None: alive at the end."""
+    """Index of the event that released the memory; None: it was never released."""
     died_in_backward: bool = False
 
     def final_category(self) -> str:
@@ -78,7 +78,7 @@ class ExecutionPoint:
 
 @dataclass
 class Traffic:
-    """All calls of one collective over one group."""
+    """Number and size of all calls of one collective over one process group."""
 
     count: float = 0
     num_bytes: float = 0
@@ -86,10 +86,10 @@ class Traffic:
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records operators on plain tensors; an operator on a DTensor is recorded as its local operators."""
+    """Dispatch mode that records operators on plain tensors. An operator on a DTensor is recorded as local operators."""
 
     def __init__(self, on_gpu: bool = False):
-        """on_gpu: record memory as a GPU's allocator would allocate it."""
+        """on_gpu: whether to record the memory that a GPU's allocator would allocate."""
         super().__init__()
         self.on_cpu = not on_gpu
         self.round_to = _GPU_ALLOCATION_BYTES if on_gpu else 1
@@ -98,21 +98,21 @@ class Recorder(TorchDispatchMode):
         """Pairs (event, execution point that begins with this event)."""
         self.num_events = 0
         self.weight = 1.0
-        """Number of times that the following operators and collectives count."""
+        """Factor for the counts and bytes of the operators and collectives that are recorded next."""
         self.op_counts: Counter[str] = Counter()
-        """Operator name -> number of calls, without the weight."""
+        """Operator name -> number of calls, not multiplied by `weight`."""
         self.traffic: dict[tuple[str, str], Traffic] = {}
-        """(group name, collective) -> its traffic."""
+        """(group name, collective) -> traffic."""
         self.op_costs: Counter[tuple[str, int, int]] = Counter()
         """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
         self.host_transfer_bytes: Counter[bool] = Counter()
-        """Whether the copy is made during the update -> number of bytes copied between device and host memory."""
+        """Number of bytes copied between device and host memory. True: during the update; False: in forward and backward."""
         self.host_compute_bytes = 0.0
         """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False
-        """Whether a pipeline schedule is running. Operators that it runs outside modules count as forward and backward."""
+        """Whether a pipeline schedule is running. If so, operators outside modules are not attributed to the update."""
         self.paused = False
-        """Whether to ignore operators, because a real step does not run them."""
+        """Whether to ignore operators. It is true during operators that a real step does not run."""
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._forward: list[str] = []
         """Stack of the modules whose forward is running, innermost last."""
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         return resize_
 
     def label(self, tensor: Tensor, category: str, host: bool = False) -> None:
-        """Set the category and location of a tensor's memory. They override those derived from its use."""
+        """Set the category and location of a tensor's memory. They override the derived ones."""
         if allocation := self._allocation(to_local(tensor)):
             allocation.category, allocation.host = category, host
 
@@ -294,8 +294,8 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------ results
 
     def timeline(self, include: Callable[[Allocation], bool]) -> np.ndarray:
-        """Return the number of bytes allocated in each category before and after each event, shape (categories, events + 2),
-        int64."""
+        """Return the number of bytes in each category, shape (categories, events + 2), int64. Column i + 1 is the memory after
+        event i."""
         changes = np.zeros((len(MEMORY_CATEGORIES), self.num_events + 2), dtype=np.int64)
         for allocation in filter(include, self.allocations):
             row = MEMORY_CATEGORIES.index(allocation.final_category())
@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):
         return changes.cumsum(axis=1)
 
     def alive(self, event: int) -> list[Allocation]:
-        """Return the allocations in device memory after the event."""
+        """Return the allocations of device memory that exist after the event."""
         return [a for a in self.allocations if not a.host and a.born <= event and (a.died is None or a.died > event)]
 
     def point(self, event: int) -> ExecutionPoint:
@@ -362,7 +362,7 @@ def _group_of(args: tuple) -> dist.ProcessGroup:
 
 
 def _flops(func, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
-    """Return the number of FLOPs. Attention has two matmuls in forward and five in backward. A causal mask halves them."""
+    """Return the number of FLOPs. Attention has two matmuls in forward and five in backward. A causal mask halves their FLOPs."""
     packet = func.overloadpacket
     forward, backward = (
         aten._scaled_dot_product_flash_attention_for_cpu,

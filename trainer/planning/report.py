@@ -34,7 +34,7 @@ def headline(estimate: RunEstimate, device: str) -> str:
 
 
 def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
-    """device: the accelerator's name as given on the command line. tokens: number of tokens to train on."""
+    """Return the report for a terminal. device: value of --device. tokens: number of tokens to train on."""
     training = estimate.config.training
     step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
     lines = [
@@ -125,7 +125,7 @@ def _verdict_lines(estimate: RunEstimate) -> list[str]:
 
 def _verdict(free_bytes: float, memory: str) -> str:
     if free_bytes < 0:
-        return f"does not fit: {format_bytes(-free_bytes)} more than {memory}"
+        return f"does not fit: needs {format_bytes(-free_bytes)} more than {memory}"
     return f"fits: {format_bytes(free_bytes)} free of {memory}"
 
 
@@ -141,7 +141,7 @@ def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) ->
         )
     best, estimate = found[0]
     if not estimate.fits:
-        lines += ["", "none of them fits"]
+        lines += ["", "none of the simulated layouts fits"]
     elif best.settings:
         lines += ["", best.toml(), "", "or: " + " ".join(best.flags())]
     return "\n".join(lines)
@@ -190,7 +190,7 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
 
 
 def canvas(path: Path) -> Any:
-    """Return an empty figure. Raises ConfigError if it cannot be written to the path."""
+    """Return an empty figure. Raises ConfigError if the path cannot be written."""
     try:
         if path.suffix.lower() not in PLOT_FORMATS:
             raise ConfigError("", f"expected a name that ends in {', '.join(PLOT_FORMATS)}")
@@ -206,7 +206,7 @@ def canvas(path: Path) -> Any:
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
-    """Draw memory by category over the operators of the step. limit_gib: device memory, drawn if near the peak."""
+    """Draw memory by category over the operators of the step. limit_gib: device memory, which is drawn if it is near the peak."""
     axes = figure.add_subplot()
     points = range(len(simulation.timeline_in_backward))
     rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]

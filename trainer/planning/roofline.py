@@ -29,7 +29,7 @@ class StepTime:
     host_copies_s: float
     """Time of the copies to and from host memory that overlap with computation."""
     host_update_s: float
-    """Time of the update in host memory after backward, which is the longer of its copies and its computation."""
+    """Time of the update in host memory after backward: the maximum of the times of its copies and of its computation."""
     bubble: float
     """Fraction of the step in which a pipeline rank is idle."""
 
@@ -71,7 +71,7 @@ class StepTime:
 
 
 def step_time(simulation: Simulation, accelerator: AcceleratorSpec, bubble: float) -> StepTime:
-    """Combine the counts of a simulation with the rates of an accelerator. bubble: see StepTime."""
+    """Return the time of a simulated step on an accelerator. bubble: see StepTime."""
     matmuls_s = memory_s = 0.0
     for (precision, flops, num_bytes), count in simulation.op_costs.items():
         flops_s = flops / (accelerator.flops[precision] * FLOPS_EFFICIENCY)
@@ -107,8 +107,8 @@ def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
 
 
 def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> float:
-    """Return the bytes per second of each rank of a group. Ranks of one node share the node's network, but a hierarchical
-    collective sends each byte out of the node only once."""
+    """Return the bandwidth of each rank of a group in bytes per second. A hierarchical collective sends each byte out of a node
+    only once, so the inter-node bandwidths of the node's ranks add up."""
     ranks_per_node = Counter(rank // accelerator.gpus_per_node for rank in ranks)
     if len(ranks_per_node) == 1:
         return accelerator.intra_node_bandwidth

@@ -24,9 +24,9 @@ from trainer.system.process import cores
 _MAX_PP = 16
 _MODES = ("none", "selective", "full")
 _RESET = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_after_forward": "default"}
-"""Settings of [parallel] that suit only one layout, with the defaults, which the candidates have."""
+"""Setting of [parallel] that suits only one layout -> default value, which every candidate has."""
 _HOPELESS = 0.95
-"""Fraction of the best simulated speed: candidates whose likely speed is lower are not simulated."""
+"""Minimum likely speed of a candidate to be simulated, as a fraction of the best simulated speed."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
-    """Return every legal layout with tp inside a node and cp as configured, in every mode of activation checkpointing."""
+    """Return every legal layout in every mode of activation checkpointing. tp stays within a node; cp is as configured."""
     limit_tp = min(hardware.accelerator.gpus_per_node, hardware.world_size)
     found = []
     for tp, pp in product(_powers_of_two(limit_tp), _powers_of_two(_MAX_PP)):
@@ -103,7 +103,7 @@ def _family(candidate: Candidate) -> tuple[int, str]:
 
 def _block_costs(found: Sequence[Candidate], hardware: Hardware) -> dict[tuple[int, str], np.ndarray]:
     """Return family -> (bytes of activations, seconds) of one transformer block and one microbatch on a rank: the difference
-    between simulations of two models with few blocks, divided by the difference in blocks."""
+    between the costs of two small models, divided by the difference between their numbers of blocks."""
     families = {_family(candidate): candidate.config for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
     shallow = [_shallow(config, n, hardware.world_size) for config in families.values() for n in (depth, 2 * depth)]

@@ -1,4 +1,4 @@
-"""Simulation of one rank's training step: the trainer's own engine, fake tensors and a fake process group."""
+"""Simulation of one rank's training step with the trainer's own engine, fake tensors and a fake process group."""
 
 import gc
 import multiprocessing
@@ -40,13 +40,13 @@ from trainer.system.process import cores, die_with_parent
 CPU = torch.device("cpu")
 _TIMELINE_POINTS = 2000
 _MAX_SIMULATED = 4
-"""Maximum number of microbatches that are run without a pipeline. If a step has more, the third one counts for all between the
-second and the last. (FSDP runs one more all-gather in the second one.)"""
+"""Maximum number of microbatches that are simulated without a pipeline. If a step has more, the third one stands for all between
+the second and the last. It cannot be the second, in which FSDP runs one more all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Simulation of one training step on one rank, after the first step."""
+    """Result of the simulation of a training step on one rank. The step is the second one of a run."""
 
     rank: int
     peak: int
@@ -57,24 +57,24 @@ class Simulation:
     by_module: dict[str, dict[str, int]]
     """Module -> category -> number of bytes at the peak."""
     timeline: dict[str, list[int]]
-    """Category -> number of bytes at the points of the timeline. The events of the step are divided into intervals, and each
-    interval is represented by the event with the most memory."""
+    """Category -> number of bytes at each point of the timeline. The events of the step are divided into intervals. The point of
+    an interval is the event with the most memory."""
     timeline_in_backward: list[bool]
     """Whether each point of the timeline is in backward."""
     host: int
     """Peak of offloaded memory on the host, in bytes. The other fields about memory do not include it."""
     host_transfer_bytes: dict[bool, float]
-    """Whether the copy is made during the update -> number of bytes copied between device and host memory."""
+    """Number of bytes copied between device and host memory. True: during the update; False: in forward and backward."""
     host_compute_bytes: float
     """Number of bytes that operators in host memory read and write."""
     traffic: dict[tuple[str, str], Traffic]
-    """(axis, collective) -> its traffic."""
+    """(axis, collective) -> traffic."""
     group_ranks: dict[str, list[int]]
-    """Axis -> the ranks in this rank's group along the axis."""
+    """Axis -> ranks of the process group along this axis that contains the simulated rank."""
     op_costs: dict[tuple[str, int, int], float]
     """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
     state_per_parameter: float
-    """Number of bytes of a checkpoint per parameter."""
+    """Size of a checkpoint in bytes per parameter."""
 
     @property
     def flops(self) -> float:
@@ -84,7 +84,7 @@ class Simulation:
 def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
     """Simulate one step of each (configuration, rank). on_gpu: whether to simulate the kernels and the allocator of a GPU.
 
-    Each job has its own process, because DTensor caches process groups and would look them up in the next simulation.
+    Each job runs in a new process, because DTensor would use the cached process groups of the previous job.
     """
     processes = min(len(jobs), cores())
     context = multiprocessing.get_context("forkserver")
@@ -124,8 +124,8 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
 
 @contextmanager
 def _annotated_fsdp(recorder: Recorder, parallel: ParallelConfig) -> Iterator[None]:
-    """Label FSDP's tensors. In a pipeline, each simulated microbatch stands for several real ones. Operations that run once per
-    step are counted once: reductions, and also gathers if parameters stay gathered between microbatches."""
+    """Label FSDP's tensors. In a pipeline, each simulated microbatch stands for several real ones. Reductions have weight 1,
+    because they run once per step. So do gathers if parameters stay gathered between microbatches."""
 
     count_once = partial(patch.object, recorder, "weight", 1.0)
 
@@ -169,8 +169,8 @@ def _batch(config: Config) -> Batch:
 
 
 class _Microbatches(list[Batch]):
-    """Simulated microbatches of a step that has `count` microbatches. The last but one of the simulated microbatches also counts
-    for those that are not run."""
+    """Simulated microbatches of a step that has `count` microbatches. The second-to-last simulated microbatch also stands
+    for all microbatches that are not simulated."""
 
     def __init__(self, batches: Sequence[Batch], recorder: Recorder, count: int):
         super().__init__(batches)
@@ -186,7 +186,7 @@ class _Microbatches(list[Batch]):
 def _register_preallocated(
     recorder: Recorder, engine: Engine, fake: FakeTensorMode, on_gpu: bool, offloaded: bool, buffers: Sequence[Tensor]
 ) -> None:
-    """Register the tensors that exist before the step. The category of device buffers follows from their use. offloaded: whether
+    """Register the tensors that exist before the step. Device buffers get no explicit category. offloaded: whether
     parameters and optimizer state are in host memory. buffers: buffers in host memory."""
     for tensor in engine.optimizer.host_tensors:
         recorder.register(tensor, "optimizer", host=on_gpu)
@@ -225,8 +225,8 @@ def _state_per_parameter(engine: Engine) -> float:
 
 
 def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio: float) -> Simulation:
-    """ratio: microbatches of the step divided by simulated microbatches. It scales a pipeline's receive buffers, one for each
-    microbatch."""
+    """ratio: number of microbatches of the step divided by the number of simulated ones. It scales the receive buffers of a
+    pipeline, which has one buffer per microbatch."""
     buffers = sum(a.num_bytes for a in recorder.allocations if a.born < 0 and a.final_category() == "communication")
     extra = int((ratio - 1) * buffers)
     timeline = recorder.timeline(lambda allocation: not allocation.host)

@@ -12,7 +12,7 @@ from trainer.state import TrainState
 from trainer.system import logging
 
 WINDOW = 128
-"""Number of accepted steps against which a spike is measured."""
+"""Number of latest accepted steps whose losses and gradient norms define a spike."""
 _MIN_HISTORY = 32
 """Minimum number of accepted steps before any step can count as a spike."""
 
@@ -50,7 +50,7 @@ class TrainingDiverged(Exception):
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
-    """Return whether to roll back to a checkpoint. Raise TrainingDiverged if the run must stop. rollbacks: number so far."""
+    """Return whether to roll back. Raise TrainingDiverged if the run must stop. rollbacks: number of rollbacks so far."""
     if not (outcome.spike and config.on_loss_spike == "rollback"):
         if outcome.consecutive_skips < config.max_consecutive_skips:
             return False
@@ -60,12 +60,14 @@ def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: 
                 "saved. A lower learning rate or a longer warm-up from an earlier checkpoint (--checkpoint.load_step) may help"
             )
     if rollbacks == config.max_rollbacks:
-        raise TrainingDiverged(f"{outcome}, after {rollbacks} rollbacks: training stops, and this state is not saved")
+        raise TrainingDiverged(
+            f"{outcome}; the maximum of {rollbacks} rollbacks is reached: training stops, and this state is not saved"
+        )
     return True
 
 
 class StabilityGuard:
-    """Decision on the device whether to skip an update; the host reads it later."""
+    """Decision whether to skip an update. It is made on the device, and the host reads it later."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
         self.config = config
@@ -74,7 +76,8 @@ class StabilityGuard:
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
 
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return whether to skip the update, a scalar, and the outcome for StepMonitor. All arguments are scalars."""
+        """Return two tensors: a scalar that is true if the update must be skipped, and the outcome for StepMonitor. All arguments
+        are scalars. votes: number of ranks that were asked to stop."""
         # With offloaded parameters, loss and gradient norm are on different devices.
         values = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
         finite = values.isfinite().all()
@@ -96,13 +99,13 @@ class StabilityGuard:
         return skipped, outcome
 
     def state(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint holds."""
+        """Return the live tensors of the guard, which checkpoints contain."""
         return {"counts": self.counts, "history": self.history}
 
 
 class StepMonitor:
-    """Reader of outcomes, and the policy for skipped steps. Outcomes on a GPU are read one step late, without a host
-    synchronization, unless the host must wait anyway."""
+    """Reader of step outcomes, which applies the policy for skipped steps. Outcomes on a GPU are read one step late, so that
+    the host does not wait for the device."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
         """device: device of the outcomes."""
@@ -110,16 +113,16 @@ class StepMonitor:
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
         self.unread: deque[tuple[int, int, Tensor, Event]] = deque()
-        """Step, cursor, outcome in host memory, and the event that ends its copy."""
+        """Unread outcomes: step, cursor, tensor in host memory, and the event that completes when this tensor has been copied."""
 
     def observe(
         self, state: TrainState, outcome: Tensor, now: bool
     ) -> tuple[StepOutcome | None, StepOutcome | None, bool]:
-        """Return the newest outcome that was read, the first one that requires a rollback, and whether to stop.
+        """Return the newest outcome that was read, the first outcome that requires a rollback, and whether to stop.
 
-        outcome: outcome of the step that the state has just counted. now: whether to read it too, even if the host must wait. A
-        run stops if a rank was asked to stop and the newest step was applied; otherwise the next step decides whether the state
-        is good. Raise TrainingDiverged if the policy requires it.
+        outcome: outcome of the latest step of `state`. now: whether to read this outcome immediately, even if the host must wait.
+        A run stops if a rank was asked to stop and the newest step was not skipped. After a skipped step it continues, because
+        only the next step shows whether the state is good. Raise TrainingDiverged as should_roll_back does.
         """
         values = self.transfer.host_like(outcome, outcome.dtype)
         self.unread.append((state.step, state.cursor, values, self.transfer.copy([values], [outcome])))
@@ -134,7 +137,8 @@ class StepMonitor:
         return latest, failed[0] if failed else None, stop and not outcomes[-1].skipped
 
     def _read(self, now: bool) -> list[StepOutcome]:
-        """Return the unread outcomes in order, including the newest one if `now`. Log a warning for each skipped step."""
+        """Return the unread outcomes, oldest first, and log a warning for each skipped step. On a GPU, the newest outcome stays
+        unread unless `now` is true."""
         outcomes = []
         while len(self.unread) > (1 if self.late and not now else 0):
             step, cursor, values, copied = self.unread.popleft()

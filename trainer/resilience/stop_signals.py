@@ -8,7 +8,8 @@ import threading
 import time
 
 _SAME_REQUEST_S = 1.0
-"""Signals within this many seconds are one request: a scheduler signals a process and its launcher, which forwards the signal."""
+"""Seconds within which several signals count as one request. A scheduler may signal a process and also its launcher, and the
+launcher forwards the signal to the process."""
 
 
 class StopRequest:
@@ -34,7 +35,7 @@ class StopRequest:
                 continue  # another module handles this signal, such as SIGCHLD of torch's data loader
             now = time.monotonic()
             if now > first + _SAME_REQUEST_S:
-                print(f"ended immediately by a second {signal.Signals(signum).name}", file=sys.stderr, flush=True)
+                print(f"a second {signal.Signals(signum).name} ends this process", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
             first = min(first, now)
             self.requested = True

@@ -15,12 +15,11 @@ _MIN_STEPS = 5
 
 
 class StragglerDetector:
-    """Comparison of the times that each rank takes for a block's forward, which is equal work on every rank, and to load its
-    data.
+    """Comparison of two durations between ranks: loading of data, and one block's forward, which is equal work on every rank.
 
-    The duration of a step cannot identify a straggler: it is the same on all ranks, because every collective waits for the
-    slowest. A block's forward is timed after its parameters are gathered, but it includes the collectives of tensor and context
-    parallelism, so the ranks of such a group have similar times.
+    The duration of a step cannot identify a straggler. It is the same on all ranks, because every collective waits for the
+    slowest rank. The timing of a block's forward begins after its parameters are gathered. It includes the collectives of
+    tensor and context parallelism, so the ranks of one such group have similar times.
     """
 
     def __init__(self, ratio: float | None, device: torch.device):
@@ -35,10 +34,10 @@ class StragglerDetector:
         """Start a new window of steps."""
         self.steps, self.data_s, self.since = 0, 0.0, time.perf_counter()
         self.forwards: list[tuple[Any, Any]] = []
-        """Start and end of each forward of the timed block."""
+        """Timestamps of the start and the end of each forward of the timed block."""
 
     def time_blocks_of(self, blocks: nn.Module) -> None:
-        """Time the first block, if any. Call this after the block has been compiled, sharded and wrapped by FSDP."""
+        """Time the forward of the first block, if `blocks` has any. Call this after compilation, sharding and FSDP wrapping."""
         block = next(blocks.children(), None)
         if block is None or self.ratio is None:
             return
@@ -77,7 +76,8 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """times: seconds for the data of all steps and for one block's forward, (ranks, 2). elapsed_s: duration of these steps."""
+    """Return rank and reason of a straggler, or None. times: (ranks, 2), seconds for loading the data of all steps and for the
+    forward of one block. elapsed_s: duration of these steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from trainer.runtime.distributed import clone_store
 
 _LONGEST_STEPS = 5
-"""Factor: a hang lasts longer than this many times the longest step so far, and longer than the timeout."""
+"""Factor on the duration of the longest step so far. A hang lasts longer than this product and longer than the timeout."""
 _MIN_SILENCE_S = 15.0
-"""Minimum limit, in seconds, on the time without a heartbeat. A process under load may send none for several seconds."""
+"""Minimum heartbeat timeout in seconds. A process under load may send no heartbeat for several seconds."""
 
 
 class Watchdog:
-    """Ends the process when no step completes in time, after printing every thread's stack and the state of the other ranks.
+    """Detector of hangs. If no step completes in time, it prints every thread's stack and the state of the other ranks, and
+    ends the process.
 
-    The first step (which may compile), everything under `paused` and the end of the process are not timed. In these phases the
-    watchdog checks the heartbeat of another rank, because this rank would wait forever for a rank that ended.
+    Three phases are not timed: the first step, which may compile, everything under `paused`, and the end of the run. In these
+    phases the watchdog checks the heartbeat of the next rank, because this rank would wait forever for a rank that has ended.
     """
 
     def __init__(self, timeout_s: float):
@@ -85,7 +86,7 @@ class Watchdog:
     def _watch_neighbour(self) -> None:
         """Check the heartbeat of the next rank only, so that the load on the store grows linearly with the number of ranks.
 
-        This needs a separate thread: when the store hangs, a request to it hangs too.
+        The check needs a separate thread, because its request to the store hangs if the store hangs.
         """
         store, rank = clone_store(), dist.get_rank()
         neighbour = (rank + 1) % dist.get_world_size()
@@ -99,7 +100,7 @@ class Watchdog:
             if current != last or self.since is not None:
                 last, changed = current, time.monotonic()
             elif (silent_s := time.monotonic() - changed) > max(self.timeout_s, _MIN_SILENCE_S):
-                text = f"[rank {rank}] no heartbeat from rank {neighbour} for {silent_s:.0f} s"
+                text = f"[rank {rank}] rank {neighbour} has sent no heartbeat for {silent_s:.0f} s"
                 print(text, file=sys.stderr, flush=True)
                 os._exit(1)
 
@@ -115,7 +116,7 @@ class Watchdog:
         os._exit(1)
 
     def _stalled_ranks(self) -> list[str]:
-        """Return one line for each rank without a heartbeat, and one line that lists the ranks at an earlier step than others."""
+        """Return one line for each rank without a heartbeat, and one line that lists the ranks behind the latest step."""
         if self.store is None:
             return []
         ranks = range(dist.get_world_size())
@@ -133,11 +134,11 @@ class Watchdog:
             if before[rank] == after[rank] and rank != dist.get_rank()
         ]
         behind = [f"{rank} (step {step})" for rank, step in enumerate(steps) if step < max(steps)]
-        return lines + ([f"behind: rank {', '.join(behind[:8])}"] if behind else [])
+        return lines + ([f"ranks behind step {max(steps)}: {', '.join(behind[:8])}"] if behind else [])
 
 
 def parse_collectives(dump: str) -> list[str]:
-    """Return a line for each collective in a flight recorder's JSON dump that has started but not completed."""
+    """Return a line for each collective that has started but not completed. dump: JSON text of a flight recorder."""
     try:
         trace = json.loads(dump)
         names = {(str(e["pg_id"]), e["collective_seq_id"]): e["profiling_name"] for e in trace["entries"]}

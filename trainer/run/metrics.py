@@ -27,7 +27,7 @@ _NOT_PLOTTED = ("step", "tokens_seen")
 
 @dataclass
 class Metrics:
-    """Writer of a run's records. A resumed run continues the files, without the records after the step it resumes from."""
+    """Writer of a run's records. A resumed run removes the records of the steps that it repeats and appends new records."""
 
     config: MetricsConfig
     training: TrainingConfig
@@ -81,7 +81,7 @@ class Metrics:
         return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.training.steps)
 
     def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, num_targets: int) -> None:
-        """Record a step whose device work is done: its outcome was read. num_targets: number of target tokens over all ranks."""
+        """Record a step whose work on the device is complete. num_targets: number of target tokens over all ranks."""
         step, spent, training = state.step, self.spent, self.training
         not_training = sum(seconds for name, seconds in spent.items() if name != "data")
         num_steps = step - self.recorded_step
@@ -136,7 +136,7 @@ class Metrics:
             self.log_event({"kind": "checkpoint", "step": save.step} | seconds)
 
     def log_event(self, record: dict[str, Any]) -> None:
-        """Write a record with the keys "kind" and "step"."""
+        """Write a record, which must have the keys "kind" and "step"."""
         if self.folder:
             # JSON cannot represent NaN and infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -162,7 +162,7 @@ class Metrics:
             self.failed_sinks.add(sink)
 
     def flush(self) -> None:
-        """Write TensorBoard's buffered records to disk, which otherwise happens every few minutes."""
+        """Write TensorBoard's buffered records to disk. TensorBoard itself writes them every few minutes."""
         if self.summary_writer:
             with self._warn_on_write_error(_TENSORBOARD):
                 self.summary_writer.flush()

@@ -1,4 +1,4 @@
-"""Preflight checks: whether the minimum memory and disk space that a run needs are available."""
+"""Preflight checks of the minimum memory and disk space of a run."""
 
 import math
 import shutil
@@ -25,14 +25,14 @@ def _parameter_and_moment_bytes(config: Config) -> tuple[int, int]:
 
 
 def state_bytes(config: Config) -> int:
-    """Return the bytes per parameter in a checkpoint: the parameter, two moments, and the fp32 copy if there is one."""
+    """Return the bytes per parameter in a checkpoint, which contains the parameter, two moments and the fp32 copy, if any."""
     parameter, moments = _parameter_and_moment_bytes(config)
     return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
 
 
 def minimum_memory(config: Config, count: int) -> tuple[int, int]:
-    """Return the bytes of device and of host memory that a rank with `count` parameters needs for parameters, gradients and
-    optimizer state only."""
+    """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
+    state are counted. count: number of parameters of the rank."""
     optimizer = config.optimizer
     parameter, moments = _parameter_and_moment_bytes(config)
     gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
@@ -46,7 +46,7 @@ def minimum_memory(config: Config, count: int) -> tuple[int, int]:
 
 
 def check_memory(config: Config, parameters: Iterable[Tensor], device: torch.device) -> None:
-    """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's, on the meta device."""
+    """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's parameters, on the meta device."""
     on_device, on_host = minimum_memory(config, sum(to_local(p).numel() for p in parameters))
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
@@ -60,7 +60,7 @@ def check_memory(config: Config, parameters: Iterable[Tensor], device: torch.dev
         for memory, num_bytes, free in (device_memory, host_memory):
             if free is not None and num_bytes > free:
                 message = f"{num_bytes / GIB:.3g} GiB of {memory}, which has {free / GIB:.3g} GiB free"
-                advice = "scripts/plan.py shows the memory of each part, docs/memory.md how to reduce it"
+                advice = "scripts/plan.py estimates the memory of a run, and docs/memory.md describes how to reduce it"
                 raise ConfigError("", f"parameters, gradients and optimizer state alone need {message}; {advice}")
 
 
@@ -78,7 +78,8 @@ def check_disk(config: Config, num_parameters: int, step: int) -> None:
     free, existing = run_on_rank_0(lambda: (shutil.disk_usage(folder).free, len(list_checkpoints(folder))))
 
     def needed(keep: int) -> int:
-        """Return the maximum number of new checkpoints on disk: old ones are deleted only after a new one is written."""
+        """Return the maximum number of new checkpoints on disk if checkpoint.keep is `keep`. Old checkpoints are deleted only
+        after a new checkpoint is written."""
         count = max(1, keep + 1 - existing) if keep else remaining
         if keep and checkpoint.keep_interval_steps:
             every = checkpoint.interval_steps or steps

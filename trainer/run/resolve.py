@@ -1,4 +1,4 @@
-"""Resolution of a configuration for a number of ranks, before any process group exists."""
+"""Resolution of a configuration for a world size. It needs no process group."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -48,7 +48,7 @@ class ResolvedRun:
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
-    """Resolve a configuration. Raise ConfigError for every combination that cannot run."""
+    """Resolve a configuration. Raise ConfigError for every combination of settings that cannot run."""
     spec, sizes = resolve_model(config.model)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
@@ -65,7 +65,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, model.parameters())):
-        message = f"8bit needs matrices whose rows are multiples of {quantization.BLOCK_SIZE}, but {name} has none"
+        message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
         raise ConfigError("optimizer.state_dtype", message)
     tokenizer = load_tokenizer(config.tokenizer)
     if tokenizer.vocab_size > sizes.vocab_size:
@@ -119,7 +119,7 @@ def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]
 
 
 def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
-    """Return the model family, and the dimensions of the named size after overrides."""
+    """Return the model family and the dimensions of the model. Overrides replace dimensions of the named size."""
     if config.name not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(config.name, MODELS)}")
     spec = MODELS[config.name]

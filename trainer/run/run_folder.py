@@ -37,8 +37,8 @@ def run_folder(config: Config) -> Path:
 
 
 def acquire_lock(config: Config) -> TextIO | None:
-    """Lock the run folder, and return on rank 0 the lock file, which holds the lock until it is closed. Raise ConfigError if
-    another process holds the lock or the folder cannot be written."""
+    """Lock the run folder. Return the lock file on rank 0 and None on other ranks. The lock is held until the file is closed.
+    Raise ConfigError if another process holds the lock or the folder cannot be written."""
     folder = run_folder(config)
     lock = None
 

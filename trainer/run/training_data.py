@@ -19,8 +19,8 @@ from trainer.state import TrainState
 
 class TrainingData:
     def __init__(self, config: Config, tokenizer: Tokenizer, batch_axis: DeviceMesh, device: torch.device):
-        """Prepare, once per node, the datasets that do not exist yet, and open all. batch_axis: of the data mesh. Raise
-        ConfigError if a dataset cannot be prepared or is smaller than one sample."""
+        """Prepare the datasets that do not exist yet, once per node. Open all datasets. batch_axis: batch axis of the data mesh.
+        Raise ConfigError if a dataset cannot be prepared or is smaller than one sample."""
         data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
         stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len))
         self.datasets = open_datasets(data, evaluation, stores, seq_len)
@@ -57,6 +57,6 @@ class TrainingData:
         return first, last + 1
 
     def require_unchanged_mixture(self, saved: TrainState) -> None:
-        """Raise ConfigError if a phase of the mixture that had started when the checkpoint was saved has changed."""
+        """Raise ConfigError if the mixture has changed in a phase that had started when the checkpoint was saved."""
         started = int(self.order(saved).global_index(np.array([saved.cursor]))[0])
         require_unchanged_phases(saved.mixture, self.datasets.phases, started)

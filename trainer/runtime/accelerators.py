@@ -13,17 +13,17 @@ class AcceleratorSpec:
     memory_gib: float
     """Device memory that the driver makes available to programs, in GiB."""
     memory_bandwidth: float
-    """Number of bytes per second to and from device memory."""
+    """Bandwidth of device memory, in bytes per second."""
     intra_node_bandwidth: float
-    """Number of bytes per second, in each direction, to the other accelerators of the node."""
+    """Bandwidth to the other accelerators of the node, in bytes per second and direction."""
     inter_node_bandwidth: float
-    """Number of bytes per second, in each direction, of this accelerator's share of the network between nodes."""
+    """This accelerator's share of the network bandwidth between nodes, in bytes per second and direction."""
     host_memory_gib: float
     """This accelerator's share of host memory, in GiB. All host fields describe the manufacturer's own nodes."""
     host_memory_bandwidth: float
-    """Number of bytes per second of this accelerator's share of the bandwidth of host memory."""
+    """This accelerator's share of the bandwidth of host memory, in bytes per second."""
     pcie_bandwidth: float
-    """Number of bytes per second, in each direction, between host memory and device memory."""
+    """Bandwidth between host memory and device memory, in bytes per second and direction."""
     gpus_per_node: int = 8
 
 

@@ -1,4 +1,4 @@
-"""The device of a rank: selection, memory, RNG state and peak FLOP/s. Only this module and host_memory name "cuda"."""
+"""The device of a rank: selection, memory, RNG state and peak FLOP/s. Only this module and host_memory refer to CUDA."""
 
 import os
 import resource
@@ -40,7 +40,7 @@ def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
 def require_enough_gpus(choice: Literal["auto", "cpu"], ranks: int) -> None:
     """Raise ConfigError if this node has GPUs, but fewer GPUs than ranks."""
     if choice != "cpu" and 0 < gpu_count() < ranks:
-        message = f"NGPU={ranks}: more ranks than the {gpu_count()} GPUs of this node; --run.device cpu uses none"
+        message = f"NGPU={ranks}: this node has only {gpu_count()} GPUs; reduce NGPU, or train on the CPU with --run.device cpu"
         raise ConfigError("", message)
 
 
@@ -53,7 +53,7 @@ def name(device: torch.device) -> str:
 
 
 def driver_version(device: torch.device) -> str | None:
-    """Return the version of the GPU driver, None for a CPU or if it is unknown."""
+    """Return the version of the GPU driver, or None if the device is a CPU or the version is unknown."""
     if device.type != "cuda":
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -70,12 +70,12 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def set_cpu_threads(threads: int) -> None:
-    """threads: number of threads for CPU operators; 0 means this rank's share of the cores."""
+    """Set the number of threads for CPU operators. 0 means this rank's share of the cores."""
     torch.set_num_threads(threads or max(1, cores() // local_world_size()))
 
 
 def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:
-    """Return whether runs are now bitwise deterministic."""
+    """Enable or disable deterministic algorithms, and return whether they are enabled. "auto" enables them only on a CPU."""
     on = choice == "on" or (choice == "auto" and device.type == "cpu")
     if on and device.type == "cuda":
         # cuBLAS reads this variable when it creates its first handle, which is later.
@@ -91,7 +91,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timestamp(device: torch.device) -> Any:
-    """Return the moment when the device completes the work queued so far. The host does not wait."""
+    """Return a timestamp of the moment when the device completes the work queued so far. The host does not wait for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -100,12 +100,12 @@ def timestamp(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two timestamps, whose device must have completed its work."""
+    """Return the seconds between two results of `timestamp`. The device must have reached both moments."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
 def memory_now(device: torch.device) -> int:
-    """Return the number of bytes allocated on a GPU or, on a CPU, the resident memory of this process in bytes."""
+    """Return the number of bytes that PyTorch has allocated on a GPU. On a CPU, return the resident bytes of this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if sys.platform == "linux":
@@ -120,7 +120,7 @@ def memory_free(device: torch.device) -> int | None:
 
 
 def memory_peak(device: torch.device) -> int:
-    """Return the maximum of memory_now since the last reset_memory_peak on a GPU, or since the process started on a CPU."""
+    """Return the maximum of memory_now: on a GPU since the last reset_memory_peak, on a CPU since the start of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return max(_largest_resident(), memory_now(device))  # the kernel updates ru_maxrss late
@@ -145,7 +145,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """state: result of rng_state. Generators that are missing from it keep their state."""
+    """Set the state of this rank's default generators. Generators that are missing from `state` do not change."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "device" in state:

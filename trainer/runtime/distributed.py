@@ -68,7 +68,7 @@ def _create_store(timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
-    """Return when every rank has joined. Raise DistStoreError with the missing ranks after timeout_s."""
+    """Wait until every rank has joined. After timeout_s, raise DistStoreError that lists the missing ranks."""
     ranks, rank = range(world_size()), os.environ.get("RANK", "0")
     store.set(f"joined/{rank}", "")
     if rank == "0":
@@ -78,7 +78,7 @@ def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
         except dist.DistStoreError:
             missing = [str(rank) for rank in ranks if not store.check([f"joined/{rank}"])]
             shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            message = f"of {len(ranks)} ranks, {shown} did not join within {timeout_s:g} s"
+            message = f"these of the {len(ranks)} ranks did not join within {timeout_s:g} s: {shown}"
         store.set("all_joined", message)
     # Wait for twice the time, because rank 0 may have started to wait later.
     store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
@@ -87,7 +87,7 @@ def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
 
 
 def shutdown() -> None:
-    """Return when all ranks have called this, so that no rank exits while another needs it."""
+    """Wait until all ranks have called this function, so that no rank exits while another rank needs it."""
     store = _store()
     ranks = dist.get_world_size()
     if store.add("finished", 1) == ranks:
@@ -99,7 +99,7 @@ def shutdown() -> None:
 
 
 def print_once_per_node(line: str) -> None:
-    """Print a line on stderr, on the first calling rank of each node, because several ranks may find the same error."""
+    """Print a line on stderr once per node, even if several ranks of the node call this function with the same error."""
     with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
         _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
         if _store().add(f"reported/{node_id()}", 1) == 1:
@@ -122,7 +122,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Return whether a collective raised this error because another rank ended."""
+    """Return whether the error shows that another rank ended during a collective."""
     patterns = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
     return isinstance(error, RuntimeError) and any(pattern in str(error) for pattern in patterns)
 
@@ -149,7 +149,7 @@ def run_on_rank_0(work: Callable[[], T]) -> T:
 
 
 def require_agreement(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError on all ranks, with the differences, if the values are not the same on all ranks."""
+    """Raise ConfigError on all ranks if the values differ between ranks. The message lists the differences."""
     first = run_on_rank_0(lambda: values)
     differences = [
         f"{key} is {first[key]} on rank 0, {value} on rank {dist.get_rank()}"
@@ -162,9 +162,9 @@ def require_agreement(values: Mapping[str, Any]) -> None:
 
 
 def once_per_node(work: Callable[[], str]) -> str:
-    """Run work on rank 0, then on the first rank of every other node. Return the result of this node on all its ranks.
+    """Run work on rank 0, then on the first rank of every other node. Each rank receives the result of its node.
 
-    The work should create files that later calls find. On a shared file system it is then done once, otherwise once per node.
+    `work` should create files, or reuse them if they exist. On a shared file system they are created only once.
     """
     store = _store()
     call = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)

@@ -13,10 +13,10 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a DTensor with the parameter's placements that shares memory with `local` and stays on its device.
+    """Return a DTensor with the parameter's placements. It shares the memory of `local` and stays on the device of `local`.
 
-    local: this rank's shard. It has the shape of the parameter's shard, or its dims are smaller by an integer factor. Scalars
-    are replicated and returned unchanged.
+    local: this rank's shard of the result. Its dims equal those of the parameter's shard, or are smaller by an integer factor.
+    Scalars are replicated and returned unchanged.
     """
     if local.dim() == 0 or not isinstance(parameter, DTensor):
         return local

@@ -32,7 +32,8 @@ class HostTransfer:
         self.stream = self.module.Stream()
 
     def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a buffer in host memory with the tensor's shape. It stays pinned until the process ends, unless it is small."""
+        """Return a buffer in host memory with the tensor's shape. It stays pinned until the process ends, unless it is smaller
+        than a page."""
         num_bytes = tensor.numel() * dtype.itemsize
         if self.device.type == "cpu" or num_bytes < _PAGE_BYTES:
             return torch.empty(tensor.shape, dtype=dtype, pin_memory=self.device.type != "cpu")
@@ -44,9 +45,9 @@ class HostTransfer:
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
-        """Start to copy after all device work queued so far. Device tensors may be freed before the copies are complete.
-
-        `wait()` of the returned event lets later device work wait for the copies; `synchronize()` blocks the host.
+        """Queue a copy of each source to its target, after all device work queued so far. Device tensors may be freed before the
+        copies are complete. `wait()` of the returned event lets later device work wait for the copies. `synchronize()` blocks the
+        host until they are complete.
         """
         self.stream.wait_stream(self.module.current_stream())
         with self.module.stream(self.stream):

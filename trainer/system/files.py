@@ -49,13 +49,13 @@ def temporary_path(path: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether `temporary_path` created the name, so that the content is unfinished."""
+    """Return whether the name is from `temporary_path`. The content of such a path is unfinished."""
     return path.match(f"*{_SUFFIX}")
 
 
 @contextmanager
 def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
-    """Open a new file that replaces `path` when the block ends, or is removed after an error. durable: whether to sync it."""
+    """Open a new file. It replaces `path` when the block ends; an error removes it. durable: whether to sync the new file."""
     temporary = temporary_path(path)
     try:
         with temporary.open("w") as file:
@@ -78,7 +78,7 @@ def atomic_write(path: Path, text: str, durable: bool = True) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a new folder, which is synced and replaces `path` when the block ends, or is removed after an error.
+    """Create a new folder. When the block ends, the new folder is synced and replaces `path`; an error removes it.
 
     Unfinished folders of killed processes are removed first, so the caller must be the only writer of `path`.
     """
@@ -147,8 +147,8 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
 
 
 def try_lock(path: Path, timeout_s: float) -> TextIO | str:
-    """Lock a file until the returned file is closed or this process ends in any way. If the lock is not free within
-    timeout_s, return a description of its holder instead. Raises OSError."""
+    """Lock a file until the returned file is closed or this process ends in any way. If another process still holds the
+    lock after timeout_s, return a description of that process. Raises OSError."""
     end = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

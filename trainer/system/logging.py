@@ -34,7 +34,7 @@ def warning(text: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether this rank logs to a terminal, where colour and progress bars are useful."""
+    """Return whether this rank logs to a terminal, which can show colour and progress bars."""
     return _is_logging_rank() and sys.stdout.isatty()
 
 

@@ -30,7 +30,7 @@ def meminfo(name: str) -> int:
 
 
 def memory_available() -> int | None:
-    """Return the bytes of memory available without swapping on this node or in its container, or None if unknown."""
+    """Return the number of bytes that this process can allocate without swapping, or None if unknown."""
     try:
         free = meminfo("MemAvailable")
     except OSError:
@@ -51,7 +51,7 @@ def die_with_parent() -> None:
 
 
 def detach_signals(*_: object) -> None:
-    """Ignore SIGINT and SIGTERM, because the parent handles them, and exit when the parent exits."""
+    """Ignore SIGINT and SIGTERM, which the parent process handles. Exit when the parent process exits."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

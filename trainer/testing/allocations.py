@@ -49,8 +49,8 @@ def _label(tensor: Tensor, category: str) -> None:
 
 
 class _WaitForRelease(TorchDispatchMode):
-    """Sleeps after each collective until the communication thread has released its buffers. On a busy machine the thread would
-    release them later, and they would be counted."""
+    """Dispatch mode that sleeps after each collective, so that the communication thread releases its buffers. On a busy machine
+    these buffers would be released late, and the measurement would include them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -84,13 +84,13 @@ def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
 
 
 def silence_profiler() -> None:
-    """Suppress the profiler's log lines on ranks that start later."""
+    """Suppress the profiler's log lines on ranks that are started after this call."""
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
-    """Measure the memory of `repeats` steps after the first one, on every rank. Return the bytes of each category of
-    MEMORY_CATEGORIES at the peak of the step that has the lowest peak."""
+    """Measure the memory of `repeats` steps after a warm-up step. Return category -> number of bytes at the peak of the step
+    with the lowest peak. Every rank must call this."""
     engine, step = build_step(load_config(argv))
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 
@@ -118,7 +118,7 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
 
 
 def _allocated_buffers() -> list[Buffer]:
-    """Return the buffers that are allocated now. The profiler only has events of later allocations."""
+    """Return the buffers that are allocated now. The profiler records only later allocations."""
     gc.collect()
     num_bytes: dict[int, int] = {}
     for tensor in gc.get_objects():

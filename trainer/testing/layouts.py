@@ -1,4 +1,4 @@
-"""Layouts as text, settings of small runs, and tables, which scripts/parity.py, scripts/dev/ and the tests share."""
+"""Layouts as text, settings of small runs, and tables. scripts/parity.py, scripts/dev/ and the tests share them."""
 
 import math
 from argparse import ArgumentParser
@@ -57,14 +57,14 @@ PARITY_MATRIX = [
 ]  # fmt: skip
 
 LAYOUT_SECTIONS = ("parallel", "activation_checkpoint", "compile")
-"""Sections of the configuration whose settings do not change the result."""
+"""Sections of the configuration whose settings do not change the result of training."""
 
 LLAMA_100M = {
     **{"model.overrides.dim": "768", "model.overrides.n_layers": "12", "model.overrides.n_heads": "12"},
     **{"model.overrides.n_kv_heads": "4", "model.overrides.hidden_dim": "2048", "model.overrides.vocab_size": "16384"},
     **{"training.seq_len": "512", "training.local_batch_size": "1", "training.global_batch_size": "4"},
 }
-"""A model of 100M parameters and its batches, for measurements on a CPU."""
+"""Settings of a model of 100M parameters and of its batches, for measurements on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Layout:
             if not equals or not name:
                 message = f"{word}: expected name=value"
             elif "." not in key:
-                message = f"{name}: not a setting of [parallel]{did_you_mean(name, parallel)}"
+                message = f"{name}: is not a setting of [parallel]{did_you_mean(name, parallel)}"
             elif name == "dp_shard" and value == "-1":
                 message = "dp_shard must be a number of ranks here (default: 1)"
             elif key in settings:
-                message = f"{word}: given twice"
+                message = f"{word}: {name} is given twice"
             else:
                 settings[key] = value
                 continue
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def single_rank_settings(self) -> dict[str, str]:
-        """Settings that change the result. The reference run on one rank must have the same values."""
+        """Settings that change the result of training. The reference run on one rank must have the same values."""
         return {k: v for k, v in self.settings.items() if k.split(".")[0] not in LAYOUT_SECTIONS}
 
 
@@ -121,9 +121,9 @@ def num_ranks(parallel: ParallelConfig) -> int:
 
 
 def add_layout_option(parser: ArgumentParser, default: str) -> None:
-    """default: description of the layouts that are used without the option."""
-    names = "settings of a layout: those of [parallel] by name, others as section.key=value"
-    text = f"{names}; repeat it for several layouts (default: {default})"
+    """Add --layout. default: description of the layouts that are used without this option."""
+    names = "settings of a layout; those outside [parallel] are written section.key=value"
+    text = f"{names}; repeat --layout for several layouts (default: {default})"
     parser.add_argument("--layout", action="append", metavar='"name=value ..."', help=text)
 
 
@@ -138,8 +138,8 @@ def load_layout(argv: Sequence[str]) -> Config:
 
 
 def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
-    """Return the setting of the local batch size that gives `factor` times the smallest possible number of microbatches, and
-    this number of microbatches. Raises ConfigError if the global batch size is not divisible."""
+    """Return the setting of the local batch size, and the number of microbatches, which is `factor` times the minimum of the
+    layout. Raises ConfigError if the global batch size is not divisible."""
     parallel, batch = config.parallel, config.training.global_batch_size
     microbatches = factor * min_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches

@@ -35,19 +35,19 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
 
 
 class RankError(Exception):
-    """The function raised on a rank. The message is the traceback."""
+    """Error of a function that failed on a rank. The message contains the traceback."""
 
 
 class LocalRanks:
-    """Runner that starts new processes for each function. They start in 0.05 s. In a reused process, the thread of each old
+    """Runner that starts new processes for each function, which takes 0.05 s. In a reused process, the thread of each old
     process group would wake up 100 times a second."""
 
     def __init__(self, size: int):
         self.size = size
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run an importable function on every rank and return the results by rank. Raises RankError as soon as one rank fails,
-        because the others may wait for it."""
+        """Run an importable function on every rank and return the results by rank. Raises RankError as soon as one rank fails:
+        other ranks may be waiting for this rank."""
         # torch reads this when it is imported. The compiler's worker processes would outlive ranks that are killed.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # The fork server has imported torch, but started none of its threads.
@@ -76,12 +76,12 @@ def _results(pipes: list[Connection]) -> list[Any]:
         # Read the first available result, so that the first error is the one that is raised.
         ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], 2 * TIMEOUT_S)
         if not ready:
-            raise RankError(f"{len(pipes)} ranks: no result within {2 * TIMEOUT_S} s")
+            raise RankError(f"{len(pipes)} ranks: no rank returned a result within {2 * TIMEOUT_S} s")
         rank = pipes.index(ready[0])
         try:
             results[rank], error = pipes[rank].recv()
         except EOFError:
-            error = "the rank ended"
+            error = "the process ended without a result"
         if error:
             raise RankError(f"rank {rank} of {len(pipes)}\n{error}")
     return [results[rank] for rank in range(len(pipes))]

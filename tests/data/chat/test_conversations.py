@@ -63,14 +63,14 @@ def turns(*messages):
 
 
 MALFORMED = [
-    ([1], "not a JSON object"),
-    ("text", "not a JSON object"),
-    ({"text": "t"}, "has neither messages nor conversations nor prompt and completion"),
-    ({"messages": None}, "has neither messages nor conversations nor prompt and completion"),
+    ([1], "the document is not a JSON object"),
+    ("text", "the document is not a JSON object"),
+    ({"text": "t"}, "the document has neither messages nor conversations nor prompt and completion"),
+    ({"messages": None}, "the document has neither messages nor conversations nor prompt and completion"),
     ({"messages": "hi"}, "messages is not a list"),
     ({"messages": {"role": "user"}}, "messages is not a list"),
     ({"conversations": "hi"}, "conversations is not a list"),
-    (turns(), "no messages"),
+    (turns(), "the conversation has no messages"),
     (turns("hi"), "message 1 is not an object"),
     (turns({"content": "hi"}), "message 1 has no role"),
     (
@@ -98,16 +98,16 @@ MALFORMED = [
     (turns({"role": "user", "content": [{"type": "text"}]}, ANSWER), "message 1 has a content part without text"),
     (turns(USER, {"role": "assistant", "content": " \n"}), "message 2 is an empty answer"),
     (turns(USER, {"role": "assistant", "content": []}), "message 2 is an empty answer"),
-    (turns(USER, USER), "no assistant message"),
+    (turns(USER, USER), "the conversation has no assistant message"),
     (
         turns({"role": "system", "content": "a"}, {"role": "system", "content": "b"}, ANSWER),
-        "2 system messages; at most one is allowed",
+        "the conversation has 2 system messages; at most one is allowed",
     ),
     (
         turns(USER, {"role": "system", "content": "b"}, ANSWER),
         "message 2 is a system message; only the first message may be one",
     ),
-    (turns(USER, ANSWER | {"weight": 0}), "no assistant message to train on"),
+    (turns(USER, ANSWER | {"weight": 0}), "the conversation has no assistant message to train on"),
     (turns(USER, ANSWER | {"weight": 0.5}), "message 2 has the weight 0.5; expected 0 or 1"),
     (turns(USER, {"role": "assistant", "tool_calls": "f"}), "message 2: tool_calls is not a list"),
     (
@@ -121,7 +121,7 @@ MALFORMED = [
     (turns(USER, {"role": "assistant", "tool_calls": []}), "message 2 has no content"),
     (turns(USER, ANSWER) | {"tools": {"name": "f"}}, "tools is not a list of objects"),
     (turns(USER, ANSWER) | {"tools": ["f"]}, "tools is not a list of objects"),
-    (turns({"role": "user", "content": "\ud800"}, ANSWER), "contains a lone surrogate"),
+    (turns({"role": "user", "content": "\ud800"}, ANSWER), "the document contains a lone surrogate"),
     ({"conversations": ["hi"]}, "message 1 is not an object"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from"),
     ({"conversations": [{"from": "human"}]}, "message 1 has no value"),
@@ -134,12 +134,12 @@ MALFORMED = [
         "message 1 is from 'narrator of a very long story, read ...; "
         "expected one of system, human, user, gpt, assistant, tool, observation",
     ),
-    ({"completion": "c"}, "a completion without a prompt"),
-    ({"prompt": "p"}, "a prompt without a completion"),
-    ({"prompt": "p", "completion": ""}, "empty completion"),
+    ({"completion": "c"}, "the document has a completion but no prompt"),
+    ({"prompt": "p"}, "the document has a prompt but no completion"),
+    ({"prompt": "p", "completion": ""}, "the completion is empty"),
     ({"prompt": "p", "completion": [ANSWER]}, "prompt and completion are neither both text nor both lists of messages"),
     ({"prompt": 1, "completion": 2}, "prompt and completion are neither both text nor both lists of messages"),
-    ({"prompt": [USER, ANSWER], "completion": [USER]}, "no assistant message to train on"),
+    ({"prompt": [USER, ANSWER], "completion": [USER]}, "the conversation has no assistant message to train on"),
 ]
 
 

@@ -249,11 +249,11 @@ def test_a_document_nested_too_deeply_yields_its_reason(llama3):
     for _ in range(100_000):
         value.append([])
         value = value[0]
-    assert reason_of(llama3, {"messages": [TALK[1] | {"extra": deep}, TALK[2]]}) == "nested too deeply"
+    assert reason_of(llama3, {"messages": [TALK[1] | {"extra": deep}, TALK[2]]}) == "the document is nested too deeply"
 
 
 def test_a_document_without_targets_yields_a_reason(llama3, char_tokenizer):
-    assert reason_of(llama3, {"messages": []}) == "no messages"
+    assert reason_of(llama3, {"messages": []}) == "the conversation has no messages"
     tools = {"messages": TALK, "tools": [{"name": "f"}]}
     assert reason_of(llama3, tools) == "the template does not support tools"
     two = {"messages": [TALK[1], TALK[1], TALK[2]]}
@@ -302,7 +302,7 @@ REWRITING = (
 def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answers():
     chat = ChatFormat(REWRITING.replace("BEGIN", "").replace("END", ""), DEFAULT)
     message = (
-        "the template renders message 2 differently as a prompt or in a longer conversation; mark the answers with "
+        "the template renders message 2 differently in a prompt or in a longer conversation; mark the answers with "
         "{% generation %} ... {% endgeneration %} in a copy of the template"
     )
     with pytest.raises(ConfigError) as error:
@@ -346,8 +346,8 @@ REJECTED = [
     ),
     (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; tokenizer.reuse_reserved_tokens = "
-        '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } would add them',
+        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; set tokenizer.reuse_reserved_tokens = "
+        '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } to add them',
     ),
 ]
 
@@ -367,16 +367,16 @@ NOT_FOR_TRAINING = [
     ),
     (
         HEADER + "{% if add_generation_prompt %}assistant<|end_header_id|>(thinks){% endif %}",
-        "the template renders message 2 differently as a prompt or in a longer conversation; mark the answers with "
+        "the template renders message 2 differently in a prompt or in a longer conversation; mark the answers with "
         "{% generation %} ... {% endgeneration %} in a copy of the template",
     ),
     (
         "{% generation %}" + HEADER + "{% endgeneration %}",
-        "the template's {% generation %} blocks do not contain the answers, each with its end-of-turn token",
+        "the template's {% generation %} blocks must contain each answer with its end-of-turn token",
     ),
     (
         "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %} {{ m.content }}<|eot_id|>{% endfor %}",
-        "the template's {% generation %} blocks do not contain the answers, each with its end-of-turn token",
+        "the template's {% generation %} blocks must contain each answer with its end-of-turn token",
     ),
     (
         "{% for m in messages %}{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}{{ m.content }}"

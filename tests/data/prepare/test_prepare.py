@@ -159,12 +159,12 @@ def test_bad_documents_are_counted_listed_and_logged(data, tmp_path, capsys):
     (tmp_path / "corpus" / "empty.txt").touch()
     folder = prepare(data, DEFAULT)
     assert read_description(folder)["bad_documents"] == 2
-    first = f"{tmp_path}/corpus/a_bad.txt:1: not UTF-8 text (byte 0 of the file)"
+    first = f"{tmp_path}/corpus/a_bad.txt:1: the file is not UTF-8 text (byte 0)"
     expected = f"warning: skipped 2 bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}"
     assert expected in capsys.readouterr().err
     assert [json.loads(line) for line in (folder / "bad_documents.jsonl").open()] == [
-        {"file": f"{tmp_path}/corpus/a_bad.txt", "line": 1, "reason": "not UTF-8 text (byte 0 of the file)"},
-        {"file": f"{tmp_path}/corpus/empty.txt", "line": 0, "reason": "empty"},
+        {"file": f"{tmp_path}/corpus/a_bad.txt", "line": 1, "reason": "the file is not UTF-8 text (byte 0)"},
+        {"file": f"{tmp_path}/corpus/empty.txt", "line": 0, "reason": "the document is empty"},
     ]
 
 
@@ -174,18 +174,18 @@ def test_more_bad_documents_than_allowed_are_an_error_with_the_first_of_them(dat
     for i in range(5):
         (tmp_path / "corpus" / f"0{i}_empty.txt").touch()
     data = replace(data, prepare_workers=workers)
-    first = "; ".join(f"{tmp_path}/corpus/0{i}_empty.txt: empty" for i in range(3))
+    first = "; ".join(f"{tmp_path}/corpus/0{i}_empty.txt: the document is empty" for i in range(3))
     assert refused(replace(data, max_bad_documents=4)) == (
         "data.max_bad_documents",
-        f"unreadable documents: 5 or more, the first: {first}",
+        f"5 or more documents are unreadable; the first: {first}",
     )
     key, message = refused(replace(data, on_bad_document="stop"))
     assert (key, message) == (
         "data.on_bad_document",
-        f"unreadable documents: 1 or more, the first: {tmp_path}/corpus/00_empty.txt: empty",
+        f"1 or more documents are unreadable; the first: {tmp_path}/corpus/00_empty.txt: the document is empty",
     )
     assert read_description(prepare(replace(data, max_bad_documents=5), DEFAULT))["bad_documents"] == 5
-    assert refused(replace(data, max_bad_documents=4))[1].startswith("unreadable documents: 5 or more"), (
+    assert refused(replace(data, max_bad_documents=4))[1].startswith("5 or more documents are unreadable"), (
         "the limit applies to an existing store too"
     )
 
@@ -203,13 +203,13 @@ def test_a_corpus_without_documents_is_an_error(data, tmp_path):
     with pytest.raises(ConfigError) as error:
         prepare(replace(data, path=str(folder)), DEFAULT)
     assert error.value.message == (
-        f"contains no readable document; {folder}/bad.txt:1: not UTF-8 text (byte 0 of the file)"
+        f"this dataset contains no readable document; found {folder}/bad.txt:1: the file is not UTF-8 text (byte 0)"
     )
     (folder / "bad.txt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"contains no readable document; .*bad\.txt: empty"):
+    with pytest.raises(ConfigError, match=r"contains no readable document; .*bad\.txt: the document is empty"):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
-    with pytest.raises(ConfigError, match="contains no readable document; 1 files of blank lines"):
+    with pytest.raises(ConfigError, match="contains no readable document; found 1 files of blank lines"):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
 
 
@@ -219,7 +219,7 @@ def test_a_store_folder_that_cannot_be_written_is_an_error(data, tmp_path):
         prepare(replace(data, store_folder=str(tmp_path / "file")), DEFAULT)
     assert (error.value.key, error.value.message) == (
         "data.store_folder",
-        f"cannot be written (File exists: {tmp_path}/file)",
+        f"this folder cannot be written (File exists: {tmp_path}/file)",
     )
 
 
@@ -270,7 +270,7 @@ def test_an_unreadable_file_is_an_error(data, tmp_path, monkeypatch):
 def test_a_killed_worker_process_is_an_error(data, monkeypatch):
     monkeypatch.setattr(tokenize, "CHUNK_BYTES", 4000)
     monkeypatch.setattr(tokenize, "_tokenize_in_worker", _killed)
-    message = "a worker process was killed, possibly for lack of memory; fewer workers need less"
+    message = "a worker process was killed, possibly for lack of memory; use fewer workers"
     assert refused(replace(data, prepare_workers=2)) == ("data.prepare_workers", message)
 
 
@@ -284,7 +284,7 @@ def test_the_file_shards_of_all_nodes_make_up_the_corpus(data, tmp_path):
         folder = prepare_module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (node, 3))
         prepared += documents(folder, "train") + documents(folder, "held_out")
     assert sorted(prepared) == corpus_texts(data)
-    with pytest.raises(ConfigError, match=r"data\.path: has 60 files, too few for 61 shards"):
+    with pytest.raises(ConfigError, match=r"data\.path: this dataset has 60 files, too few for 61 shards"):
         prepare_module.prepare(data, DEFAULT, load_tokenizer(DEFAULT), (60, 61))
 
 

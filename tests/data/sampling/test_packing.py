@@ -70,8 +70,8 @@ def test_incomplete_documents_and_spans_without_a_target_are_counted(tmp_path, m
     assert len(samples) == 2
     assert complete(samples).labels.tolist() == [[-100, 2, -100], [-100, 6, -100]]
     assert warnings == [
-        "2 documents are truncated or dropped: each has a single token or is longer than training.seq_len 3",
-        "1 spans of documents without a target token are not part of any sample",
+        "2 documents are truncated or dropped, because each has a single token or is longer than training.seq_len 3",
+        "1 document spans are not part of any sample, because they contain no target token",
     ]
 
 

@@ -40,8 +40,8 @@ def test_a_path_without_matching_files_is_rejected(tmp_path):
         ("parquet", ".parquet"),
         ("tokens", ".bin or .npy"),
     ):
-        assert error_of(dataset, tmp_path) == ("data.path", f"holds no file ending in {suffixes}")
-        assert error_of(dataset, f"{tmp_path}/*.none") == ("data.path", f"holds no file ending in {suffixes}")
+        assert error_of(dataset, tmp_path) == ("data.path", f"this path holds no file ending in {suffixes}")
+        assert error_of(dataset, f"{tmp_path}/*.none") == ("data.path", f"this path holds no file ending in {suffixes}")
 
 
 def test_a_manifest_lists_files_folders_and_patterns_relative_to_itself(folder, monkeypatch):
@@ -59,9 +59,9 @@ def test_an_error_in_a_manifest_names_its_line(folder):
     manifest.write_text("b.txt\ndeep/a.md\n*.txt\n")
     assert error_of("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is already listed in line 1")
     manifest.write_text("# nothing\n")
-    assert error_of("text", manifest)[1].startswith("holds no file ending in .txt or .md")
+    assert error_of("text", manifest)[1].startswith("this path holds no file ending in .txt or .md")
     manifest.write_bytes(b"b\xff.txt\n")
-    assert error_of("text", manifest) == ("data.path", f"{manifest}: not UTF-8 text (byte 1)")
+    assert error_of("text", manifest) == ("data.path", f"{manifest} is not UTF-8 text (byte 1)")
 
 
 def test_an_unreadable_folder_is_an_error(folder, monkeypatch):

@@ -63,8 +63,12 @@ def test_a_file_that_is_not_compressed_is_a_bad_document(tmp_path, suffix, conte
     format = {".gz": "gzip", ".zst": "zstd"}[suffix]
     for name in (f"x.txt{suffix}", f"x.jsonl{suffix}"):
         (tmp_path / name).write_bytes(content)
-    assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: not {format} data, or damaged"]
-    assert messages(read("jsonl", tmp_path)) == [f"{tmp_path}/x.jsonl{suffix}:1: not {format} data, or damaged"]
+    assert messages(read("text", tmp_path)) == [
+        f"{tmp_path}/x.txt{suffix}: this is not {format} data, or it is damaged"
+    ]
+    assert messages(read("jsonl", tmp_path)) == [
+        f"{tmp_path}/x.jsonl{suffix}:1: this is not {format} data, or it is damaged"
+    ]
     (tmp_path / f"x.txt{suffix}").write_bytes(b"")
     assert messages(read("text", tmp_path)) == [f"{tmp_path}/x.txt{suffix}: the {format} data is truncated"]
 
@@ -72,7 +76,7 @@ def test_a_file_that_is_not_compressed_is_a_bad_document(tmp_path, suffix, conte
 def test_line_numbers_count_in_compressed_files(tmp_path, suffix):
     file = tmp_path / f"x.jsonl{suffix}"
     file.write_bytes(compress(suffix, b'{"text": "a"}\n\n{\n'))
-    expected = "not valid JSON: Expecting property name enclosed in double quotes (column 2)"
+    expected = "the line is not valid JSON: Expecting property name enclosed in double quotes (column 2)"
     assert messages(read("jsonl", file)) == [f"{file}:3: {expected}"]
 
 
@@ -86,7 +90,7 @@ def test_a_decompression_bomb_is_read_in_small_chunks(tmp_path, suffix):
         with writer:
             for _ in range(256):
                 writer.write(b"\0" * 2**20)
-    assert messages(read("text", file)) == [f"{file}: longer than data.max_document_bytes = 33554432"]
+    assert messages(read("text", file)) == [f"{file}: the document is longer than data.max_document_bytes = 33554432"]
     with open_stream(str(file)) as stream:
         stream.read(1)
         assert len(stream.raw._out) <= 2**26

@@ -44,7 +44,7 @@ def test_text_of_any_arrow_type(tmp_path, kind):
     pyarrow.parquet.write_table(table, file)
     found = read("parquet", file)
     assert [f for f in found if isinstance(f, str)] == ["a", "b", "a"]
-    assert messages(found) == [f"{file}:3: null in column 'text'", f"{file}:5: empty"]
+    assert messages(found) == [f"{file}:3: column 'text' is null", f"{file}:5: the document is empty"]
 
 
 def test_bad_rows_are_reported_by_number(tmp_path):
@@ -56,9 +56,9 @@ def test_bad_rows_are_reported_by_number(tmp_path):
         pa.table({"text": pa.chunked_array([broken, ["a" * 11, None]])}), file, row_group_size=2
     )
     assert messages(read("parquet", file, max_document_bytes=10)) == [
-        f"{file}:2: not UTF-8 text (byte 0 of the value)",
-        f"{file}:4: longer than data.max_document_bytes = 10",
-        f"{file}:5: null in column 'text'",
+        f"{file}:2: the value is not UTF-8 text (byte 0)",
+        f"{file}:4: the document is longer than data.max_document_bytes = 10",
+        f"{file}:5: column 'text' is null",
     ]
 
 
@@ -67,14 +67,14 @@ def test_a_damaged_parquet_file_is_a_bad_document(tmp_path):
     for content in (b"", b"not a parquet file", b"PAR1" + b"\0" * 100 + b"PAR1"):
         file.write_bytes(content)
         (bad,) = read("parquet", file)
-        assert str(bad).startswith(f"{file}: not a parquet file, or damaged (")
+        assert str(bad).startswith(f"{file}: this is not a parquet file, or it is damaged (")
     write_parquet(file, TEXTS, row_group_size=100, compression="zstd")
     content = bytearray(file.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 200] = b"\xff" * 200
     file.write_bytes(content)
     *documents, bad = read("parquet", file)
     assert isinstance(bad, BadDocument) and documents == TEXTS[: len(documents)]
-    assert "not a parquet file, or damaged (" in str(bad)
+    assert "this is not a parquet file, or it is damaged (" in str(bad)
 
 
 @pytest.mark.parametrize("chunk_bytes", [50, 2**40])
@@ -142,19 +142,19 @@ def test_a_dataset_of_several_splits_gives_the_one_that_is_set(tmp_path):
     assert read("huggingface", tmp_path, split="test") == ["b"]
     assert error_of("huggingface", tmp_path, split="dev") == (
         "data.split",
-        f"not a split of {tmp_path}; available: train, test",
+        f"{tmp_path} has no such split; available: train, test",
     )
 
 
 def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_path):
     save_to_disk(tmp_path / "saved", [*TEXTS, None, "end"])
     file = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    assert messages(read("huggingface", tmp_path / "saved", 5000)) == [f"{file}:1001: null in column 'text'"]
+    assert messages(read("huggingface", tmp_path / "saved", 5000)) == [f"{file}:1001: column 'text' is null"]
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     found = read("huggingface", tmp_path / "saved")
     assert found[:-1] == TEXTS[: len(found) - 1]
-    assert f"{file}:{len(found) - 1}: not an Arrow stream, or damaged (" in str(found[-1])
+    assert f"{file}:{len(found) - 1}: this is not an Arrow stream, or it is damaged (" in str(found[-1])
 
 
 def test_damage_anywhere_in_a_mapped_file_is_a_bad_document_not_a_crash(tmp_path):
@@ -170,7 +170,7 @@ def test_damage_anywhere_in_a_mapped_file_is_a_bad_document_not_a_crash(tmp_path
         except ConfigError as error:
             assert error.key == "data.text_field", "the damage is in the name or the type of the column"
         else:
-            damaged += "not an Arrow stream, or damaged (" in "".join(reasons)
+            damaged += "this is not an Arrow stream, or it is damaged (" in "".join(reasons)
     assert damaged > 20
     file.write_bytes(content)
     assert read("huggingface", tmp_path / "saved") == TEXTS[:300]
@@ -213,12 +213,12 @@ def test_a_dataset_name_is_loaded_by_the_package_datasets(tmp_path, monkeypatch)
         lambda name, key: package if name == "datasets" else require_package(name, key),
     )
     assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS
-    message = "not a folder, and the package datasets cannot load it: Couldn't find user/other on the Hub"
+    message = "this path is not a folder, and the package datasets cannot load it: Couldn't find user/other on the Hub"
     assert error_of("huggingface", "user/other") == ("data.path", message)
     message = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
     assert error_of("huggingface", "user/name", subset="en", split="validation[:10%]") == ("data.split", message)
     package.cache_files = []
-    message = "the package datasets holds it only in memory: write it with save_to_disk and name that folder"
+    message = "this dataset is only in memory; write it with save_to_disk and name that folder"
     assert error_of("huggingface", "user/name", subset="en", split="validation") == ("data.path", message)
 
 

@@ -28,11 +28,11 @@ TEXTS = {
     b"\xef\xbb\xbfwith a BOM": "with a BOM",
     b"zeros \x00 are text": "zeros \x00 are text",
     b"\n": "\n",
-    b"": "FILE: empty",
-    b"\xef\xbb\xbf": "FILE: empty",
-    b"one\ntwo\nth\xffree": "FILE:3: not UTF-8 text (byte 10 of the file)",
-    "utf-16".encode("utf-16"): "FILE:1: not UTF-8 text (byte 0 of the file)",
-    b"x" * 101: "FILE: longer than data.max_document_bytes = 100",
+    b"": "FILE: the document is empty",
+    b"\xef\xbb\xbf": "FILE: the document is empty",
+    b"one\ntwo\nth\xffree": "FILE:3: the file is not UTF-8 text (byte 10)",
+    "utf-16".encode("utf-16"): "FILE:1: the file is not UTF-8 text (byte 0)",
+    b"x" * 101: "FILE: the document is longer than data.max_document_bytes = 100",
     b"x" * 100: "x" * 100,
 }
 
@@ -49,13 +49,13 @@ LINES = {
     b'{"text": "a"}': "a",
     b'  {"text": "a", "id": 5}  \r': "a",
     b'{"text": "a\\u0000b"}': "a\x00b",
-    b'{"text": ': "not valid JSON: Expecting value (column 10)",
-    b"{'text': 'a'}": "not valid JSON: Expecting property name enclosed in double quotes (column 2)",
-    b'{"text": "a"} {"text": "b"}': "not valid JSON: Extra data (column 15)",
-    b'{"text": "\x00"}': "not valid JSON: Invalid control character at (column 11)",
-    b'{"text": "a", "n": ' + b"1" * 5000 + b"}": "not valid JSON",
-    b"[" * 100_000: "not valid JSON",
-    b'{"body": "b"}': "no field 'text'",
+    b'{"text": ': "the line is not valid JSON: Expecting value (column 10)",
+    b"{'text': 'a'}": "the line is not valid JSON: Expecting property name enclosed in double quotes (column 2)",
+    b'{"text": "a"} {"text": "b"}': "the line is not valid JSON: Extra data (column 15)",
+    b'{"text": "\x00"}': "the line is not valid JSON: Invalid control character at (column 11)",
+    b'{"text": "a", "n": ' + b"1" * 5000 + b"}": "the line is not valid JSON",
+    b"[" * 100_000: "the line is not valid JSON",
+    b'{"body": "b"}': "the record has no field 'text'",
     b"[1]": "expected an object, found a list",
     b"null": "expected an object, found null",
     b'"text"': "expected an object, found a string",
@@ -64,10 +64,10 @@ LINES = {
     b'{"text": ["a"]}': "field 'text' is a list, not a string",
     b'{"text": true}': "field 'text' is a boolean, not a string",
     b'{"text": {"text": "a"}}': "field 'text' is an object, not a string",
-    b'{"text": "\xff"}': "not UTF-8 text (byte 10 of the line)",
-    b'{"text": "\\ud800"}': "contains a lone surrogate",
-    b'{"text": ""}': "empty",
-    b'{"text": "' + b"x" * 200_000 + b'"}': "longer than data.max_document_bytes = 150000",
+    b'{"text": "\xff"}': "the line is not UTF-8 text (byte 10)",
+    b'{"text": "\\ud800"}': "the document contains a lone surrogate",
+    b'{"text": ""}': "the document is empty",
+    b'{"text": "' + b"x" * 200_000 + b'"}': "the document is longer than data.max_document_bytes = 150000",
 }
 
 
@@ -94,7 +94,7 @@ def test_bad_documents_have_their_line_numbers_in_spans_of_any_size(tmp_path, ch
     file = tmp_path / "x.jsonl"
     lines = [f'{{"text": "{i}"}}' if i % 7 else "{" for i in range(1, 100)]
     file.write_text("\n".join(lines))
-    expected = [f"{file}:{i}: not valid JSON" for i in range(7, 100, 7)]
+    expected = [f"{file}:{i}: the line is not valid JSON" for i in range(7, 100, 7)]
     assert [line.partition(": Expecting")[0] for line in messages(read("jsonl", file, chunk_bytes))] == expected
 
 
@@ -105,13 +105,15 @@ def test_a_line_of_50_mb_is_skipped_without_loading_it(tmp_path):
         for _ in range(50):
             out.write(b"x" * 2**20)
         out.write(b'"}\n{"text": "after"}\n')
-    assert messages(read("jsonl", file)) == [f"{file}:2: longer than data.max_document_bytes = 33554432"]
+    assert messages(read("jsonl", file)) == [
+        f"{file}:2: the document is longer than data.max_document_bytes = 33554432"
+    ]
     tracemalloc.start()
     found = read("jsonl", file, max_document_bytes=2**20)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (found[0], found[2]) == ("before", "after")
-    assert str(found[1]) == f"{file}:2: longer than data.max_document_bytes = 1048576"
+    assert str(found[1]) == f"{file}:2: the document is longer than data.max_document_bytes = 1048576"
     assert peak < 2**23
 
 

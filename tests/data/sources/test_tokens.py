@@ -46,7 +46,7 @@ def test_the_header_of_llm_c_is_not_read_as_tokens(tmp_path, chunk_bytes, magic,
     file.write_bytes(header.tobytes() + np.array(ROW, dtype).tobytes())
     assert lists(read("tokens", file, chunk_bytes)) == DOCUMENTS
     file.write_bytes(header.tobytes() + np.array(ROW[:-1], dtype).tobytes())
-    assert error_of("tokens", file) == ("data.path", f"{file}: holds 208 tokens, but its header states 209")
+    assert error_of("tokens", file) == ("data.path", f"{file} holds 208 tokens, but its header states 209")
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNK_SIZES)
@@ -64,7 +64,7 @@ def test_megatron_documents_end_where_the_index_says(tmp_path, chunk_bytes, dtyp
     np.array(ROW, dtype).tofile(tmp_path / "x.bin")
     write_index(tmp_path / "x.idx", [100, 50, 40, 0, 19], [0, 1, 3, 3, 4, 5], code=code, item=np.dtype(dtype).itemsize)
     found = lists(read("tokens", tmp_path / "x.bin", chunk_bytes))
-    empty = [f"{tmp_path}/x.bin:{n}: empty" for n in (3, 4)]
+    empty = [f"{tmp_path}/x.bin:{n}: the document is empty" for n in (3, 4)]
     assert found == [ROW[:100], ROW[100:190], *empty, ROW[190:]]
     assert open_dataset("tokens", tmp_path / "x.bin").auxiliary_files == (str(tmp_path / "x.idx"),)
 
@@ -73,7 +73,10 @@ def test_the_last_megatron_document_may_be_empty(tmp_path):
     np.array(ROW, "<u2").tofile(tmp_path / "x.bin")
     write_index(tmp_path / "x.idx", [len(ROW), 0])
     for chunk_bytes in CHUNK_SIZES:
-        assert lists(read("tokens", tmp_path / "x.bin", chunk_bytes)) == [ROW, f"{tmp_path}/x.bin:2: empty"]
+        assert lists(read("tokens", tmp_path / "x.bin", chunk_bytes)) == [
+            ROW,
+            f"{tmp_path}/x.bin:2: the document is empty",
+        ]
 
 
 def test_an_index_with_a_mode_for_each_sequence_is_read(tmp_path):
@@ -87,18 +90,18 @@ def test_an_inconsistent_index_is_rejected(tmp_path):
     file, idx = tmp_path / "x.bin", tmp_path / "x.idx"
     np.array(ROW, "<u2").tofile(file)
     idx.write_bytes(b"MMIDIDX")
-    assert error_of("tokens", file) == ("data.path", f"{idx}: not a Megatron index")
+    assert error_of("tokens", file) == ("data.path", f"{idx} is not a Megatron index")
     idx.write_bytes(b"TNTIDX\0\0" + b"\0" * 100)
-    assert error_of("tokens", file) == ("data.path", f"{idx}: not a Megatron index")
+    assert error_of("tokens", file) == ("data.path", f"{idx} is not a Megatron index")
     for version, code in ((2, 8), (1, 7)):
         write_index(idx, [209], version=version, code=code)
-        message = f"{idx}: a Megatron index of version {version} and type {code}; expected 1 and an integer type"
+        message = f"{idx} has Megatron version {version} and type {code}; expected version 1 and an integer type"
         assert error_of("tokens", file) == ("data.path", message)
     write_index(idx, [209])
     idx.write_bytes(idx.read_bytes()[:-1])
-    assert error_of("tokens", file) == ("data.path", f"{idx}: 1 sequences and 2 boundaries need 62 bytes, not 61")
+    assert error_of("tokens", file) == ("data.path", f"{idx} has 61 bytes, but 1 sequences and 2 boundaries need 62")
     write_index(idx, [200])
-    assert error_of("tokens", file) == ("data.path", f"{file}: has 418 bytes, but its index describes 400")
+    assert error_of("tokens", file) == ("data.path", f"{file} has 418 bytes, but its index describes 400")
     write_index(idx, [-1, 210])
     assert error_of("tokens", file) == ("data.path", f"{file}: the sequences in its index are not contiguous")
     for boundaries in ([0, 1], [0, 2, 1, 2], [1, 2], []):
@@ -106,14 +109,16 @@ def test_an_inconsistent_index_is_rejected(tmp_path):
         message = f"{file}: the documents in its index do not cover its 2 sequences"
         assert error_of("tokens", file) == ("data.path", message)
     idx.write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2**60, 2**60))
-    assert error_of("tokens", file)[1].startswith(f"{idx}: {2**60} sequences and {2**60} boundaries need ")
+    assert error_of("tokens", file)[1].startswith(
+        f"{idx} has 34 bytes, but {2**60} sequences and {2**60} boundaries need "
+    )
 
 
 def test_truncated_files_are_rejected(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u2").tofile(file)
     file.write_bytes(file.read_bytes()[:-1])
-    message = f"{file}: 417 bytes of tokens are not a multiple of 2: truncated, or not uint16"
+    message = f"{file} is truncated or does not hold uint16: 417 bytes are not a multiple of 2"
     assert error_of("tokens", file) == ("data.path", message)
     npy = tmp_path / "x.npy"
     np.save(npy, np.array(ROW, "<u2"))
@@ -134,7 +139,7 @@ def test_tokens_outside_the_vocabulary_are_rejected_with_their_offset(tmp_path):
 def test_a_raw_file_of_another_width_is_rejected(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u4").tofile(file)
-    message = f"{file}: looks like uint32 data (every second uint16 is at most 0)"
+    message = f"{file} looks like uint32 data, because every second uint16 is at most 0"
     assert error_of("tokens", file) == ("data.token_dtype", message)
     np.array(ROW[:-1], "<u2").tofile(file)
     message = f"{file}: token 393221 at byte 0 (read as uint32) is outside the tokenizer's vocabulary of 2048"
@@ -149,7 +154,7 @@ def test_npy_files_without_a_row_of_tokens_are_rejected(tmp_path):
     np.save(file, np.zeros((2, 3), "<u2"))
     assert error_of("tokens", file) == ("data.path", f"{found} uint16 of shape (2, 3)")
     np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
-    assert error_of("tokens", file) == ("data.path", f"{file}: holds Python objects, which are never loaded")
+    assert error_of("tokens", file) == ("data.path", f"{file} holds Python objects, which are never loaded")
     for content in (
         b"",
         b"\x93NUMPY\x01",
@@ -158,14 +163,16 @@ def test_npy_files_without_a_row_of_tokens_are_rejected(tmp_path):
         b"\x93NUMPY\x01\x00\x06\x00((((((",
     ):
         file.write_bytes(content)
-        assert error_of("tokens", file) == ("data.path", f"{file}: not a .npy file")
+        assert error_of("tokens", file) == ("data.path", f"{file} is not a .npy file")
 
 
 def test_documents_that_are_too_long_are_reported_with_their_offset(tmp_path):
     file = tmp_path / "x.bin"
     np.array(ROW, "<u2").tofile(file)
     documents = read("tokens", file, max_document_bytes=100)
-    assert messages(documents) == [f"{file}: the document at byte 12 is longer than data.max_document_bytes = 100"]
+    assert messages(documents) == [
+        f"{file}: the document is longer than data.max_document_bytes = 100 and begins at byte 12"
+    ]
     assert len(documents) == 5
 
 

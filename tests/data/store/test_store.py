@@ -31,7 +31,7 @@ def test_a_file_of_another_size_is_an_error(data):
     path = folder / "train.tokens"
     path.write_bytes(path.read_bytes()[:-2])
     size = path.stat().st_size
-    message = f"{path} has {size} of {size + 2} bytes; delete the folder {folder}"
+    message = f"{path} has {size} bytes instead of {size + 2}; delete the folder {folder}"
     assert refused(open_store, folder, "train") == ("data.store_folder", message)
     (folder / "bad_documents.jsonl").unlink()
     assert refused(open_store, folder, "held_out")[1].startswith(f"{folder}/")
@@ -128,7 +128,7 @@ def test_a_concatenated_store_in_the_folder_of_its_members_is_not_a_member(store
     concatenated = [prepare(same_folder, DEFAULT) for _ in range(3)]
     assert len(set(concatenated)) == 1
     assert len(open_store(concatenated[0], "train").tokens) == sum(len(open_store(f, "train").tokens) for f in folders)
-    with pytest.raises(ConfigError, match="is a concatenation of stores; give the paths of those stores instead"):
+    with pytest.raises(ConfigError, match="is a concatenation; give the paths of its members instead"):
         prepare(replace(same_folder, path=str(concatenated[0])), DEFAULT)
 
 
@@ -179,14 +179,14 @@ def test_the_limit_of_bad_documents_applies_to_a_concatenated_store(stores, tmp_
     (tmp_path / "bad" / "b.txt").write_text("b")
     prepare(replace(data, dataset="text", path=str(tmp_path / "bad"), store_folder=data.path), DEFAULT)
     assert read_description(prepare(data, DEFAULT))["bad_documents"] == 1
-    message = f"unreadable documents: 1 or more, the first: {tmp_path}/bad/a.txt: empty"
+    message = f"1 or more documents are unreadable; the first: {tmp_path}/bad/a.txt: the document is empty"
     assert refused(prepare, replace(data, on_bad_document="stop"), DEFAULT) == ("data.on_bad_document", message)
 
 
 def test_a_folder_without_stores_is_an_error(stores, tmp_path):
     data, _ = stores
     for path in (tmp_path / "corpus", tmp_path / "none*"):
-        message = "contains no prepared store (a folder with a store.json)"
+        message = "this path contains no prepared store, which is a folder with a store.json"
         assert refused(prepare, replace(data, path=str(path)), DEFAULT) == ("data.path", message)
 
 

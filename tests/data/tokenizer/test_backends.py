@@ -127,18 +127,18 @@ def test_files_of_another_format_are_rejected(tmp_path):
     broken = tmp_path / "broken"
     broken.write_text("hello there you\n")
     assert error_of(TokenizerConfig(backend="tiktoken", path=str(broken))) == (
-        f"not a tiktoken rank file: line 1 of {broken}"
+        f"{broken} is not a tiktoken rank file (line 1)"
     )
     assert (
-        error_of(TokenizerConfig(backend="sentencepiece", path=str(broken))) == f"not a sentencepiece model: {broken}"
+        error_of(TokenizerConfig(backend="sentencepiece", path=str(broken))) == f"{broken} is not a sentencepiece model"
     )
     half = tmp_path / "half"
     half.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[5:]))
     assert error_of(TokenizerConfig(backend="tiktoken", path=str(half))) == (
-        f"not a tiktoken rank file: the ranks in {half} are not 0, 1, 2, ..."
+        f"{half} is not a tiktoken rank file: its ranks are not 0, 1, 2, ..."
     )
     endless = train_sentencepiece(tmp_path, eos_id=-1)
-    assert error_of(endless) == f"the model has no BOS or no EOS: {endless.path}"
+    assert error_of(endless) == f"{endless.path} has no BOS token or no EOS token"
 
 
 def test_the_fingerprint_depends_on_the_content(tmp_path):
@@ -217,13 +217,13 @@ def test_a_tokenizer_json_without_bos_or_eos_is_rejected(exported):
     config = TokenizerConfig(backend="huggingface", path=str(exported))
     files = "tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json"
     edit(exported / "tokenizer_config.json", eos_token="<|none|>")
-    assert error_of(config) == f"expected the EOS token in one of {files} in the tokenizer's folder"
+    assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}"
     (exported / "tokenizer_config.json").write_text("[")
     (exported / "config.json").write_text('{"bos_token_id": 99999, "eos_token_id": true}')
-    assert error_of(config) == f"expected the BOS token in one of {files} in the tokenizer's folder"
+    assert error_of(config) == f"the tokenizer's folder names no BOS token in any of {files}"
     for content in (b"", b"{}", b"\xff", b"{"):
         path.write_bytes(content)
-        assert error_of(config) == f"not a tokenizer.json: {path}"
+        assert error_of(config) == f"{path} is not a valid tokenizer.json"
     path.unlink()
     assert error_of(config) == "tokenizer.json in this folder cannot be read (No such file or directory)"
 

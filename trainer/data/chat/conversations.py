@@ -1,4 +1,4 @@
-"""Parsing of chat documents: every input format becomes a Conversation or a PromptCompletion."""
+"""Parsing of chat documents of every input format into a Conversation or a PromptCompletion."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Name of a sender in ShareGPT data -> role."""
+"""Role of each sender name in ShareGPT data."""
 
 Message = dict[str, Any]
 
@@ -25,11 +25,11 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     messages: tuple[Message, ...]
-    """Messages, each with a role of ROLES. The content of a message is text; with tool_calls, it may be missing."""
+    """Messages, each with a role of ROLES. The content of a message is text. A message with tool_calls may have no content."""
     loss_mask: tuple[bool, ...]
-    """Whether each message is trained on, shape (messages,). False for all messages but the assistant's."""
+    """Whether each message is trained on, shape (messages,). Only the assistant's messages can be trained on."""
     tools: tuple[Mapping[str, Any], ...] | None = None
-    """Descriptions of the tools that the assistant may call, for templates that render them."""
+    """Descriptions of the tools that the assistant may call. The template renders the descriptions."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     """Parse a JSON value. Raises MalformedConversation.
 
     Formats, in order of precedence: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]};
-    {"prompt", "completion"}, both text or both lists of messages. An assistant's message is not trained on if it has
-    "weight": 0 (OpenAI's format) or belongs to a prompt.
+    {"prompt", "completion"}, two texts or two lists of messages. An assistant's message is not trained on if it has
+    "weight": 0 (OpenAI's format) or is part of a prompt.
     """
     if not isinstance(document, Mapping):
-        raise MalformedConversation("not a JSON object")
+        raise MalformedConversation("the document is not a JSON object")
     if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
-        raise MalformedConversation("contains a lone surrogate")
+        raise MalformedConversation("the document contains a lone surrogate")
     if document.get("messages") is not None:
         return _conversation(_list(document["messages"], "messages"), 0, document.get("tools"))
     if document.get("conversations") is not None:
@@ -63,14 +63,14 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
         return _conversation(messages, 0, document.get("tools"))
     prompt, completion = document.get("prompt"), document.get("completion")
     if prompt is None and completion is None:
-        raise MalformedConversation("has neither messages nor conversations nor prompt and completion")
+        raise MalformedConversation("the document has neither messages nor conversations nor prompt and completion")
     if prompt is None:
-        raise MalformedConversation("a completion without a prompt")
+        raise MalformedConversation("the document has a completion but no prompt")
     if completion is None:
-        raise MalformedConversation("a prompt without a completion")
+        raise MalformedConversation("the document has a prompt but no completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise MalformedConversation("empty completion")
+            raise MalformedConversation("the completion is empty")
         return PromptCompletion(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], len(prompt), document.get("tools"))
@@ -91,7 +91,7 @@ def _from_sharegpt(turn: Any, label: str) -> Any:
 
 
 def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: str) -> str:
-    """Return a field of a message that must be one of the words."""
+    """Return the value of a field of a message. Raises MalformedConversation unless the value is one of the words."""
     if not isinstance(message, Mapping):
         raise MalformedConversation(f"{label} is not an object")
     word = message.get(field)
@@ -103,22 +103,22 @@ def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: st
 
 
 def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Conversation:
-    """Parse messages. prompt_length: number of leading messages that belong to a prompt."""
+    """Parse messages. prompt_length: number of leading messages that form the prompt."""
     if not messages:
-        raise MalformedConversation("no messages")
+        raise MalformedConversation("the conversation has no messages")
     parsed = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
     systems = [i for i, message in enumerate(parsed) if message["role"] == "system"]
     if len(systems) > 1:
-        raise MalformedConversation(f"{len(systems)} system messages; at most one is allowed")
+        raise MalformedConversation(f"the conversation has {len(systems)} system messages; at most one is allowed")
     if systems and systems[0] != 0:
         raise MalformedConversation(f"message {systems[0] + 1} is a system message; only the first message may be one")
     answers = [i for i, message in enumerate(parsed) if message["role"] == "assistant"]
     if not answers:
-        raise MalformedConversation("no assistant message")
+        raise MalformedConversation("the conversation has no assistant message")
     weights = [_pop_weight(message, f"message {i}") for i, message in enumerate(parsed, start=1)]
     loss_mask = tuple(i in answers and i >= prompt_length and bool(weight) for i, weight in enumerate(weights))
     if not any(loss_mask):
-        raise MalformedConversation("no assistant message to train on")
+        raise MalformedConversation("the conversation has no assistant message to train on")
     if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools)):
         raise MalformedConversation("tools is not a list of objects")
     return Conversation(tuple(parsed), loss_mask, tuple(tools) if tools else None)
@@ -169,7 +169,7 @@ def _check_calls(calls: Any, role: str, label: str) -> None:
 
 
 def _pop_weight(message: Message, label: str) -> int:
-    """Remove and return the weight of a message, which templates do not expect."""
+    """Return the weight of a message, and remove this field, which templates do not expect."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise MalformedConversation(f"{label} has the weight {_abbreviated(weight)}; expected 0 or 1")

@@ -1,7 +1,8 @@
-"""Encoding of conversations: a chat template and a tokenizer produce tokens and a loss mask.
+"""Encoding of conversations as tokens and a loss mask, by a chat template and a tokenizer.
 
-A template renders a conversation as text. Only text of the template itself can name special tokens; the text of messages is
-always encoded as plain text. The prompt and each answer are tokenized separately, exactly as at inference.
+A template renders a conversation as text. Names of special tokens are recognized in the text of the template. In messages, only
+the names in data.allowed_special are recognized, and all other text is encoded as plain text. The prompt and each answer are
+tokenized separately, exactly as at inference.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
 
 _VERSION = 1
-"""Version of the encoding, which is part of the fingerprint."""
+"""Version of the encoding. The fingerprint contains the version."""
 _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
 _NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
@@ -44,7 +45,7 @@ class ChatFormat:
     """A chat template combined with a tokenizer.
 
     end_of_turn: ids of the tokens that end an answer.
-    fingerprint: text that changes whenever a conversation may be encoded differently.
+    fingerprint: text that identifies the encoding. Formats with equal fingerprints encode every conversation equally.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ChatFormat:
         names: Mapping[str, str] | None = None,
         allowed_special: Collection[str] = (),
     ):
-        """template: Jinja text. names: template variable such as bos_token -> text; default: the tokenizer's BOS and EOS.
+        """template: Jinja text. names: text of each template variable such as bos_token (default: the tokenizer's BOS and EOS).
         allowed_special: special tokens that are recognized in messages too.
 
         Raises ConfigError for a template that is invalid, needs special tokens that the tokenizer does not have, or ends an
@@ -85,7 +86,7 @@ class ChatFormat:
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
-        """Return a template that defines its token names itself, for use with any tokenizer configuration."""
+        """Return the template with definitions of bos_token and similar variables. It then needs no tokenizer configuration."""
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'
 
@@ -95,9 +96,9 @@ class ChatFormat:
         tools: Sequence[Mapping] | None = None,
         loss_mask: Sequence[bool] | None = None,
     ) -> TokensAndMask:
-        """Encode a complete conversation. loss_mask: whether each message is a target, shape (messages,); default: all answers.
+        """Encode a complete conversation. loss_mask: whether each message is a target, shape (messages,). Default: all answers.
 
-        Raises TemplateFailure if the template cannot render the conversation or the answers cannot be located in its text.
+        Raises TemplateFailure if the template cannot render the conversation or the answers cannot be located in the result.
         """
         rendered = self._render(messages, tools, add_generation_prompt=False, strict=True)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -114,7 +115,7 @@ class ChatFormat:
         return self._encode_rendered(rendered, [False] * len(rendered.turns))[0]
 
     def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
-        """Encode without the template: BOS and the prompt, then the completion and EOS as targets."""
+        """Encode a document without the template. BOS and the prompt are not targets. The completion and EOS are targets."""
         prompt = [self.tokenizer.bos, *self._encode_text(document.prompt, at_start=True)]
         completion = [*self._encode_text(document.completion, at_start=not document.prompt), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
@@ -127,9 +128,9 @@ class ChatFormat:
                 return self.encode_prompt_completion(parsed)
             tokens, targets = self.encode(parsed.messages, parsed.tools, parsed.loss_mask)
         except RecursionError:
-            raise MalformedConversation("nested too deeply") from None
+            raise MalformedConversation("the document is nested too deeply") from None
         if not any(targets):
-            raise TemplateFailure("the template marks no targets")
+            raise TemplateFailure("the template marks no text as a target")
         return tokens, targets
 
     def validate_template(self) -> None:
@@ -148,7 +149,7 @@ class ChatFormat:
         following = [*targets[1:], False]
         ends = {token for token, now, later in zip(tokens, targets, following, strict=True) if now and not later}
         if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= set(self.end_of_turn):
-            reason = "do not contain the answers, each with its end-of-turn token"
+            reason = "must contain each answer with its end-of-turn token"
             raise ConfigError(SETTING, f"the template's {{% generation %}} blocks {reason}")
 
     # ---------------------------------------------------------------- text
@@ -171,7 +172,7 @@ class ChatFormat:
         if strict and None in turns:
             answers = [i for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
             raise TemplateFailure(
-                f"the template renders message {answers[turns.index(None)]} differently as a prompt or in a longer "
+                f"the template renders message {answers[turns.index(None)]} differently in a prompt or in a longer "
                 "conversation; mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
             )
         return _Rendered(text, [turn for turn in turns if turn], separator)
@@ -193,7 +194,8 @@ class ChatFormat:
         return tokens, targets + [False] * (len(tokens) - len(targets))
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
-        """Return the end of the last special token in the turn [start, stop). A marked turn may have it directly after `stop`."""
+        """Return the end of the last special token in the turn [start, stop). In a template with generation
+        blocks, the token may follow `stop` directly."""
         pieces = list(self._special_names.pieces(text[start:stop]))
         tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
         if pieces and not tail.strip():
@@ -204,7 +206,7 @@ class ChatFormat:
         return stop + len(following) if is_special else stop
 
     def _extend(self, tokens: list[int], text: str, separator: str) -> None:
-        """Append the tokens of a text without its separators."""
+        """Remove the separators from a text, and append its tokens to `tokens`."""
         for piece, is_special in self._special_names.pieces(text):
             if is_special:
                 if piece not in self._special:
@@ -216,7 +218,7 @@ class ChatFormat:
                 tokens += self._encode_text(plain, at_start)
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
-        """Encode plain text. at_start: whether a tokenizer that prepends a space to texts may prepend it."""
+        """Encode plain text. at_start: whether the tokenizer may prepend a space, as sentencepiece does."""
         tokens = self.tokenizer.encode(text)
         if self._adds_space and not at_start:
             anchor, anchored = self.tokenizer.encode(_ANCHOR), self.tokenizer.encode(_ANCHOR + text)
@@ -229,7 +231,7 @@ class ChatFormat:
     # ---------------------------------------------------------------- checks of a template
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
-        """Return the end-of-turn tokens. Raises TemplateFailure if a question and answer cannot be rendered or has no end."""
+        """Return the end-of-turn tokens. Raises TemplateFailure if the template fails or writes no such token."""
         text, _ = self._run_template(messages=_PROBE[:2], add_generation_prompt=False)
         special = [name for name, is_special in self._special_names.pieces(text) if is_special]
         missing = [name for name in special if name not in self._special]
@@ -257,7 +259,7 @@ class ChatFormat:
         reserved = reserved_names(self._special)[: len(names)]
         if len(reserved) == len(names):
             pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
-            message += f"; tokenizer.reuse_reserved_tokens = {{ {pairs} }} would add them"
+            message += f"; set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them"
         return TemplateFailure(message)
 
 
@@ -285,6 +287,6 @@ def _remove_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[in
 
 
 def load_chat_format(choice: str, tokenizer: Tokenizer, *, allowed_special: Collection[str] = ()) -> ChatFormat:
-    """Load a chat format. choice: as in read_template. Raises ConfigError if the template is unreadable or does not fit."""
+    """Load a chat format. choice: see read_template. Raises ConfigError if the template cannot be read or used."""
     text, names = read_template(choice)
     return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special)

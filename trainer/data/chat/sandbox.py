@@ -1,10 +1,10 @@
-"""The process that renders one chat template, which is untrusted: python -m trainer.data.chat.sandbox CPU_S MEMORY_MIB.
+"""The process that renders one untrusted chat template. Usage: python -m trainer.data.chat.sandbox CPU_S MEMORY_MIB.
 
-Jinja's sandbox denies access to Python, but does not bound loops, numbers or texts. The kernel bounds them: it ends this process
-if a rendering takes more than CPU_S seconds of CPU time, and denies the process more than MEMORY_MIB of additional memory.
+Jinja's sandbox denies access to Python, but does not limit the size of loops, numbers and texts. The kernel therefore ends this
+process if a rendering takes more than CPU_S seconds of CPU time, and denies it more than MEMORY_MIB of additional memory.
 
-Each line of stdin is a request and each line of stdout its reply [result, error], in JSON. The first request compiles the
-template. All others render conversations.
+Each line of stdin is a JSON request, and each line of stdout is the JSON reply [result, error]. The first request compiles the
+template. All later requests render conversations.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
 _DATE = datetime(2024, 7, 26)
-"""Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default. A change of it requires
-another _VERSION in format.py, because fingerprints do not contain the date."""
+"""Date that strftime_now() returns, so that tokens do not depend on the day. The date is Llama 3.1's default. Another date
+requires another _VERSION in format.py, because fingerprints do not contain the date."""
 MAX_CHARACTERS = 10_000_000
-"""Number of characters that a template may write."""
+"""Maximum number of characters that a template may write."""
 OUT_OF_MEMORY = 3
 """Exit status of a process that ran out of memory."""
 
@@ -57,7 +57,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _compile(source: str) -> tuple[Template, list[str]]:
-    """Return the template, with the functions that transformers provides, and the names in it."""
+    """Return the compiled template and the names in its text. The template can call the functions that transformers provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

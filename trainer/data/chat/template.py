@@ -1,4 +1,4 @@
-"""Chat templates. Each one is rendered in its own process with limited CPU time and memory, described in sandbox.py."""
+"""Chat templates. Each template is rendered in its own process, whose CPU time and memory sandbox.py limits."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 class TemplateFailure(Exception):
-    """A template is invalid or cannot render a conversation. The message is one line."""
+    """Failure of a template that is invalid or cannot render a conversation. The message is one line."""
 
     def __init__(self, reason: str):
         super().__init__(" ".join(reason.split())[:300])
@@ -52,7 +52,7 @@ class ChatTemplate:
 
     def render(self, variables: Mapping[str, Any], locate: bool) -> tuple[str, list[tuple[int, int] | None]]:
         """Return the text of a conversation and, if `locate` is true, the (start, stop) of each answer in the text. An entry is
-        None if the template renders its answer differently as a prompt or in a longer conversation. Raises TemplateFailure."""
+        None if the template renders the answer differently in a prompt or in a longer conversation. Raises TemplateFailure."""
         if self._process.poll() is not None:  # an earlier conversation exceeded a limit
             self._start()
         return self._request((variables, locate))

@@ -1,4 +1,4 @@
-"""Loading of chat templates: built-in ones, and files in Hugging Face's formats."""
+"""Loading of built-in chat templates, and of template files in Hugging Face's formats."""
 
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ _MAX_BYTES = 1_000_000
 
 
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
-    """Return Jinja text, and its variables such as bos_token, or None if the tokenizer defines them.
+    """Return the Jinja text of a template, and name -> text of its variables. These are None if the tokenizer defines them.
 
     choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (preferred) or
-    tokenizer_config.json. Raises ConfigError.
+    tokenizer_config.json. Raises ConfigError if the template cannot be read.
     """
     if choice in BUILT_IN:
         return _read(BUILT_IN[choice]), None
@@ -27,7 +27,7 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
             raise ConfigError(SETTING, f"{path} holds neither chat_template.jinja nor tokenizer_config.json")
         path = files[0]
     if not path.exists():
-        raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, a file or a folder")
+        raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder")
     if path.suffix != ".json":
         config = path.with_name("tokenizer_config.json")
         return _read(path), _names(_json(config)) if config.is_file() else None
@@ -55,7 +55,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _template(config: dict[str, Any], path: Path) -> str:
-    """Return the template of a configuration. From a list of named templates, return the default one."""
+    """Return the template of a tokenizer configuration. From a list of named templates, return the one named default."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -68,7 +68,7 @@ def _template(config: dict[str, Any], path: Path) -> str:
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Return name -> text of every special token, such as bos_token, as transformers passes them to a template."""
+    """Return name -> text of every special token, such as bos_token. transformers passes these variables to a template."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -16,7 +16,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 
 
 def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded]:
-    """Return the function that encodes a Document of a dataset. It raises InvalidDocument if the document cannot be encoded."""
+    """Return a function that encodes one Document, and raises InvalidDocument if the document cannot be encoded."""
     if config.dataset == "tokens":
         return Encoded
     if config.dataset == "chat":
@@ -25,7 +25,7 @@ def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """Encode a text between BOS and EOS."""
+    """Encode a text, with BOS before it and EOS after it."""
     inner = tokenizer.encode_array(text)
     tokens = np.empty(len(inner) + 2, np.uint32)
     tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos, inner, tokenizer.eos
@@ -33,7 +33,7 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
 
 
 def _encode_chat(chat: ChatFormat, record: dict[str, Any]) -> Encoded:
-    """Render a conversation by the chat template and encode it."""
+    """Render a conversation with the chat template, and encode the text."""
     try:
         tokens, targets = chat.encode_document(record)
     except (MalformedConversation, TemplateFailure) as failure:

@@ -14,11 +14,11 @@ from trainer.system.logging import progress
 
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:
-    """Return a hash of the names and contents of the files. shape: other inputs of the store, hashed too. caches: folder for
-    the cache of file digests.
+    """Return a hash of the names and contents of the files. shape: other inputs of the store, which are hashed too. caches:
+    folder for the cache of file digests.
 
-    If size and modification time of a file match the cache, the file is not read. The cache has the order of the files, and both
-    are streamed, so that millions of files need no memory.
+    If size and modification time of a file match the cache, the file is not read. The cache lists the files in sorted order and
+    is streamed, so that the digests of millions of files are never in memory together.
     """
     hasher = hashlib.sha256(json.dumps(shape).encode())
     cache = caches / f"digests-{hashlib.sha256(source.root.encode(errors='surrogateescape')).hexdigest()[:16]}.jsonl"

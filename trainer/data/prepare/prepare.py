@@ -1,8 +1,8 @@
-"""Preparation of a token store from documents. It is parallel and resumable after a kill; an existing store is reused.
+"""Preparation of a token store from documents. It is parallel, and it resumes after a kill. An existing store is reused.
 
-There are two passes. The first one tokenizes each chunk of the source into its own files (tokenize.py, runs.py) and never
-repeats a finished chunk. The second one writes the documents of all chunks in one shuffled order (shuffle.py). One rename then
-makes the store appear.
+The first pass tokenizes each chunk of the source into its own files (tokenize.py, runs.py) and never repeats a finished chunk.
+The second pass writes the documents of all chunks in one shuffled order (shuffle.py). Then the folder of the complete store is
+renamed to its final name.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from trainer.system.files import HashingFile, atomic_folder, file_lock
 def prepare(
     data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] = (0, 1)
 ) -> Path:
-    """Return the folder of the token store of a dataset under a tokenizer; build the store if it does not exist.
+    """Return the folder of the token store of a dataset and a tokenizer. Build the store if it does not exist.
 
-    tokenizer: loaded from tokenizer_config, from which worker processes load it again. file_shard: (i, n) selects every n-th
+    tokenizer: the tokenizer of tokenizer_config, which each worker process loads too. file_shard: (i, n) selects every n-th
     file from file i on, for one of n nodes. Raises ConfigError if the source has no documents or too many bad documents, or
     if the store cannot be written.
     """
@@ -44,7 +44,7 @@ def prepare(
             source = open_source(data, tokenizer)
             files = source.files[file_shard[0] :: file_shard[1]]
             if not files:
-                message = f"has {len(source.files)} files, too few for {file_shard[1]} shards"
+                message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
                 raise ConfigError("data.path", message)
             source = replace(source, files=files)
             folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
@@ -63,10 +63,12 @@ def writing(stores: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError("data.store_folder", f"cannot be written ({error.strerror})") from None
+            raise ConfigError("data.store_folder", f"this folder cannot be written ({error.strerror})") from None
         if error.filename is None or not Path(error.filename).is_relative_to(stores):
             raise
-        raise ConfigError("data.store_folder", f"cannot be written ({error.strerror}: {error.filename})") from None
+        raise ConfigError(
+            "data.store_folder", f"this folder cannot be written ({error.strerror}: {error.filename})"
+        ) from None
 
 
 def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
@@ -94,7 +96,7 @@ def _build(
     bad_documents = [chunk_file(chunk_folder, i, "bad_documents") for i in range(len(chunks))]
     if not any(chunk.runs for chunk in chunks):
         first = next(read_bad_documents(bad_documents), f"{len(source.files)} files of blank lines")
-        raise ConfigError("data.path", f"contains no readable document; {first}")
+        raise ConfigError("data.path", f"this dataset contains no readable document; found {first}")
 
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for chunk in chunks for run in chunk.runs)

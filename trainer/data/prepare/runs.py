@@ -1,11 +1,11 @@
-"""Chunks of a store under construction. A chunk contains the tokenized documents of a section of the source, as runs sorted by
-random key. A run fits in memory; a chunk may be larger.
+"""Chunks of a store under construction. A chunk contains the tokenized documents of a section of the source in sorted runs, as
+in an external sort. A sorted run is a list of documents that fits in memory and is ordered by random key.
 
-    chunk-000000.runs           for each run: keys (uint64), lengths (int64), tokens, and targets (uint8) if any
+    chunk-000000.runs           for each sorted run: keys (uint64), lengths (int64), tokens, and targets (uint8) if any
     chunk-000000.bad_documents  bad documents, one JSON object per line
-    chunk-000000.json           index of the runs and digests of the files; written last, so that it marks a finished chunk
+    chunk-000000.json           index of the sorted runs and digests of the files; it is written last and marks a finished chunk
 
-These files are not synced: after a power cut the digests identify incomplete chunks, which are then written again.
+These files are not synced to disk. After a power cut, the digests identify incomplete chunks, which are then rewritten.
 """
 
 import bisect
@@ -26,17 +26,17 @@ from trainer.system.files import HashingFile, atomic_write, digest_of, read_json
 
 _FILES = ("runs", "bad_documents")
 _RUN_TOKENS = 2**24
-"""Maximum number of tokens in a run of documents. The two limits bound the memory of a worker process."""
+"""Number of tokens after which sorted runs are written. This limit and _RUN_DOCUMENTS bound the memory of a worker process."""
 _RUN_DOCUMENTS = 2**17
-"""Maximum number of documents in a run of documents."""
+"""Number of documents after which sorted runs are written."""
 
 _SHUFFLE_KEY = 0x6D657368
-"""Key of the random order of documents. It is constant: the order must not depend on the seed of a training run."""
+"""Key of the random order of documents. It is constant, so that the order does not depend on the training seed."""
 
 
 @dataclass(frozen=True)
 class SortedRun:
-    """Documents of one split, sorted by key, in a .runs file."""
+    """Documents of one split in a .runs file, sorted by random key."""
 
     split: str
     offset: int
@@ -59,7 +59,7 @@ def chunk_file(folder: Path, index: int, suffix: str) -> Path:
 
 
 def read_chunk(folder: Path, index: int) -> Chunk | None:
-    """Return a finished chunk whose files match their digests, or None."""
+    """Return a finished chunk, or None if the chunk is unfinished or its files do not match their digests."""
     try:
         values = read_json_object(chunk_file(folder, index, "json"))
         for suffix in _FILES:
@@ -84,8 +84,8 @@ def write_chunk(
     results: Iterable[tuple[Encoded, bool] | BadDocument],
     max_bad_documents: int,
 ) -> Chunk:
-    """Write a chunk. results: in the order of the source, the documents, each with whether it is held out, and the bad documents.
-    If there are more than max_bad_documents, the chunk remains unfinished and is returned without runs."""
+    """Write a chunk. results: (document, whether it is held out) or a bad document, in the order of the source. If more than
+    max_bad_documents are bad, the chunk remains unfinished and is returned without runs."""
     chunk_file(folder, index, "json").unlink(missing_ok=True)
     runs_file, bad_file = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
     runs: list[SortedRun] = []
@@ -116,7 +116,7 @@ def write_chunk(
 
 
 def _write_runs(file: HashingFile, chunk: int, first: int, documents: list[tuple[Encoded, bool]]) -> list[SortedRun]:
-    """Write one run for each split that has documents. first: index of the first of the documents in its chunk."""
+    """Write one sorted run for each split that has documents. first: index of documents[0] in the chunk."""
     keys = hash_index(np.arange(first, first + len(documents)), _SHUFFLE_KEY, chunk)
     order = np.argsort(keys, kind="stable")
     runs = []
@@ -140,7 +140,7 @@ def _write_runs(file: HashingFile, chunk: int, first: int, documents: list[tuple
 
 
 class RunReader:
-    """Reader of the documents of a run, in the order of their keys."""
+    """Reader of the documents of a sorted run, in the order of their keys."""
 
     def __init__(self, run: SortedRun, dtype: np.dtype):
         self._run, self._dtype = run, dtype

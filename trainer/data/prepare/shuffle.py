@@ -1,8 +1,8 @@
 """External sort, which merges the sorted runs of all chunks into the files of a store, in one shuffled order.
 
-Documents are ordered by their random keys in [0, 2**64). Each window of that range reads one contiguous slice of every run, and
-appends the documents of all slices to the files. So all disk accesses are large and sequential, and one window bounds the
-memory for a corpus of any size.
+Documents are ordered by their random keys in [0, 2**64), and this range is divided into windows. For each window, one contiguous
+slice of every run is read, and the documents of all slices are appended to the files. Thus all disk accesses are large and
+sequential, and memory is bounded by the size of a window for a corpus of any size.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from trainer.system.files import HashingFile
 _WINDOW_BYTES = 2**27
 _MAX_WINDOW_BYTES = 2**30
 _MAX_WINDOWS = 1024
-"""Maximum number of windows: with more data, windows first grow to _MAX_WINDOW_BYTES, since each reads every run."""
+"""Approximate maximum number of windows smaller than _MAX_WINDOW_BYTES. A window reads every run, so few windows are faster."""
 _WINDOW_DOCUMENTS = 2**19
 
 
@@ -53,14 +53,14 @@ def write_split(
 
 
 def _key_limits(num_bytes: int, documents: int) -> list[int]:
-    """Return the exclusive upper key of each window."""
+    """Return the exclusive upper limit of the keys of each window."""
     window_bytes = min(max(num_bytes // _MAX_WINDOWS, _WINDOW_BYTES), _MAX_WINDOW_BYTES)
     windows = max(-(-num_bytes // window_bytes), -(-documents // _WINDOW_DOCUMENTS))
     return [2**64 * (i + 1) // windows for i in range(windows)]
 
 
 def _write_window(files: dict[str, HashingFile], slices: list[tuple], end: int) -> int:
-    """Append the documents in the order of their keys. end: number of tokens written before. Returns the number after."""
+    """Append the documents of a window in the order of their keys. end: number of tokens in the files. Returns the new number."""
     keys, lengths = (np.concatenate([s[i] for s in slices]) for i in (0, 1))
     order = np.argsort(keys, kind="stable")
     offsets = end + np.cumsum(lengths[order])

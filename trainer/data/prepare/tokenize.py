@@ -1,4 +1,4 @@
-"""First pass of preparing a token store: worker processes tokenize the chunks of the corpus, each into its own files."""
+"""First pass of preparing a token store, in which worker processes tokenize each chunk of the corpus into its own files."""
 
 import contextlib
 import hashlib
@@ -28,8 +28,8 @@ from trainer.system.process import cores, detach_signals
 CHUNK_BYTES = 4 * 2**20
 _MAX_CHUNK_BYTES = 2**28
 _MAX_CHUNKS = 1024
-"""Maximum number of chunks: with a larger source, chunks first grow from CHUNK_BYTES to _MAX_CHUNK_BYTES bytes of source. A
-chunk is the unit of parallel work, and of the work that a kill can lose."""
+"""Approximate maximum number of chunks smaller than _MAX_CHUNK_BYTES of the source. A chunk is the unit of parallel work. A kill
+loses only the chunks in progress."""
 
 _SHOWN_BAD_DOCUMENTS = 3
 
@@ -41,12 +41,12 @@ def allowed_bad_documents(data: DataConfig) -> int:
 
 
 def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[BadDocument]) -> None:
-    """Raise ConfigError with the first bad documents if there are more than the settings allow."""
+    """Raise ConfigError if `count` is larger than the settings allow. The message lists the first bad documents."""
     if count <= allowed_bad_documents(data):
         return
     key = "data.max_bad_documents" if data.on_bad_document == "skip" else "data.on_bad_document"
     shown = "; ".join(map(str, itertools.islice(bad_documents, _SHOWN_BAD_DOCUMENTS)))
-    raise ConfigError(key, f"unreadable documents: {count} or more, the first: {shown}")
+    raise ConfigError(key, f"{count} or more documents are unreadable; the first: {shown}")
 
 
 # ---------------------------------------------------------------- one chunk
@@ -54,7 +54,7 @@ def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[Ba
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """The inputs of all chunks. They are sent to each worker process once."""
+    """The inputs that all chunks share. Each worker process receives them once."""
 
     source: Source
     data: DataConfig
@@ -99,7 +99,7 @@ def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, Chunk]:
 def _tokenize(
     job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]
 ) -> tuple[int, Chunk]:
-    """Tokenize and write a chunk unless its files exist. Return the number of bytes in its spans, and the chunk."""
+    """Tokenize and write a chunk unless its files exist. Returns the number of bytes in its spans, and the chunk."""
     chunk = read_chunk(job.folder, index)
     if chunk is None:
         results, dtype = _results(job, encode, spans), token_dtype(tokenizer.vocab_size)
@@ -123,7 +123,7 @@ def _results(job: TokenizeJob, encode: Encode, spans: list[Span]) -> Iterator[tu
 
 
 def _is_held_out(document: Document, fraction: float) -> bool:
-    """Whether the hash of the content selects the document: equal documents are in the same split under any tokenizer."""
+    """Return whether a document is held out. The hash of its content decides, so that equal documents are in the same split."""
     if isinstance(document, str):
         content = document.encode("utf-8", "surrogatepass")
     elif isinstance(document, np.ndarray):
@@ -180,7 +180,7 @@ def _in_order(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        message = "a worker process was killed, possibly for lack of memory; fewer workers need less"
+        message = "a worker process was killed, possibly for lack of memory; use fewer workers"
         raise ConfigError("data.prepare_workers", message) from None
     finally:
         for future in pending:

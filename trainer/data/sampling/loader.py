@@ -22,16 +22,16 @@ from trainer.data.sampling.samples import Samples
 from trainer.system.process import detach_signals
 
 _INDEX_CHUNK = 64
-"""Number of microbatches whose sample indices are computed at once: permuting a few indices costs as much as hundreds."""
+"""Number of microbatches whose sample indices are computed at once. Permuting a few takes as long as permuting hundreds."""
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """An endless order of samples. Each epoch of a dataset is a permutation keyed by (seed, epoch, dataset), and the weights of
-    the phases mix the datasets."""
+    """An endless order of samples. Each epoch of a dataset is a permutation keyed by (seed, epoch, dataset). The weights of the
+    phases determine how datasets are mixed."""
 
     sizes: tuple[int, ...]
-    """Number of samples of each dataset. A sample index counts through the datasets one after the other."""
+    """Number of samples of each dataset. Sample indices enumerate one dataset after the other."""
     phases: tuple[MixturePhase, ...]
     seed: int
     shuffle: bool
@@ -87,8 +87,8 @@ class BatchPartition:
         return self.global_batch_size // (self.local_batch_size * self.ranks)
 
     def samples(self, microbatches: np.ndarray) -> np.ndarray:
-        """Return the samples of this rank's microbatches, as offsets from the first sample of the first global batch, shape
-        (microbatches, local_batch_size). microbatches: which of this rank's microbatches, counted from 0."""
+        """Return the samples of some of this rank's microbatches, shape (microbatches, local_batch_size), as offsets from the
+        first sample of the first global batch. microbatches: indices of this rank's microbatches, counted from 0."""
         first = (microbatches * self.ranks + self.rank) * self.local_batch_size
         return first[:, None] + np.arange(self.local_batch_size)
 
@@ -102,9 +102,9 @@ def _sample_indices(order: SampleOrder, partition: BatchPartition, cursor: int) 
 def training_batches(
     samples: Samples, order: SampleOrder, partition: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches from the cursor on, endlessly. A step consumes `grad_accum` of them.
+    """Yield this rank's microbatches from the cursor on, endlessly. A step consumes `grad_accum` microbatches.
 
-    The loader has no state to save: the cursor determines the batches, for any number of workers and prefetched batches.
+    The loader has no state to save, because the cursor determines the batches for any number of workers and prefetched batches.
     """
     workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
     with warnings.catch_warnings():

@@ -34,7 +34,7 @@ class MixturePhase:
 
     @cached_property
     def pattern(self) -> tuple[np.ndarray, np.ndarray]:
-        """Dataset of each slot of a period, and number of samples of this dataset before the slot. The samples of each dataset
+        """Dataset at each index of a period, and number of samples of this dataset before that index. The samples of each dataset
         are spaced evenly, so that the weights hold approximately over any range."""
         quotas = np.array(self.quotas)
         dataset, count = np.repeat(np.arange(len(quotas)), quotas), concatenated_ranges(0, quotas)
@@ -42,15 +42,15 @@ class MixturePhase:
         return dataset[order], count[order]
 
     def consumed(self, num_samples: int) -> np.ndarray:
-        """Return the number of each dataset's samples in the first num_samples of the phase, shape (datasets,)."""
+        """Return the number of each dataset's samples among the first num_samples samples of the phase, shape (datasets,)."""
         periods, remainder = divmod(num_samples, PERIOD)
         dataset, _ = self.pattern
         return periods * np.array(self.quotas) + np.bincount(dataset[:remainder], minlength=len(self.quotas))
 
 
 def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[MixturePhase, ...]:
-    """Parse the phases, each written "START: NAME=WEIGHT NAME=WEIGHT ..."; START is a sample index. If the mixture is empty, all
-    datasets have equal weights. Raises ConfigError."""
+    """Parse the phases, each written "START: NAME=WEIGHT NAME=WEIGHT ...", where START is a sample index. If the mixture is
+    empty, all datasets have equal weights. Raises ConfigError."""
     if not mixture:
         return (MixturePhase(0, tuple(names), _quotas(dict.fromkeys(names, 1.0), names, "")),)
     phases: list[MixturePhase] = []
@@ -59,12 +59,12 @@ def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[Mixture
         if not colon or not start.strip().isdecimal():
             raise ConfigError(_KEY, f"{text!r}: expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'")
         if int(start) != 0 if not phases else int(start) <= phases[-1].start:
-            message = "must start after the previous phase" if phases else "the first phase must start at 0"
+            message = "this phase must start after the previous phase" if phases else "the first phase must start at 0"
             raise ConfigError(_KEY, f"{text!r}: {message}")
         pairs = weights_text.split()
         weights = dict(_weight(pair, text, names) for pair in pairs)
         if len(weights) < len(pairs):
-            raise ConfigError(_KEY, f"{text!r}: names a dataset twice")
+            raise ConfigError(_KEY, f"{text!r}: this phase names a dataset twice")
         phases.append(MixturePhase(int(start), tuple(names), _quotas(weights, names, text)))
     return tuple(phases)
 
@@ -98,7 +98,7 @@ def _quotas(weights: Mapping[str, float], names: Sequence[str], text: str) -> tu
 
 
 def require_unchanged_phases(saved: Sequence[Sequence[int]], phases: Sequence[MixturePhase], consumed: int) -> None:
-    """Raise ConfigError if a phase that started within the first `consumed` samples differs from the saved one.
+    """Raise ConfigError if a phase that started within the first `consumed` samples differs from the saved phase.
 
     saved: start and quotas of each phase in the checkpoint.
     """

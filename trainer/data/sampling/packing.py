@@ -64,8 +64,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the index of the bin of each span, shape (spans,). lengths: lengths of the spans, at most `capacity` each.
 
     Best-fit decreasing (Johnson 1974, "Fast algorithms for bin packing"): spans are placed in order of decreasing length, each
-    into the fullest bin with enough space. Spans of equal length that belong in the same bins are placed together, so that the
-    time depends on the number of distinct lengths, not on the number of spans.
+    into the fullest bin with enough space. Spans of equal length are placed together, so that the time depends on the number of
+    distinct lengths, not on the number of spans.
     """
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), np.int64)
@@ -125,13 +125,13 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> N
         np.save(unfinished / "lengths.npy", lengths[order].astype(np.int32))
         np.save(unfinished / "samples.npy", samples)
         (unfinished / "packing.json").write_text(json.dumps(counts))
-    used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions used"
-    logging.info(f"packed {counts['documents']} documents into {counts['samples']} samples, {used}: {folder}")
+    used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions are used"
+    logging.info(f"packed {counts['documents']} documents into {counts['samples']} samples in {folder}: {used}")
     if incomplete:
         reason = f"each has a single token or is longer than training.seq_len {seq_len}"
-        logging.warning(f"{incomplete} documents are truncated or dropped: {reason}")
+        logging.warning(f"{incomplete} documents are truncated or dropped, because {reason}")
     if spans := counts["without_target"]:
-        logging.warning(f"{spans} spans of documents without a target token are not part of any sample")
+        logging.warning(f"{spans} document spans are not part of any sample, because they contain no target token")
 
 
 def read_packing(folder: Path) -> PackedIndex:

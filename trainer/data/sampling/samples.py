@@ -13,7 +13,7 @@ from trainer.data.sampling.packing import PackedIndex, concatenated_ranges
 from trainer.data.store.store import TokenStore
 
 PADDING = 0
-"""Token id at positions outside all documents. These positions have no label and belong to document -1."""
+"""Token id at positions outside all documents. These positions have no label, and their document index is -1."""
 
 
 class Samples(Protocol):
@@ -22,7 +22,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, samples: np.ndarray) -> Batch:
-        """Return samples. samples: their indices, shape (batch,); index -1 stands for a sample without targets."""
+        """Return a batch. samples: indices of its samples, shape (batch,), where -1 stands for a sample without targets."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ConcatSamples:
     store: TokenStore
     seq_len: int
     reset_positions: bool
-    """Whether positions restart at 0 in each document; if not, a sample counts as one document."""
+    """Whether positions restart at 0 in each document. If not, a sample is treated as one document."""
 
     def __len__(self) -> int:
         return max(0, len(self.store.tokens) - 1) // self.seq_len

@@ -23,6 +23,6 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> Source:
     """Return the source of one dataset. Raises ConfigError when no file matches or a file has the wrong format.
 
-    tokenizer: for a token file, the tokenizer that produced its tokens.
+    tokenizer: the tokenizer that produced the tokens, if the dataset consists of token files.
     """
     return DATASETS[config.dataset](config, tokenizer)

@@ -1,4 +1,4 @@
-"""Resolution of data.path: a file, a folder, a glob pattern, or a manifest that lists these."""
+"""Resolution of data.path: a file, a folder, a glob pattern, or a manifest that lists such paths."""
 
 import glob
 import itertools
@@ -17,13 +17,13 @@ def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the root folder and the sorted files of data.path. Raises ConfigError when there are none.
+    """Return the root folder and the sorted files of data.path. Raises ConfigError if no file matches.
 
-    suffixes: suffixes of the files that are taken from folders.
+    suffixes: endings of the names of the files that are taken from folders.
     """
     root, files = _from_manifest(path, suffixes) if path.endswith(MANIFEST) else _find(path, suffixes)
     if not files:
-        raise ConfigError("data.path", f"holds no file ending in {' or '.join(suffixes)}")
+        raise ConfigError("data.path", f"this path holds no file ending in {' or '.join(suffixes)}")
     return root, tuple(sorted(files))
 
 
@@ -60,7 +60,7 @@ def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[
         with open(manifest, encoding="utf-8-sig") as file:
             lines = file.read().splitlines()
     except UnicodeDecodeError as error:
-        raise ConfigError("data.path", f"{manifest}: not UTF-8 text (byte {error.start})") from None
+        raise ConfigError("data.path", f"{manifest} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         _raise_unreadable(error)
     listed: dict[str, int] = {}  # file -> line of the manifest

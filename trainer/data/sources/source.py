@@ -1,4 +1,4 @@
-"""The interface between files of documents and preparation."""
+"""The interface between readers of files and the preparation of token stores."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ Document = str | np.ndarray | dict[str, Any]
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, stop) of a file, which can be read independently. A document belongs to the span in which it begins."""
+    """Bytes [start, stop) of a file, which can be read independently. A span contains the documents that begin in it."""
 
     path: str
     start: int
@@ -30,7 +30,7 @@ class BadDocument:
 
     file: str
     line: int
-    """Index of the line, table row or indexed document, counted from 1; 0: the entire file is bad."""
+    """Number of the line, table row or indexed document, counted from 1. 0 stands for an entire file or an unknown number."""
     reason: str
 
     def __str__(self) -> str:
@@ -45,8 +45,8 @@ class Reader(Protocol):
     def __call__(self, span: Span, transform: Callable[[Any], T]) -> Iterator[T | BadDocument]:
         """Yield transform(document) for each document of a span, in order. Documents are never empty.
 
-        An InvalidDocument raised by `transform` is yielded as a BadDocument. Raises ConfigError when the fault concerns more
-        than one document, such as a missing column.
+        An InvalidDocument raised by `transform` is yielded as a BadDocument. Raises ConfigError for a fault that concerns
+        more than one document, such as a missing column.
         """
 
 
@@ -57,12 +57,12 @@ class Source:
     root: str
     """Folder to which file names are relative."""
     files: tuple[str, ...]
-    """Names of the files, sorted so that all nodes agree. They are strings, not Paths, since there may be millions."""
+    """Names of the files, sorted so that all nodes agree. Millions of strings need less memory than Paths."""
     splittable: bool
     """Whether uncompressed files can be split into several spans."""
     read: Reader
     auxiliary_files: tuple[str, ...] = ()
-    """Names of files that belong to the content but contain no documents, such as an index."""
+    """Names of files that contain no documents but are needed to read the documents, such as an index."""
 
     def spans(self, path: str, num_bytes: int, chunk_bytes: int) -> Iterator[Span]:
         """Split a file of num_bytes into spans of at most chunk_bytes, or into a single span if it cannot be split."""
@@ -77,4 +77,4 @@ class Source:
 
 
 def too_long(max_bytes: int) -> str:
-    return f"longer than data.max_document_bytes = {max_bytes}"
+    return f"the document is longer than data.max_document_bytes = {max_bytes}"

@@ -9,7 +9,8 @@ from trainer.config.packages import require_package
 
 COMPRESSED = (".gz", ".zst")
 _READ_BYTES = 2048
-"""Number of compressed bytes that are decompressed at a time. They become at most 64 MiB: 32,000 per byte of zstd."""
+"""Number of compressed bytes that are decompressed at a time. They become at most 64 MiB, because a byte of zstd data
+becomes at most 32,000 bytes."""
 
 
 class BrokenStream(Exception):
@@ -21,7 +22,8 @@ def is_compressed(path: str) -> bool:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """Open a file as a decompressed stream, whose reads raise BrokenStream. Raises ConfigError if a package is missing."""
+    """Open a file as a stream of decompressed bytes. Reading raises BrokenStream for bad data. Raises ConfigError if a package is
+    missing."""
     if path.endswith(".gz"):
         return io.BufferedReader(_Decompressor(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
     if path.endswith(".zst"):
@@ -62,7 +64,7 @@ class _Decompressor(io.RawIOBase):
         try:
             self._out = memoryview(self._stream.decompress(compressed))
         except self._error:
-            raise BrokenStream(f"not {self._format} data, or damaged") from None
+            raise BrokenStream(f"this is not {self._format} data, or it is damaged") from None
         self._compressed, self._in_stream = b"", True
         if self._stream.eof:
             # Trailing zeros are padding, as tape drives write it. Anything else starts another stream.

@@ -1,4 +1,4 @@
-"""Documents of a text column: parquet files, and the Arrow files of Hugging Face's datasets."""
+"""Documents of a text column in parquet files or in the Arrow files of Hugging Face's datasets."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Tables:
-    """Reader of tables: each row is a document. A row group belongs to the span in which it begins."""
+    """Reader of tables, in which each row is a document. A span contains the row groups that begin in it."""
 
     format: str
     """Name of the file format in messages, with its article."""
@@ -48,10 +48,10 @@ class Tables:
             if isinstance(error, OSError) and error.errno:
                 raise  # this is a file system error
             if start >= span.start:  # otherwise an earlier span reports the error
-                yield BadDocument(span.path, row, f"not {self.format}, or damaged ({_first_line(error)})")
+                yield BadDocument(span.path, row, f"this is not {self.format}, or it is damaged ({_first_line(error)})")
 
     def require_text(self, path: str, schema: Any) -> None:
-        """Raise ConfigError unless the table has this column and it holds text."""
+        """Raise ConfigError unless the table has the column `self.column` and the column holds text."""
         arrow = require_package("pyarrow", "data.dataset")
         index = schema.get_field_index(self.column)
         if index < 0:
@@ -65,16 +65,16 @@ class Tables:
 
     def _text(self, value: Any) -> str:
         if not value.is_valid:
-            raise InvalidDocument(f"null in column {self.column!r}")
+            raise InvalidDocument(f"column {self.column!r} is null")
         content = (value.value if hasattr(value, "index") else value).as_buffer()
         if content.size > self.max_bytes:
             raise InvalidDocument(too_long(self.max_bytes))
         if not content.size:
-            raise InvalidDocument("empty")
+            raise InvalidDocument("the document is empty")
         try:
             return str(content, "utf-8")
         except UnicodeDecodeError as error:
-            raise InvalidDocument(f"not UTF-8 text (byte {error.start} of the value)") from None
+            raise InvalidDocument(f"the value is not UTF-8 text (byte {error.start})") from None
 
 
 def _parquet_row_groups(span: Span, table: Tables) -> Iterator[tuple[int, int, Iterable]]:
@@ -146,7 +146,7 @@ def _saved_files(config: DataConfig) -> list[str]:
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = _json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
         if config.split not in splits:
-            raise ConfigError("data.split", f"not a split of {folder}; available: {', '.join(map(str, splits))}")
+            raise ConfigError("data.split", f"{folder} has no such split; available: {', '.join(map(str, splits))}")
         folder = os.path.join(folder, config.split)
     state = os.path.join(folder, "state.json")
     if not os.path.isfile(state):
@@ -172,19 +172,19 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def _cached_files(config: DataConfig) -> list[str]:
-    """Return the Arrow files in which the package datasets caches a dataset that it finds by name."""
+    """Return the Arrow files of a dataset that the package `datasets` finds by its name and caches."""
     datasets = require_package("datasets", "data.dataset")
     try:
         dataset = datasets.load_dataset(config.path, config.subset or None, split=config.split)
         files = [entry["filename"] for entry in dataset.cache_files]
         has_row_selection = getattr(dataset, "_indices", None) is not None
     except Exception as error:  # the package raises exceptions of many types
-        message = f"not a folder, and the package datasets cannot load it: {_first_line(error)}"
+        message = f"this path is not a folder, and the package datasets cannot load it: {_first_line(error)}"
         raise ConfigError("data.path", message) from None
     if has_row_selection or any(character in config.split for character in "[]+"):
         message = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
         raise ConfigError("data.split", message)
     if not files:
-        message = "the package datasets holds it only in memory: write it with save_to_disk and name that folder"
+        message = "this dataset is only in memory; write it with save_to_disk and name that folder"
         raise ConfigError("data.path", message)
     return files

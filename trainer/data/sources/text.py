@@ -32,11 +32,11 @@ def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Ite
             raise InvalidDocument(too_long(max_bytes))
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content:
-            raise InvalidDocument("empty")
+            raise InvalidDocument("the document is empty")
         yield transform(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        yield BadDocument(span.path, line, f"not UTF-8 text (byte {error.start} of the file)")
+        yield BadDocument(span.path, line, f"the file is not UTF-8 text (byte {error.start})")
     except (InvalidDocument, BrokenStream) as reason:
         yield BadDocument(span.path, 0, str(reason))
 
@@ -51,7 +51,7 @@ class JsonLines:
         self._counted = ("", 0, 0)  # file, number of its bytes, number of newlines in them
 
     def _count_newlines(self, path: str, stop: int) -> int:
-        """Return the number of newlines in the first `stop` bytes of a file. A call continues the count of the previous one."""
+        """Return the number of newlines in the first `stop` bytes of a file. A call continues the count of the previous call."""
         counted_path, start, count = self._counted
         if path != counted_path or stop < start:
             start = count = 0
@@ -99,7 +99,7 @@ def _seek_line(file: Any, start: int) -> int:
 
 
 def _skip_line(file: Any) -> int:
-    """Read to the end of the line and return the number of bytes."""
+    """Read to the end of the line and return the number of bytes read."""
     num_bytes = 0
     while chunk := file.readline(_CHUNK_BYTES):
         num_bytes += len(chunk)
@@ -113,11 +113,11 @@ def _parse(line: bytes) -> Any:
         # json.loads(line) without decoding would interpret bytes that contain zeros as UTF-16.
         return json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InvalidDocument(f"not UTF-8 text (byte {error.start} of the line)") from None
+        raise InvalidDocument(f"the line is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise InvalidDocument(f"not valid JSON: {error.msg} (column {error.colno})") from None
+        raise InvalidDocument(f"the line is not valid JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError):  # an integer with thousands of digits, thousands of nested brackets
-        raise InvalidDocument("not valid JSON") from None
+        raise InvalidDocument("the line is not valid JSON") from None
 
 
 _TYPE_NAMES = {
@@ -130,19 +130,19 @@ def _text_field(name: str, record: Any) -> str:
     if not isinstance(record, dict):
         raise InvalidDocument(f"expected an object, found {_TYPE_NAMES.get(type(record), 'null')}")
     if name not in record:
-        raise InvalidDocument(f"no field {name!r}")
+        raise InvalidDocument(f"the record has no field {name!r}")
     text = record[name]
     if not isinstance(text, str):
         raise InvalidDocument(f"field {name!r} is {_TYPE_NAMES.get(type(text), 'null')}, not a string")
     if not text:
-        raise InvalidDocument("empty")
+        raise InvalidDocument("the document is empty")
     if not text.isascii() and has_lone_surrogate(text):
-        raise InvalidDocument("contains a lone surrogate")
+        raise InvalidDocument("the document contains a lone surrogate")
     return text
 
 
 def python_stdlib(config: DataConfig) -> Source:
-    """Return the source files of the Python standard library, without installed packages, which differ between machines."""
+    """Return the source files of the Python standard library. Installed packages differ between nodes and are excluded."""
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     files = (p for p in root.rglob("*.py") if not excluded.intersection(p.relative_to(root).parts))

@@ -34,7 +34,7 @@ def _error(message: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class _Index:
-    """Megatron's index: a document consists of sequences."""
+    """Megatron's index, in which a document consists of sequences."""
 
     lengths: np.ndarray
     """Number of tokens of each sequence, shape (sequences,)."""
@@ -44,7 +44,7 @@ class _Index:
     """Index of the first sequence of each document, then the number of sequences, shape (documents + 1,)."""
 
     def start(self, document: int) -> int:
-        """Return the offset of a document in bytes, or a value beyond any file if all sequences belong to earlier documents."""
+        """Return the offset of a document in bytes, or a value beyond any file if all sequences are in earlier documents."""
         sequence = int(self.boundaries[document])
         return int(self.pointers[sequence]) if sequence < len(self.pointers) else 2**63
 
@@ -70,7 +70,7 @@ def _map(path: str, dtype: str, start: int) -> np.ndarray:
     num_bytes, item = os.path.getsize(path) - start, np.dtype(dtype).itemsize
     if num_bytes % item:
         name = np.dtype(dtype).name
-        raise _error(f"{path}: {num_bytes} bytes of tokens are not a multiple of {item}: truncated, or not {name}")
+        raise _error(f"{path} is truncated or does not hold {name}: {num_bytes} bytes are not a multiple of {item}")
     return np.memmap(path, dtype, "r", start, (num_bytes // item,)) if num_bytes else np.empty(0, dtype)
 
 
@@ -87,7 +87,7 @@ def _open(path: str, raw_dtype: str) -> _TokenFile:
     if len(header) == 3 and (dtype := _LLM_C.get((int(header[0]), int(header[1])))):
         tokens = _map(path, dtype, _LLM_C_HEADER_BYTES)
         if len(tokens) != header[2]:
-            raise _error(f"{path}: holds {len(tokens)} tokens, but its header states {header[2]}")
+            raise _error(f"{path} holds {len(tokens)} tokens, but its header states {header[2]}")
         return _TokenFile(tokens, _LLM_C_HEADER_BYTES, None)
     return _TokenFile(_map(path, raw_dtype, 0), 0, None)
 
@@ -105,9 +105,9 @@ def _open_npy(path: str) -> _TokenFile:
     except OSError:
         raise
     except Exception:  # numpy evaluates the header as Python, which raises exceptions of many types
-        raise _error(f"{path}: not a .npy file") from None
+        raise _error(f"{path} is not a .npy file") from None
     if dtype.hasobject:
-        raise _error(f"{path}: holds Python objects, which are never loaded")
+        raise _error(f"{path} holds Python objects, which are never loaded")
     if dtype.kind not in "iu" or len(shape) != 1:
         raise _error(f"{path}: expected one row of integers, found {dtype} of shape {shape}")
     num_bytes, expected = os.path.getsize(path) - start, shape[0] * dtype.itemsize
@@ -121,15 +121,15 @@ def _read_index(path: str) -> tuple[_Index, str]:
     with open(path, "rb") as file:
         header = file.read(_IDX_HEADER.size)
     if len(header) < _IDX_HEADER.size or not header.startswith(_IDX_MAGIC):
-        raise _error(f"{path}: not a Megatron index")
+        raise _error(f"{path} is not a Megatron index")
     _, version, code, sequences, boundaries = _IDX_HEADER.unpack(header)
     if version != 1 or code not in _IDX_TYPES:
-        raise _error(f"{path}: a Megatron index of version {version} and type {code}; expected 1 and an integer type")
+        raise _error(f"{path} has Megatron version {version} and type {code}; expected version 1 and an integer type")
     num_bytes = os.path.getsize(path)
     expected = len(header) + 12 * sequences + 8 * boundaries
     if num_bytes not in (expected, expected + sequences):  # some files end with a mode for each sequence
         raise _error(
-            f"{path}: {sequences} sequences and {boundaries} boundaries need {expected} bytes, not {num_bytes}"
+            f"{path} has {num_bytes} bytes, but {sequences} sequences and {boundaries} boundaries need {expected}"
         )
     arrays, start = [], len(header)
     for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", boundaries)):
@@ -145,7 +145,7 @@ def _check_index(index: _Index, file: _TokenFile, path: str) -> None:
         raise _error(f"{path}: the sequences in its index are not contiguous")
     num_bytes = int(ends[-1]) if len(ends) else 0
     if num_bytes != file.tokens.nbytes:
-        raise _error(f"{path}: has {file.tokens.nbytes} bytes, but its index describes {num_bytes}")
+        raise _error(f"{path} has {file.tokens.nbytes} bytes, but its index describes {num_bytes}")
     boundaries = index.boundaries
     covers_all = len(boundaries) and boundaries[0] == 0 and boundaries[-1] == len(ends)
     if not covers_all or (np.diff(boundaries) < 0).any():
@@ -153,17 +153,17 @@ def _check_index(index: _Index, file: _TokenFile, path: str) -> None:
 
 
 def _check_width(file: _TokenFile, path: str, vocab_size: int) -> None:
-    """Raise ConfigError if uint32 tokens are read as uint16: every second value, an upper half, is nearly always 0."""
+    """Raise ConfigError if uint32 tokens are read as uint16. Every second value is then the small upper half of a token."""
     sample = np.asarray(file.tokens[: 2**16])
     upper = sample[1::2]
     if sample.itemsize == 2 and len(upper) >= 32 and upper.max() <= (vocab_size - 1) >> 16 and sample[::2].any():
-        message = f"{path}: looks like uint32 data (every second uint16 is at most {int(upper.max())})"
+        message = f"{path} looks like uint32 data, because every second uint16 is at most {int(upper.max())}"
         raise ConfigError("data.token_dtype", message)
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Reader of token files. Documents end where the index specifies, or, without an index, after each EOS."""
+    """Reader of token files. A document ends where the index specifies or, if the file has no index, after an EOS."""
 
     raw_dtype: str
     eos: int
@@ -183,10 +183,10 @@ class TokenFiles:
         documents = self._by_index(file, file.index, span) if file.index is not None else self._by_eos(file, span)
         for line, start, end in documents:
             if (end - start) * file.tokens.itemsize > self.max_bytes:
-                reason = f"the document at byte {file.byte_of(start)} is {too_long(self.max_bytes)}"
+                reason = f"{too_long(self.max_bytes)} and begins at byte {file.byte_of(start)}"
                 yield BadDocument(span.path, line, reason)
             elif start == end:
-                yield BadDocument(span.path, line, "empty")
+                yield BadDocument(span.path, line, "the document is empty")
             else:
                 yield transform(self._checked(file, start, end, span.path))
 
@@ -199,7 +199,7 @@ class TokenFiles:
         return document
 
     def _by_index(self, file: _TokenFile, index: _Index, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each document that begins in the span, its number from 1, first token, and end, counted in tokens."""
+        """Yield (number from 1, index of the first token, index after the last token) of each document beginning in the span."""
         documents = range(len(index.boundaries) - 1)
         item, num_bytes = file.tokens.itemsize, file.tokens.nbytes
         for i in documents[bisect.bisect_left(documents, span.start, key=index.start) :]:
@@ -209,7 +209,7 @@ class TokenFiles:
             yield i + 1, start // item, end // item
 
     def _by_eos(self, file: _TokenFile, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield, for each document that begins in the span, 0, its first token, and its end, counted in tokens."""
+        """Yield (0, index of the first token, index after the last token) of each document beginning in the span."""
         first, stop = file.token_at(span.start), file.token_at(span.stop)
         if first == stop:
             return
@@ -223,7 +223,7 @@ class TokenFiles:
 
 
 def _document_ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
-    """Yield the end of each document from token `first` on: after each EOS, and at the end of the file."""
+    """Yield the end of each document from token `first` on. A document ends after an EOS or at the end of the file."""
     end = first
     for start in range(first, len(tokens), _CHUNK_TOKENS):
         for end in (np.flatnonzero(tokens[start : start + _CHUNK_TOKENS] == eos) + (start + 1)).tolist():

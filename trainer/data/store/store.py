@@ -31,7 +31,7 @@ class Encoded:
     tokens: np.ndarray
     """Token ids, including BOS and EOS, shape (tokens,)."""
     targets: np.ndarray | None = None
-    """Target mask, uint8 of shape (tokens,): 1 for a target token, otherwise 0. None: all tokens are targets."""
+    """Target mask, uint8 of shape (tokens,), 1 for a target token and otherwise 0. None if all tokens are targets."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -69,7 +69,7 @@ class ConcatArray:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """One split of a store: the tokens of all documents, one after the other."""
+    """One split of a store, which holds the tokens of its documents one after the other."""
 
     tokens: np.ndarray | ConcatArray
     """Token ids of all documents, shape (tokens,)."""
@@ -80,7 +80,7 @@ class TokenStore:
 
 
 def write_description(folder: Path, dataset: str, tokenizer: Tokenizer, **content: Any) -> None:
-    """Write store.json, the description of a store, when all other files of the store are written."""
+    """Write store.json, the description of a store. All other files of the store must be written before."""
     description = {
         "version": VERSION,
         "dataset": dataset,
@@ -92,7 +92,7 @@ def write_description(folder: Path, dataset: str, tokenizer: Tokenizer, **conten
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Read store.json. Raises ConfigError if it is damaged or has another format version."""
+    """Read store.json. Raises ConfigError if the file is damaged or has another format version."""
     try:
         description = read_json_object(folder / "store.json")
         version = description["version"]
@@ -114,7 +114,7 @@ def store_digest(folder: Path) -> str:
 
 
 def open_store(folder: Path, split: str) -> TokenStore:
-    """Open one split. Raises ConfigError if file sizes do not match store.json; `check_content` also checks digests."""
+    """Open one split of a store. Raises ConfigError if file sizes do not match store.json. `check_content` checks digests."""
     description = read_description(folder)
     try:
         for name, file in description["files"].items():
@@ -143,7 +143,7 @@ def _open_member(member: dict[str, str], split: str) -> TokenStore:
 def _check_size(path: Path, expected: int) -> None:
     size = path.stat().st_size if path.exists() else 0
     if size != expected:
-        raise _damaged(path.parent, f"{path.name} has {size} of {expected} bytes")
+        raise _damaged(path.parent, f"{path.name} has {size} bytes instead of {expected}")
 
 
 def check_content(folder: Path) -> None:
@@ -169,8 +169,8 @@ def _map(path: Path, dtype: str, length: int) -> np.ndarray:
 
 
 def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
-    """Return the folder of the concatenation of all stores of data.path, ordered by name. The name of this folder is a hash
-    of the members' names and digests. Raises ConfigError for incompatible stores."""
+    """Return the folder of the concatenation of all stores of data.path, ordered by name. The folder's name contains a
+    hash of the members' names and digests. Raises ConfigError for incompatible stores."""
     folders = _member_folders(data.path)
     descriptions = [read_description(folder) for folder in folders]
     for folder, description in zip(folders, descriptions, strict=True):
@@ -192,14 +192,14 @@ def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
 def _member_folders(path: str) -> list[Path]:
     if os.path.isfile(os.path.join(path, "store.json")):
         if read_description(Path(path))["members"]:
-            raise ConfigError("data.path", "is a concatenation of stores; give the paths of those stores instead")
+            raise ConfigError("data.path", "this store is a concatenation; give the paths of its members instead")
         return [Path(path)]
     matches = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
     folders = [Path(folder) for folder in matches if os.path.isfile(os.path.join(folder, "store.json"))]
     # Concatenations and unfinished stores may be in the same folder.
     folders = [folder for folder in folders if not is_temporary(folder) and not read_description(folder)["members"]]
     if not folders:
-        raise ConfigError("data.path", "contains no prepared store (a folder with a store.json)")
+        raise ConfigError("data.path", "this path contains no prepared store, which is a folder with a store.json")
     return sorted(folders, key=lambda folder: (folder.name, str(folder)))
 
 
@@ -221,4 +221,4 @@ def _write_concatenation(
         bad_documents, targets = sum(d["bad_documents"] for d in descriptions), any(d["targets"] for d in descriptions)
         counts = {"splits": splits, "bad_documents": bad_documents, "targets": targets}
         write_description(unfinished, "prepared", tokenizer, **counts, files=files, members=members)
-    logging.info(f"concatenated {len(members)} stores -> {folder}")
+    logging.info(f"concatenated {len(members)} stores into {folder}")

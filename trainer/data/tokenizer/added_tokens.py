@@ -1,4 +1,4 @@
-"""New special tokens after the vocabulary of any tokenizer."""
+"""Special tokens that are added after the vocabulary of any tokenizer."""
 
 import hashlib
 import itertools
@@ -13,7 +13,7 @@ from trainer.data.tokenizer.special_tokens import require_new_name
 
 
 class WithAddedTokens:
-    """A tokenizer with special tokens added after its vocabulary. Encoding a text never yields them."""
+    """A tokenizer with special tokens added after its vocabulary. Encoding a text never yields an added token."""
 
     def __init__(self, base: Tokenizer, names: Sequence[str]):
         """Raises ConfigError for names that are already in use or too short."""

@@ -22,7 +22,7 @@ from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
-"""Path of byte-pair ranks that scripts/train_tokenizer.py trained on the Python standard library."""
+"""Path of the byte-pair ranks that scripts/train_tokenizer.py trained on the Python standard library."""
 
 # Llama 3 splits text with this pattern before it merges bytes: contractions, words, up to three digits, punctuation, spaces.
 LLAMA3_PATTERN = (
@@ -61,11 +61,11 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise ConfigError("tokenizer.path", f"not a tiktoken rank file: line {number} of {path}") from None
+            raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file (line {number})") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
-        raise ConfigError("tokenizer.path", f"not a tiktoken rank file: the ranks in {path} are not 0, 1, 2, ...")
+        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: its ranks are not 0, 1, 2, ...")
     if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ConfigError("tokenizer.path", f"not a tiktoken rank file: {path} lacks some of the 256 single bytes")
+        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: it lacks some single bytes")
     return ranks
 
 
@@ -79,8 +79,8 @@ _SPACES, _OTHERS = re.compile(r"\s+"), re.compile(r"\S+")
 def _long_runs(text: str) -> Iterator[range]:
     """Yield the sequences of spaces, or of other characters, that are longer than the limit.
 
-    Such a sequence contains a multiple of the limit, so only these positions are examined. Examining every character would
-    take a third of the time of encoding.
+    Such a sequence contains a position that is a multiple of the limit, so only these positions are examined. Examining every
+    character would take a third as long as encoding.
     """
     end = 0
     for position in range(0, len(text), _LONGEST_RUN):
@@ -108,7 +108,7 @@ class TiktokenTokenizer:
     """Byte-pair encoding with Llama 3's split pattern and special tokens."""
 
     def __init__(self, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None):
-        """reuse_reserved_tokens: new name -> reserved token whose id it gets."""
+        """reuse_reserved_tokens: new name -> reserved token whose id the new name gets."""
         content = path.read_bytes()
         ranks = _ranks(content, path)
         special = remap_reserved(_special_tokens(first=len(ranks)), reuse_reserved_tokens or {})
@@ -149,9 +149,9 @@ class TiktokenTokenizer:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model, as Llama 2 uses it.
+    """A tokenizer with a sentencepiece model, such as Llama 2's.
 
-    Encoding a text yields its user-defined pieces wherever they occur, as sentencepiece specifies, but never control pieces.
+    Encoding yields user-defined pieces wherever they occur in a text, as sentencepiece specifies, but never control pieces.
     """
 
     def __init__(self, path: Path):
@@ -161,12 +161,12 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             processor.LoadFromSerializedProto(content)
         except (RuntimeError, OSError):
-            raise ConfigError("tokenizer.path", f"not a sentencepiece model: {path}") from None
+            raise ConfigError("tokenizer.path", f"{path} is not a sentencepiece model") from None
         self.vocab_size = processor.vocab_size()
         self.bos = processor.bos_id()
         self.eos = processor.eos_id()
         if self.bos < 0 or self.eos < 0:
-            raise ConfigError("tokenizer.path", f"the model has no BOS or no EOS: {path}")
+            raise ConfigError("tokenizer.path", f"{path} has no BOS token or no EOS token")
         self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
         special = self._control | user_defined(content)
         self.special_tokens = {special[token]: token for token in sorted(special)}
@@ -205,7 +205,7 @@ COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_to
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, run by the package tokenizers."""
+    """A tokenizer that a tokenizer.json defines and the package `tokenizers` runs."""
 
     def __init__(self, path: Path):
         """path: a tokenizer.json or its folder."""
@@ -215,7 +215,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception:  # the package raises only Exception itself
-            raise ConfigError("tokenizer.path", f"not a tokenizer.json: {path}") from None
+            raise ConfigError("tokenizer.path", f"{path} is not a valid tokenizer.json") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # names in text are encoded as plain text
@@ -233,7 +233,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = _fingerprint("huggingface", content + f"{self.bos} {self.eos}".encode())
 
     def _find_token(self, path: Path, role: str, ids: Mapping[str, int]) -> int:
-        """Return the id of "bos" or "eos" that a file in the tokenizer's folder names."""
+        """Return the id of a token that a file in the tokenizer's folder names. role: "bos" or "eos"."""
         for file in _BOS_EOS_FILES:
             config = _json_object(path.with_name(file))
             name = config.get(f"{role}_token")
@@ -243,7 +243,7 @@ class HuggingFaceTokenizer(Tokenizer):
             token = ids.get(name) if isinstance(name, str) else token
             if isinstance(token, int) and 0 <= token < self.vocab_size:
                 return token
-        message = f"expected the {role.upper()} token in one of {', '.join(_BOS_EOS_FILES)} in the tokenizer's folder"
+        message = f"the tokenizer's folder names no {role.upper()} token in any of {', '.join(_BOS_EOS_FILES)}"
         raise ConfigError("tokenizer.path", message)
 
     def encode(self, text: str) -> list[int]:
@@ -264,12 +264,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _piece_bytes(piece: str) -> int:
-    """Return the text bytes of a sentencepiece token. <0x0A> is a single byte, and U+2581 stands for a space."""
+    """Return the number of bytes in the text of a sentencepiece token. <0x0A> is one byte, and U+2581 stands for a space."""
     return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
 def _json_object(path: Path) -> dict:
-    """Return the JSON object in a file, or {} if the file is missing or holds something else."""
+    """Return the JSON object in a file, or {} if the file is missing or is not a JSON object."""
     try:
         return read_json_object(path)
     except (OSError, ValueError):
@@ -289,12 +289,12 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Load the tokenizer of a configuration. Raises ConfigError if the file does not fit the backend."""
+    """Load the tokenizer of a configuration. Raises ConfigError if the file cannot be read or does not fit the backend."""
     path = Path(config.path) if config.path else DEFAULT_FILE
     try:
         backend = TOKENIZERS[config.backend]
         tokenizer = backend(path, config.reuse_reserved_tokens) if config.reuse_reserved_tokens else backend(path)
     except OSError as error:
         file = f"{Path(error.filename).name} in this folder " if error.filename and Path(error.filename) != path else ""
-        raise ConfigError("tokenizer.path", f"{file}cannot be read ({error.strerror})") from None
+        raise ConfigError("tokenizer.path", f"{file or 'this path '}cannot be read ({error.strerror})") from None
     return WithAddedTokens(tokenizer, config.extra_special_tokens) if config.extra_special_tokens else tokenizer

@@ -13,7 +13,7 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 
 def byte_to_char() -> dict[int, str]:
-    """Map printable bytes to themselves and the others to characters from 256 on, as byte-level BPE does (GPT-2)."""
+    """Return byte -> character of GPT-2's byte-level BPE: printable bytes stay, all other bytes become characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in sorted(printable)} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -21,7 +21,7 @@ def byte_to_char() -> dict[int, str]:
 
 def merges(ranks: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
     """Yield the merged pairs in the order of their ranks. Rank files list only the results of merges, so the two halves of a
-    token are recovered by applying the merges of lower rank to its bytes."""
+    token are recovered by applying the merges of lower rank to the bytes of the token."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         pieces = [token[i : i + 1] for i in range(len(token))]
         while len(pieces) > 2:

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def has_lone_surrogate(text: str) -> bool:
-    """Whether the text contains a lone surrogate, which JSON can hold but no tokenizer accepts."""
+    """Return whether the text contains a lone surrogate. JSON can hold one, but no tokenizer accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -22,14 +22,14 @@ class Tokenizer(Protocol):
     eos: int
     """Id of the token that is appended to each document."""
     fingerprint: str
-    """Text that changes whenever any document may be encoded differently."""
+    """Text that identifies the encoding. Tokenizers with equal fingerprints encode every document equally."""
     files: Mapping[str, bytes]
-    """Name -> content of the files that recreate this tokenizer. `tokenizer.path` must name the first of them."""
+    """Name -> content of the files that recreate this tokenizer. `tokenizer.path` must name the first file."""
     special_tokens: Mapping[str, int]
     """Name -> id of the tokens that do not stand for text."""
 
     def encode(self, text: str) -> list[int]:
-        """Encode plain text. Names of special tokens in it are encoded as text, and no token is added."""
+        """Encode plain text. Names of special tokens in the text are encoded as plain text, and BOS and EOS are not added."""
 
     def encode_array(self, text: str) -> np.ndarray:
         """Encode plain text to uint32 token ids, shape (tokens,)."""

@@ -7,19 +7,19 @@ from typing import Any
 from trainer.config import ConfigError
 
 _SPECIAL_LOOKING = r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>|</?s>|<[be]os>|<(?:start|end)_of_turn>"
-"""Pattern of names that a template always means as tokens: <|im_start|> (also with DeepSeek's wide bars), <s>, Gemma's."""
+"""Pattern of names that stand for special tokens in every template, such as <|im_start|>, <s> and the names in Gemma."""
 
 _COMPARED = ("role", "type")
-"""Message fields that templates compare with constants. No separator is added at their ends."""
+"""Message fields that templates compare with constants. No separator is added at the ends of these fields."""
 
 
 def missing_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
-    """Return the names of special tokens in a template that the tokenizer does not have, in order."""
+    """Return the special tokens that a template names but the tokenizer does not have, in order of their occurrence."""
     return [name for name in dict.fromkeys(re.findall(_SPECIAL_LOOKING, template)) if name not in special_tokens]
 
 
 def remap_reserved(special_tokens: Mapping[str, int], reuse_reserved_tokens: Mapping[str, str]) -> dict[str, int]:
-    """Return name -> id, where new names replace those of reserved tokens. Raises ConfigError for invalid names.
+    """Return `special_tokens`, in which new names replace the names of reserved tokens. Raises ConfigError for invalid names.
 
     reuse_reserved_tokens: new name -> reserved token, such as {"<|im_start|>": "<|reserved_special_token_0|>"}.
     """
@@ -49,9 +49,9 @@ def reserved_names(special_tokens: Mapping[str, int]) -> list[str]:
 
 
 class SpecialNames:
-    """Finds the names of special tokens in text, and escapes them in messages.
+    """Recognition of names of special tokens in text, and escaping of these names in messages.
 
-    A separator is a character that does not occur in a conversation. Inserted into the text of a message, it splits names.
+    A name is escaped by inserting a separator, which is a character that does not occur elsewhere in the conversation.
     """
 
     def __init__(self, names: Collection[str], allowed: Collection[str]):
@@ -65,9 +65,9 @@ class SpecialNames:
         self._longest = max(map(len, names), default=0)
 
     def escape(self, value: Any, separator: str, at_ends: bool = True) -> Any:
-        """Return a JSON value with separators in all of its texts that need them.
+        """Return a JSON value with the names of special tokens escaped in all of its texts.
 
-        at_ends: whether to separate the ends of a text too, if they could form a name with adjacent text of the template.
+        at_ends: whether to add separators at the ends of a text that could form a name with adjacent text of the template.
         """
         if isinstance(value, Mapping):
             return {
@@ -97,7 +97,7 @@ class SpecialNames:
         return text[:start] + before + core + after + text[start + len(core) :]
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Split a text into non-empty pieces, each with whether it is a name or looks like one."""
+        """Yield the non-empty pieces of a text, and whether each piece is or looks like the name of a special token."""
         end = 0
         for match in self._pattern.finditer(text):
             if match.start() > end:
