@@ -64,7 +64,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """The mapping between a model and its format in Hugging Face's libraries."""
+    """The mapping between a model and Hugging Face's format of this model."""
 
     name: Callable[[str], str]
     """Function (parameter name) -> its name in Hugging Face's format."""

@@ -83,5 +83,5 @@ def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
         with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):
             require_compatible(saved, fingerprint | {key: another(SETTINGS[key])})
     larger = replace(Config().model, overrides={"n_layers": 9})
-    with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; another"):
+    with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; set another"):
         require_compatible(saved, resolve(replace(Config(), model=larger), 1).fingerprint)

@@ -171,7 +171,7 @@ def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> 
 
 def prune(request: SaveRequest) -> None:
     """Delete old checkpoints. The checkpoint just saved counts towards `keep`, but incomplete checkpoints do not count.
-    Checkpoints of later steps are not deleted. They exist if they were damaged, so that the run resumed from an earlier step.
+    Checkpoints of later steps are kept. They remain from before the run resumed at an earlier step, because they are damaged.
     File system errors are logged as a warning."""
     if not request.keep:
         return
@@ -212,7 +212,7 @@ def _remove(checkpoint: Path) -> None:
 
 def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
     """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: tensor names that the
-    checkpoint may contain; "a" also allows all names that begin with "a/". Raises ConfigError that lists mismatched tensors."""
+    checkpoint may contain; "a" also allows all names that begin with "a/". Raises a ConfigError that lists mismatched tensors."""
     try:
         index = storage.read_index(checkpoint)
     except CorruptError as damage:
@@ -236,7 +236,7 @@ def load_into(
     problems: Sequence[str] = (),
 ) -> None:
     """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast: whether
-    stored tensors may have another dtype and are converted. Raises ConfigError that lists `problems` and mismatched tensors."""
+    stored tensors may have another dtype and are converted. Raises a ConfigError that lists `problems` and mismatched tensors."""
     problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)

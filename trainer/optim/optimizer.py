@@ -105,7 +105,7 @@ class InBackward(Optimizer):
     al. 2023, "LOMO", arXiv:2306.09782).
 
     Gradient clipping and skipped steps are impossible, because both need all gradients. A shard with a non-finite gradient
-    stays unchanged, but the other shards are updated. The run must not continue from this state.
+    stays unchanged, but the other shards are updated. The run must not continue after such a step.
     """
 
     def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:

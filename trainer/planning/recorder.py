@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         self.round_to = _GPU_ALLOCATION_BYTES if on_gpu else 1
         self.allocations: list[Allocation] = []
         self.points: list[tuple[int, ExecutionPoint]] = []
-        """Pairs (event, execution point that begins with this event)."""
+        """Pairs (event, phase of the step that starts at this event)."""
         self.num_events = 0
         self.weight = 1.0
         """Factor for the counts and bytes of the operators and collectives that are recorded next."""
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self.op_costs: Counter[tuple[str, int, int]] = Counter()
         """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
         self.host_transfer_bytes: Counter[bool] = Counter()
-        """Number of bytes copied between device and host memory. True: during the update; False: in forward and backward."""
+        """Whether a copy runs in the update (otherwise in forward or backward) -> number of bytes between device and host memory."""
         self.host_compute_bytes = 0.0
         """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False

@@ -64,7 +64,7 @@ LLAMA_100M = {
     **{"model.overrides.n_kv_heads": "4", "model.overrides.hidden_dim": "2048", "model.overrides.vocab_size": "16384"},
     **{"training.seq_len": "512", "training.local_batch_size": "1", "training.global_batch_size": "4"},
 }
-"""Settings of a model of 100M parameters and of its batches, for measurements on a CPU."""
+"""Model and batch settings of a model with 100M parameters, for measurements on a CPU."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def test_a_mixture_of_one_dataset_has_the_order_of_that_dataset():
         (("-1: web=1",), "'-1: web=1': expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'"),
         (("5: web=1",), "'5: web=1': the first phase must start at 0"),
         (("0: web=1", "0: code=1"), "'0: code=1': this phase must start after the previous phase"),
-        (("0: wbe=1",), "'0: wbe=1': wbe is not a dataset of [data] datasets; did you mean 'web'?"),
+        (("0: wbe=1",), "'0: wbe=1': wbe is not defined in data.datasets; did you mean 'web'?"),
         (("0: web",), "'0: web': the weight of web must be a finite number of at least 0"),
         (("0: web=-1",), "'0: web=-1': the weight of web must be a finite number of at least 0"),
         (("0: web=nan",), "'0: web=nan': the weight of web must be a finite number of at least 0"),

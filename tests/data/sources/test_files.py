@@ -57,7 +57,7 @@ def test_an_error_in_a_manifest_names_its_line(folder):
     manifest.write_text("b.txt\n\nnone/*.txt\n")
     assert error_of("text", manifest) == ("data.path", f"{manifest}:3: none/*.txt matches no file")
     manifest.write_text("b.txt\ndeep/a.md\n*.txt\n")
-    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is already listed in line 1")
+    assert error_of("text", manifest) == ("data.path", f"{manifest}:3: {folder}/b.txt is already listed on line 1")
     manifest.write_text("# nothing\n")
     assert error_of("text", manifest)[1].startswith("this path holds no file ending in .txt or .md")
     manifest.write_bytes(b"b\xff.txt\n")

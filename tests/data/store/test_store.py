@@ -186,7 +186,7 @@ def test_the_limit_of_bad_documents_applies_to_a_concatenated_store(stores, tmp_
 def test_a_folder_without_stores_is_an_error(stores, tmp_path):
     data, _ = stores
     for path in (tmp_path / "corpus", tmp_path / "none*"):
-        message = "this path contains no prepared store, which is a folder with a store.json"
+        message = "no prepared store was found; a prepared store is a folder with a store.json"
         assert refused(prepare, replace(data, path=str(path)), DEFAULT) == ("data.path", message)
 
 

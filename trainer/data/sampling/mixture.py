@@ -72,7 +72,7 @@ def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[Mixture
 def _weight(pair: str, text: str, names: Sequence[str]) -> tuple[str, float]:
     name, _, value = pair.partition("=")
     if name not in names:
-        raise ConfigError(_KEY, f"{text!r}: {name} is not a dataset of [data] datasets{did_you_mean(name, names)}")
+        raise ConfigError(_KEY, f"{text!r}: {name} is not defined in data.datasets{did_you_mean(name, names)}")
     try:
         weight = float(value)
     except ValueError:

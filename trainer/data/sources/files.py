@@ -73,6 +73,6 @@ def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[
             raise ConfigError("data.path", f"{manifest}:{number}: {entry} matches no file")
         for name in map(os.path.abspath, files):
             if name in listed:
-                raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed in line {listed[name]}")
+                raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed on line {listed[name]}")
             listed[name] = number
     return os.path.commonpath([os.path.dirname(name) for name in listed]) if listed else "", list(listed)

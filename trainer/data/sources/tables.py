@@ -1,4 +1,4 @@
-"""Documents of a text column in parquet files or in the Arrow files of Hugging Face's datasets."""
+"""Documents from a text column of parquet files or of the Arrow files of Hugging Face's datasets."""
 
 import itertools
 import os

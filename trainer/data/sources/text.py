@@ -1,4 +1,4 @@
-"""Documents of text files and JSON lines, plain or compressed."""
+"""Documents from text files and JSON lines, plain or compressed."""
 
 import codecs
 import json

@@ -199,7 +199,7 @@ def _member_folders(path: str) -> list[Path]:
     # Concatenations and unfinished stores may be in the same folder.
     folders = [folder for folder in folders if not is_temporary(folder) and not read_description(folder)["members"]]
     if not folders:
-        raise ConfigError("data.path", "this path contains no prepared store, which is a folder with a store.json")
+        raise ConfigError("data.path", "no prepared store was found; a prepared store is a folder with a store.json")
     return sorted(folders, key=lambda folder: (folder.name, str(folder)))
 
 
