@@ -268,13 +268,13 @@ def test_resume_with_another_tokenizer_or_other_data_is_refused(ranks, tiny, cor
     argv = ["--config", str(tmp_path / "copy.toml")]
     run(ranks, 1, argv, tmp_path / "run", *extra, "2")
     (copy / "new.txt").write_text("one extra document\n")
-    with pytest.raises(RankError, match=r"cannot resume from .*: data was \S+, is \S+; another --run\.name"):
+    with pytest.raises(RankError, match=r"cannot resume from .*: data was \S+, is \S+; set another --run\.name"):
         run(ranks, 1, argv, tmp_path / "run", *extra, "4")
     (copy / "new.txt").unlink()
     *lines, last = ranks_file.read_bytes().splitlines()
     changed = base64.b64encode(b"@@@@@") + b" " + last.split()[1]
     ranks_file.write_bytes(b"\n".join([*lines, changed]) + b"\n")
-    with pytest.raises(RankError, match=r"cannot resume from .*: tokenizer was \S+, is \S+; another --run\.name"):
+    with pytest.raises(RankError, match=r"cannot resume from .*: tokenizer was \S+, is \S+; set another --run\.name"):
         run(ranks, 1, argv, tmp_path / "run", *extra, "4")
 
 

@@ -171,7 +171,7 @@ def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> 
 
 def prune(request: SaveRequest) -> None:
     """Delete old checkpoints. The checkpoint just saved counts towards `keep`, but incomplete checkpoints do not count.
-    Checkpoints of later steps are kept. They remain from before the run resumed at an earlier step, because they are damaged.
+    Checkpoints of later steps are kept: the run resumed from an earlier step because they are damaged.
     File system errors are logged as a warning."""
     if not request.keep:
         return

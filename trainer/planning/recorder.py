@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self.op_costs: Counter[tuple[str, int, int]] = Counter()
         """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
         self.host_transfer_bytes: Counter[bool] = Counter()
-        """Whether a copy runs in the update (otherwise in forward or backward) -> number of bytes between device and host memory."""
+        """Whether a copy between device and host memory runs in the update -> number of bytes."""
         self.host_compute_bytes = 0.0
         """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False

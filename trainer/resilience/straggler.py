@@ -56,7 +56,7 @@ class StragglerDetector:
         self.data_s += data_s
 
     def compare(self) -> dict[str, Any] | None:
-        """Return the rank of a straggler and the reason for the report, or None. Log a warning unless the last warning named the same rank.
+        """Return a straggler's rank and the reason, or None. Log a warning unless the last warning named the same rank.
 
         All ranks must call this, after the device has completed its work.
         """
@@ -76,7 +76,7 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """Return the rank of a straggler and the reason for the report, or None. times: (ranks, 2), seconds for loading the data of all steps and for the
+    """Return a straggler's rank and the reason, or None. times: (ranks, 2), seconds for loading the data of all steps and for the
     forward of one block. elapsed_s: duration of these steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()

@@ -57,7 +57,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _compile(source: str) -> tuple[Template, list[str]]:
-    """Return the compiled template and the names of the variables in its text. The template can call the functions that transformers provides."""
+    """Return the compiled template, with the functions that transformers provides, and the names of its variables."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
