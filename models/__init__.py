@@ -1,4 +1,4 @@
-"""The model families that a configuration can name."""
+"""The model families that a configuration can select by name."""
 
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from models.spec import ModelSpec

@@ -18,7 +18,7 @@ class Model(Protocol):
         seq), int64."""
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
-        """Fill `rows`, full rows of the parameter `name`, with initial values drawn from the generator."""
+        """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns."""
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the number of floating-point operations per token, in forward and backward."""
@@ -35,7 +35,7 @@ class SizeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """How a model may be sharded, by the names of its modules."""
+    """Description of how a model may be sharded. It refers to the model's modules by name."""
 
     blocks: str
     """Name of the container of the blocks. Each block is named by its index. Blocks pass one hidden state (batch, seq, dim) to
@@ -43,7 +43,7 @@ class ParallelPlan:
     pre_blocks: tuple[str, ...]
     """Names of the modules before the blocks, in order."""
     post_blocks: tuple[str, ...]
-    """Names of the modules after the blocks, in order. The last module takes the head."""
+    """Names of the modules after the blocks, in order. The head is an argument of the last module's forward."""
     fsdp_units: tuple[tuple[str, ...], ...]
     """Names of modules outside the blocks, in groups. Each group is sharded and gathered as one unit."""
     tied: bool
@@ -59,7 +59,7 @@ class ParallelPlan:
     output, where k and v cover the full sequence."""
     mask: str
     """Name of the replaceable module that computes the mask of all blocks. The module has no parameters. Its forward is
-    (positions, documents) -> mask. Each kernel takes a specific type of mask, so kernel and mask are replaced together."""
+    (positions, documents) -> mask. The module must be replaced too if a new kernel needs another type of mask."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from trainer.system.files import folder_error
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints of a run, or the checkpoint at `path`. Raises ConfigError if the folder cannot be read."""
+    """Return the checkpoint at `path`, or all checkpoints of the run at `path`. Raises ConfigError for an unreadable folder."""
     if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -41,7 +41,7 @@ def size_and_time(checkpoint: Path) -> str:
 
 
 def print_list(checkpoints: list[Path]) -> Iterator[bool]:
-    """Print one line per checkpoint, and yield whether the checkpoint is intact."""
+    """Print a line for each checkpoint and yield whether it is intact."""
     for checkpoint in checkpoints:
         size, problem, counts = "", "", []
         try:
@@ -67,7 +67,7 @@ def verify(checkpoints: list[Path]) -> Iterator[bool]:
 
 
 def describe(checkpoint: Path) -> Iterator[str]:
-    """Yield the lines that describe the metadata and tensors of a checkpoint. Raises CorruptError."""
+    """Yield the lines that describe the metadata and tensors of a checkpoint. Raises CorruptError if it is damaged."""
     for key, value in manifest.read(checkpoint).metadata.items():
         yield f"{key}: {value}"
     for name in ("model.json", "train_state.json"):

@@ -20,7 +20,7 @@ from trainer.system.files import read_json_object
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
-    """Yield one line per difference in settings and environment. Raise ConfigError."""
+    """Yield one line for each setting and each part of the environment that differs. Raises ConfigError for unreadable files."""
     yield from differing_settings(_read(a / "config.toml"), _read(b / "config.toml"))
     first, second = (_flat(_read(run / "environment.json", read_json_object)) for run in (a, b))
     for key in sorted(first | second):
@@ -42,7 +42,7 @@ def losses(run: Path) -> dict[int, Any]:
 
 
 def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:
-    """Return a line for the user, and whether the losses of all steps that both runs logged are equal."""
+    """Return a line that reports the comparison, and whether the losses are equal at all steps that both runs logged."""
     steps = sorted(a.keys() & b.keys())
     if not steps:
         return "no step was logged by both runs", False

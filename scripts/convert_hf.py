@@ -1,4 +1,4 @@
-"""Convert between checkpoints and the Hugging Face format, block by block, so that memory does not grow with the model.
+"""Convert between checkpoints and the Hugging Face format, block by block, so that memory does not grow with the model size.
 
 python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
 python scripts/convert_hf.py from-hf model-folder/ out/

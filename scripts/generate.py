@@ -33,7 +33,7 @@ from trainer.runtime import distributed
 from trainer.runtime.device import DTYPES
 
 _TIMEOUT_S = 7 * 24 * 3600.0
-"""Maximum time in seconds that the other ranks wait for a line from the user."""
+"""Timeout of the collectives in seconds. It is long, because the other ranks wait while rank 0 reads a line from the user."""
 
 
 def probability(text: str) -> float:

@@ -25,11 +25,11 @@ from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
 
 _TEXT_LENGTH = 60
-"""Number of characters of each text that are printed."""
+"""Maximum number of characters to print of each text."""
 
 
 def samples_of_step(run: Path, step: int, seq_len: int) -> range:
-    """Return the positions in the global order that a step consumed, from metrics.jsonl. Raises ConfigError."""
+    """Return the samples that a step consumed, as a range of positions in the global order. Raises ConfigError."""
     records = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     consumed = [(0, 0), *((r["step"], r["tokens_seen"] // seq_len) for r in records if r["kind"] == "train")]
     for (first, before), (last, after) in itertools.pairwise(consumed):
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("step", type=positive_int, help="number of a completed step")
     args = parser.parse_args()
     if not (args.run / "metrics.jsonl").is_file():
-        die(f"{args.run}: is not a run folder: it has no metrics.jsonl")
+        die(f"{args.run}: is not a run folder, because it has no metrics.jsonl")
     print_samples(args.run, args.step)
 
 

@@ -70,7 +70,7 @@ def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
 
 
 def train(argv: Sequence[str], inject_error: bool) -> None:
-    """Train. Run on each rank. inject_error: whether to average gradients over the shards instead of summing them."""
+    """Train on this rank. inject_error: whether to average gradients over the shards instead of summing them."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config, cpu = load_config(argv), torch.device("cpu")
     trainer = build_trainer(config, resolve(config, dist.get_world_size()), cpu, None)
@@ -82,7 +82,7 @@ def train(argv: Sequence[str], inject_error: bool) -> None:
 
 
 class Runs:
-    """Training runs of one configuration. Their temporary folder is removed at the end."""
+    """Training runs of one configuration. The output folder of each run is deleted when the run ends."""
 
     def __init__(self, argv: Sequence[str], steps: int, folder: Path):
         self.given = settings_of(argv)
@@ -109,7 +109,7 @@ class Runs:
         self.single_rank_records: dict[tuple, list[dict]] = {}
 
     def flags(self, settings: dict[str, str]) -> list[str]:
-        """Return the command line of a run. The settings of a comparison override those of the user."""
+        """Return the command line of a run. The settings of the comparison override the user's settings."""
         return flags(self.given | self.common | settings)
 
     def run(self, settings: dict[str, str], ranks: int, inject_error: bool = False) -> list[dict]:
@@ -122,7 +122,8 @@ class Runs:
         return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
     def reference(self, layout: Layout, **overrides: str) -> list[dict]:
-        """Return the metrics of a run on one rank, with the layout's settings that change the result, and with `overrides`."""
+        """Return the metrics of the reference run on one rank. It uses `overrides`, and the layout's settings that change the
+        result of training."""
         settings = layout.single_rank_settings | overrides
         key = tuple(sorted(settings.items()))
         if key not in self.single_rank_records:
@@ -130,8 +131,8 @@ class Runs:
         return self.single_rank_records[key]
 
     def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
-        """Return the limits of a layout. In bf16, the run on one rank has rounding errors too. Each limit is at
-        least twice the deviation of this run from the same run in fp32."""
+        """Return the limits of a layout. In bf16, the reference run has rounding errors too, so each limit is at least twice the
+        deviation between the reference runs in bf16 and fp32."""
         limits = LIMITS[dtype]
         if dtype == "fp32":
             return limits
@@ -151,7 +152,7 @@ class Row:
 
     @classmethod
     def build(cls, runs: Runs, layout: Layout, factor: int) -> "Row":
-        """factor: ratio of the number of microbatches to the minimum number. Raises ConfigError if the layout does not fit."""
+        """factor: number of microbatches as a multiple of the layout's minimum. Raises ConfigError if the layout does not fit."""
         batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
         settings = layout.settings | batch
         return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
@@ -185,8 +186,8 @@ def control_row(runs: Runs) -> Row:
 
 
 def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool) -> bool:
-    """Print the table and return whether all layouts pass and the negative control is caught. Raises ConfigError before the first
-    run."""
+    """Print the table. Return whether all layouts pass and the negative control exceeds a limit. Raises ConfigError before the
+    first run."""
     control = control_row(runs)
     rows: list[tuple[Layout, Row | ConfigError]] = []
     for layout, factor in product(layouts, factors):

@@ -45,7 +45,7 @@ RATES = {
 
 
 def this_machine() -> AcceleratorSpec:
-    """Return the figures of this machine, with rates of a typical core. Flags replace these rates by measured ones."""
+    """Return this machine's memory sizes and rates. The rates are typical values, which flags can replace."""
     memory_gib = meminfo("MemTotal") / GIB
     return AcceleratorSpec(
         flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},

@@ -1,9 +1,9 @@
-"""Prepare the token stores of a configuration and print their contents. A run prepares a missing store itself.
+"""Prepare the token stores of a configuration and print a summary of each. Training prepares missing stores automatically.
 
     python scripts/prepare_data.py --config my.toml [--section.key value ...]
     python scripts/prepare_data.py --config my.toml --shard 3/16 --data.store_folder stores/    # on one of 16 nodes
 
-To read the stores of several shards together, set data.dataset = "prepared" and data.path to their folder.
+To read the stores of several shards together, set data.dataset = "prepared", and set data.path to the folder that contains them.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def summary(folder: Path, seconds: float | None) -> str:
-    """Return a description of a store. seconds: duration of its preparation, or None if the store existed."""
+    """Return a description of a store. seconds: duration of its preparation, or None if the store already existed."""
     description = read_description(folder)
     train, held_out = description["splits"]["train"], description["splits"]["held_out"]
     tokens = train["tokens"] + held_out["tokens"]

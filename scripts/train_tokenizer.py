@@ -61,7 +61,7 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
 
 
 def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
-    """Return the bytes of each token in rank order: the 256 single bytes, then the merges in the order of training."""
+    """Return the bytes of each token, sorted by rank: the 256 single bytes, then the merged tokens in the order of training."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

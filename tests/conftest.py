@@ -24,9 +24,9 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(corpus, tmp_path_factory) -> list[str]:
-    """Command-line arguments of a run that takes a second: two layers, sequences of 32 tokens, a global batch of 16."""
+    """Command-line arguments of a run that takes a second: two layers, sequences of 32 tokens, a global batch of 8."""
     folder = tmp_path_factory.mktemp("tiny")
-    settings = {"steps": 4, "interval_steps": 0, "global_batch_size": 16, "stores": folder / "stores"}
+    settings = {"steps": 4, "interval_steps": 0, "global_batch_size": 8, "stores": folder / "stores"}
     (folder / "tiny.toml").write_text(CONFIG.format(corpus=corpus, **settings))
     return ["--config", str(folder / "tiny.toml")]
 

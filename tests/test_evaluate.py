@@ -105,10 +105,10 @@ def mixed(ranks, tiny, folder, mixture, steps):
 
 
 def test_a_phase_may_change_until_it_has_started(ranks, tiny, tmp_path):
-    mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "64: b=1"], 3)  # 48 samples
-    mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "48: a=1"], 4)
+    mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "32: b=1"], 3)  # 24 samples
+    mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "24: a=1"], 4)
     message = (
-        r"data\.mixture: phases that have already started .*a=1 from sample 48, now .* starting at sample 64 or later"
+        r"data\.mixture: phases that have already started .*a=1 from sample 24, now .* starting at sample 32 or later"
     )
     with pytest.raises(RankError, match=message):
-        mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "50: a=1"], 5)
+        mixed(ranks, tiny, tmp_path, ["0: a=3 b=1", "26: a=1"], 5)

@@ -11,7 +11,7 @@ IGNORE_INDEX = -100
 
 
 class Batch(NamedTuple):
-    """Full sequences. All tensors have the shape (batch, seq) and the dtype int64."""
+    """Complete sequences, before context parallelism shards them. All tensors have the shape (batch, seq) and the dtype int64."""
 
     tokens: Tensor
     labels: Tensor

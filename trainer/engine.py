@@ -1,4 +1,4 @@
-"""The Engine, which holds the model and the optimizer of one rank and runs optimizer steps."""
+"""Engine that holds one rank's model and optimizer, and runs optimizer steps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,7 +45,7 @@ def build_model_parts(
 
 
 class Engine:
-    """Training on one rank, without data, files and logging. The Trainer and the planner run the same Engine."""
+    """Training on one rank, without data loading, files and logging. Both the Trainer and the planner use this class."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Engine:
         model_parts: dict[Stage, nn.Module],
         loaded: set[str],
     ):
-        """model_parts: result of build_model_parts, allocated and initialized here. loaded: names of the parameters whose values
-        are loaded afterwards, so that they need no random initialization."""
+        """model_parts: result of build_model_parts. The Engine allocates and initializes them. loaded: names of the parameters
+        that need no random initialization, because their values are loaded afterwards."""
         self.config = config
         self.device = device
         self.model_parts = model_parts
@@ -95,9 +95,9 @@ class Engine:
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
-        """Run one optimizer step. Return the outcome, which StepMonitor reads, and the number of target tokens, both over all
-        ranks. stop: whether this rank was asked to stop. on_before_update: function that is called before the
-        update of the parameters, of the optimizer state and of the guard's state."""
+        """Run one optimizer step. Return the outcome for StepMonitor and the number of target tokens, both reduced over all
+        ranks. stop: whether this rank was requested to stop. on_before_update: function that is called before the parameters,
+        the optimizer state and the guard's state are updated."""
         self.optimizer.start_step(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:
@@ -110,7 +110,7 @@ class Engine:
         return outcome, num_targets
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return name in the checkpoint -> tensor, for all tensors that a checkpoint contains. The tensors are not copied."""
+        """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied."""
         tensors = {f"model/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

@@ -1,4 +1,4 @@
-"""Evaluation loss on held-out documents and on other datasets. The Step that trains also computes this loss."""
+"""Evaluation loss on held-out documents and on other datasets. It is computed by the same Step as the training loss."""
 
 import functools
 import math
@@ -28,14 +28,14 @@ class EvalSet:
     name: str
     samples: Samples
     num_samples: int
-    """Number of samples to evaluate, counted from the first one."""
+    """Number of samples to evaluate. They are the first samples of the dataset."""
     text_bytes: np.ndarray
     """Number of bytes of each token's text, shape (vocab_size,)."""
 
     @functools.cached_property
     def target_statistics(self) -> tuple[float, int]:
-        """Return the unigram entropy of the target tokens in nats, and the number of bytes of their text. The entropy is the
-        lowest loss of a model that ignores all context."""
+        """Return the unigram entropy of the target tokens in nats, and the number of bytes in their text. The entropy is the
+        lowest possible loss of a model that ignores all context."""
         counts = np.zeros(len(self.text_bytes), np.int64)
         for first in range(0, self.num_samples, _CHUNK_SAMPLES):
             labels = self.samples[np.arange(first, min(first + _CHUNK_SAMPLES, self.num_samples))].labels.numpy()
@@ -48,7 +48,7 @@ def build_eval_sets(
     sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
 ) -> list[EvalSet]:
     """Return the evaluation datasets of a run, or [] if the run does not evaluate. Raise ConfigError if keep_best_on
-    names no dataset or a dataset has no complete sample."""
+    is the name of an unknown dataset, or if a dataset has no complete sample."""
     if not config.interval_steps:
         return []
     if config.keep_best_on and config.keep_best_on not in sets:
@@ -73,15 +73,15 @@ class Evaluator:
     partition: BatchPartition
     to_device: Callable[[Batch], Batch]
     steps: int
-    """Number of steps of the complete run."""
+    """Total number of steps in the run."""
 
     def due(self, step: int) -> bool:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
 
     def run(self, dataset: EvalSet, step: Step) -> dict[str, float]:
-        """Evaluate on one dataset, collectively. Return the metrics, which are identical on all ranks. The loss is the mean over
-        all target tokens. Loss and unigram entropy are in nats. bits_per_byte is the loss per byte of the targets' text, which
-        is comparable between tokenizers. It is omitted if the targets have no text."""
+        """Evaluate the model on one dataset. This is a collective call, and it returns the same metrics on all ranks. The loss is
+        the mean over all target tokens. Loss and unigram entropy are in nats. bits_per_byte is the loss in bits per byte of the
+        targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text."""
         batches = map(self.to_device, evaluation_batches(dataset.samples, dataset.num_samples, self.partition))
         sums = []
         while microbatches := list(islice(batches, self.partition.grad_accum)):

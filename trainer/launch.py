@@ -1,7 +1,7 @@
-"""Launcher of a node's ranks. It checks the configuration and runs torchrun. Its exit code is that of the rank that failed first.
+"""Launcher of a node's ranks. It checks the configuration and runs torchrun. Its exit code comes from the first rank to fail.
 
-run_llama_train.sh calls this file and documents the variables NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. train.py
-receives all arguments.
+run_llama_train.sh calls this file and documents the variables NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. All
+arguments are forwarded to train.py.
 """
 
 import logging
@@ -37,7 +37,7 @@ class TorchrunOptions:
     ranks: int
     """Number of ranks per node."""
     min_nodes: int
-    """Minimum number of nodes with which the run continues. In an elastic run it is below `max_nodes`."""
+    """Minimum number of nodes that the run needs to continue. In an elastic run it is below `max_nodes`."""
     max_nodes: int
     node: int
     address: str
@@ -56,7 +56,7 @@ class TorchrunOptions:
             die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
         restarts = _env_int("MAX_RESTARTS", 0, 0)
         if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
-            die(f"NNODES={max_nodes}: needs MASTER_ADDR, the host name of the first node")
+            die(f"NNODES={max_nodes}: set MASTER_ADDR to the host name of the first node")
         return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     def arguments(self, timeout_s: float) -> list[str]:
@@ -125,11 +125,11 @@ def main() -> NoReturn:
 
 
 class SignalForwarder:
-    """Signal handler that forwards SIGTERM and SIGINT to the ranks, which then save and exit. torchrun would kill the ranks
-    without waiting for the save. A second signal also stops the launcher."""
+    """Signal handler that forwards SIGTERM and SIGINT to the ranks, which then save and exit. Without this handler,
+    torchrun would kill the ranks before they have saved. A second signal also stops the launcher."""
 
     def __init__(self, stop_now: Callable[[str, signal.Signals], Exception]):
-        """stop_now: class of the exception that makes torchrun stop the ranks."""
+        """stop_now: exception class. torchrun stops the ranks when such an exception is raised."""
         self.stop_now = stop_now
         self.signal: signal.Signals | None = None
         self.since = 0.0
@@ -147,7 +147,7 @@ class SignalForwarder:
             raise self.stop_now(f"signal {number}", signal.Signals(number))
 
     def exit_code(self) -> int:
-        """Return the exit code for ranks that failed after the signal."""
+        """Report that the state was not saved, and return the launcher's exit code. Used if ranks failed after the signal."""
         print(f"the run was stopped by {self.signal.name} before its state could be saved", file=sys.stderr)
         return 128 + self.signal
 
@@ -163,8 +163,8 @@ def children() -> list[int]:
 
 
 def exit_code(error) -> int:
-    """Return the exit code of the rank that failed first, in the convention of shells. If a signal killed this rank, print the
-    signal, because the rank could not report it."""
+    """Return the exit code of the first rank that failed, or 128 + the signal number if a signal killed this rank. In that case
+    also print the signal, because the rank could not report it."""
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode

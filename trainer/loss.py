@@ -1,5 +1,5 @@
-"""Chunked, vocabulary-parallel cross-entropy. Only one chunk of tokens has logits at a time. Under tensor parallelism, each rank
-computes the logits of its own vocabulary rows only."""
+"""Chunked, vocabulary-parallel cross-entropy. The logits exist for only one chunk of tokens at a time. Under tensor
+parallelism, each rank computes only the logits of its own vocabulary rows."""
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
-"""Number of weight rows whose gradients are accumulated at a time. Products have the weight's dtype, and their sum is fp32."""
+"""Number of weight rows whose gradients are accumulated at a time. Products have the weight's dtype and are summed in fp32."""
 
 
 def _cross_entropy(
     logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the target's
-    row on this rank, and whether this rank has that row.
+    """Return four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the index of the
+    target's row on this rank, and whether this rank has that row.
 
     logits: logits of this rank's vocabulary rows, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1). group: ranks
     over which the vocabulary is sharded, or None if this rank has the full vocabulary."""
@@ -38,16 +38,16 @@ def _cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy in fp32, summed over the target tokens, from hidden states and the weight of the output projection.
+    """Sum of the target tokens' cross-entropy in fp32, computed from hidden states and the output projection's weight.
 
-    Forward computes the gradients chunk by chunk, while a chunk's logits exist. So logits are neither saved nor recomputed.
+    Forward computes each chunk's gradients while the chunk's logits exist. Logits are therefore neither saved nor recomputed.
     Backward only scales the gradients."""
 
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: tuple, chunk_tokens: int, needs_gradient: bool
     ) -> Tensor:
-        """hidden: (tokens, dim); weight: this rank's rows of the vocabulary, (rows, dim); labels: (tokens,). shard: first_row
+        """hidden: (tokens, dim); weight: this rank's vocabulary rows, (rows, dim); labels: (tokens,). shard: arguments first_row
         and group of _cross_entropy. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
         the ranks is the full gradient."""
         total = hidden.new_zeros((), dtype=torch.float32)

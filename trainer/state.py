@@ -12,7 +12,7 @@ class TrainState:
     step: int = 0
     """Number of completed optimizer steps, including skipped steps."""
     cursor: int = 0
-    """Number of consumed samples. It is the position in the sample order without the samples in `skipped_samples`."""
+    """Number of consumed samples. It is also the position in the sample order, not counting `skipped_samples`."""
     tokens_seen: int = 0
     rollbacks: int = 0
     skipped_samples: list[tuple[int, int]] = field(default_factory=list)
@@ -20,10 +20,10 @@ class TrainState:
     best: list[Any] = field(default_factory=list)
     """State of BestTracker, which tracks the checkpoint with the lowest evaluation loss."""
     mixture: list[list[int]] = field(default_factory=list)
-    """Start and quotas of each phase of the mixture, as MixturePhase defines them."""
+    """Start and quotas of each phase of the mixture (see MixturePhase)."""
     world_size: int = 1
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    """Name in messages -> value of a setting or dataset that a resumed run must not change."""
+    """Settings and dataset that a resumed run must not change, as name -> value. Messages show these names."""
     rng: list[str] = field(default_factory=list)
     """Names of the random generators whose states each rank saved."""
 
@@ -44,7 +44,7 @@ class TrainState:
         self.skipped_samples = merged
 
     def resume_from(self, saved: "TrainState") -> None:
-        """Replace the progress of this state by the progress of a checkpoint."""
+        """Replace this state's progress with the checkpoint's progress."""
         self.step, self.cursor, self.tokens_seen = saved.step, saved.cursor, saved.tokens_seen
         self.rollbacks, self.skipped_samples = saved.rollbacks, list(saved.skipped_samples)
 
@@ -53,7 +53,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, text: str) -> "TrainState":
-        """Raise ValueError, TypeError or KeyError if the text is not the state of a run."""
+        """Parse the text of train_state.json. Raise ValueError, TypeError or KeyError if it is not the state of a run."""
         raw = json.loads(text)
         values = {name: raw[name] for name in get_type_hints(cls)}
         for name, hint in get_type_hints(cls).items():

@@ -117,7 +117,7 @@ class Trainer:
                 self.checkpoints.best.update(dataset.name, result["loss"])
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
-        """Start to save the state. Raise TrainingDiverged if the run ends in a series of skipped steps."""
+        """Start to save the state. Raise TrainingDiverged if the run ends after several non-finite steps in a row."""
         if last:
             self.monitor.require_good_end(outcome)
         self.metrics.flush()
@@ -127,7 +127,7 @@ class Trainer:
         self.metrics.log_saves(saves)
 
     def roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
-        """Restore the latest checkpoint and skip the samples of the skipped steps. Return the batches after these samples."""
+        """Restore the latest checkpoint. Return the batches that follow it, without the samples of the skipped steps."""
         state = self.state
         self._wait_for_saves()
         with self.watchdog.paused():

@@ -52,14 +52,14 @@ def hf_name(name: str) -> str:
 
 
 def is_rope_permuted(name: str) -> bool:
-    """Return whether rotary embeddings are applied to the parameter's output."""
+    """Return whether the parameter computes queries or keys, to which rotary embeddings are applied."""
     return name.endswith(("attention.wq.weight", "attention.wk.weight"))
 
 
 def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
-    """Return rows in Hugging Face's layout. rows: weights of complete heads in Meta's layout, shape (heads * head_dim, columns).
-    Meta's layout has the two members of a rotated pair next to each other. Hugging Face's layout has the first members of all
-    pairs of a head before the second members."""
+    """Return rows in Hugging Face's order. rows: weights of complete heads in Meta's order, shape (heads * head_dim, columns).
+    In Meta's order, the two rows of a rotated pair are neighbours. In Hugging Face's order, the first rows of all pairs of a head
+    precede the second rows of these pairs."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 

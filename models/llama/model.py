@@ -17,12 +17,12 @@ from models.spec import Head
 
 
 def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
-    """Return the rotation of each pair of dims of a head (Su et al. 2021, arXiv:2104.09864), radians per position.
+    """Return the rotation frequency of each pair of head dims (Su et al. 2021, arXiv:2104.09864), in radians per position.
     Shape (head_dim / 2,), fp32.
 
-    If rope_factor is not 1, Llama 3.1's scaling applies. A pair makes a number of turns within original_seq_len. With fewer than
-    rope_low_freq_factor turns, its frequency is divided by rope_factor. With more than rope_high_freq_factor turns, its
-    frequency is unchanged. Between these two limits, the frequency is interpolated.
+    If rope_factor is not 1, Llama 3.1's scaling applies. It depends on how many turns a pair makes within original_seq_len. Below
+    rope_low_freq_factor turns, the frequency is divided by rope_factor. Above rope_high_freq_factor turns, the frequency is
+    unchanged. Between these two limits, the frequency is interpolated.
     """
     pairs = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32, device=device)
     frequencies = sizes.rope_theta ** (-pairs / sizes.head_dim)
@@ -35,7 +35,7 @@ def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate neighbouring pairs of the last dim (Meta's layout). x: (batch, heads, seq, head_dim)."""
+    """Rotate each pair of neighbouring values in the last dim (Meta's layout). x: (batch, heads, seq, head_dim)."""
     cos, sin = rope
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
@@ -43,10 +43,10 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class CausalMask(nn.Module):
-    """The attention mask, computed once for all blocks. Features that need another mask replace this module by its name.
+    """The attention mask, computed once for all blocks. The trainer replaces this module if a run needs another mask.
 
-    Every token attends to itself and to all earlier tokens of its sample, also in other documents. CausalAttention needs no mask
-    for this.
+    Every token attends to itself and to all earlier tokens of its sample, even if they belong to other documents. The mask is
+    None, because CausalAttention is causal without a mask.
     """
 
     def forward(self, positions: Tensor, documents: Tensor) -> None:
@@ -54,7 +54,7 @@ class CausalMask(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """The attention kernel. It needs the full sequence in order. Features that replace this module also replace the mask."""
+    """The attention kernel. Without a mask, q, k and v must contain the full sequence in order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, broadcast to
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only while it runs."""
+    """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only for this module."""
 
     def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
         return F.linear(h, self.weight) if head is None else head(h, self.weight)
@@ -147,16 +147,16 @@ class Llama(nn.Module):
         return self.output(self.norm(h), head)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each pair's angle, shape (batch, 1, seq, head_dim / 2), fp32. Every forward computes them,
-        because a checkpoint, a cast or a move between devices could damage a stored buffer."""
+        """Return the cosine and the sine of each pair's angle, shape (batch, 1, seq, head_dim / 2), fp32. Every forward computes
+        them, because a buffer could be damaged by a checkpoint, a cast or a move between devices."""
         angles = positions[:, None, :, None].float() * rope_frequencies(self.sizes, positions.device)
         return angles.cos(), angles.sin()
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
-        (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table, which may also be the output weight, is
-        1 / dim. The two projections of a block into the residual stream are divided by sqrt(2 n_layers) (Radford et al. 2019,
-        GPT-2). Norm weights start at one."""
+        (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table is 1 / dim, because the table may also be
+        the output weight. The weights of wo and w2 are divided by sqrt(2 n_layers), because their outputs are added to the
+        residual stream (Radford et al. 2019, GPT-2). Norm weights start at one."""
         if name.endswith("norm.weight"):
             rows.fill_(1.0)
             return
@@ -167,8 +167,8 @@ class Llama(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """See models.spec.Model. A multiply-add is two operations. Backward costs twice as much as forward.
 
-        The count includes every linear layer, also the output projection, and the two matrix products of attention. Causal
-        attention has (seq_len + 1) / 2 keys per token on average. Norms, activations and recomputation are not counted.
+        The count includes every linear layer (also the output projection) and the two matrix products of attention. A token
+        attends to (seq_len + 1) / 2 keys on average. Norms, activations and recomputation are not counted.
         """
         linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
         attention = self.sizes.n_layers * 2 * self.sizes.dim * (seq_len + 1) // 2

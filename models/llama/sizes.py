@@ -20,13 +20,13 @@ class LlamaSizes:
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
-    """Whether the output projection is the embedding table."""
+    """Whether the output projection uses the embedding table as its weight."""
     rope_factor: float = 1.0
     """Factor by which positions may exceed original_seq_len (Llama 3.1); 1 disables the scaling of frequencies."""
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     original_seq_len: int = 8192
-    """Sequence length of the training with unscaled frequencies. It is used only if rope_factor is not 1."""
+    """Sequence length of the original training, before the frequencies were scaled. It is used only if rope_factor is not 1."""
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):

@@ -1,4 +1,4 @@
-"""Measure components of the trainer: saves, data preparation and loading.
+"""Measure the speed of checkpoint saves, data preparation and data loading.
 
 python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
@@ -42,15 +42,15 @@ from trainer.testing.layouts import Table
 from trainer.testing.ranks import LocalRanks
 
 LOADED_TOKENS = 2**25
-"""Number of tokens that one repeat loads."""
+"""Number of tokens to load in each repeat."""
 
 
 # ---------------------------------------------------------------- checkpoint
 
 
 def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Return mode -> (seconds that training is blocked, seconds in the background) of each save. Run on each rank. The state
-    consists of matrices of 4 MiB, sharded over the ranks."""
+    """Measure saves, collectively. Return async mode -> one pair per save: the seconds that training was blocked, and the seconds
+    of writing in the background. The state consists of matrices of 4 MiB, sharded over the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = 1024 // dist.get_world_size()
     state = {
@@ -97,7 +97,7 @@ def print_saves(gib: float, ranks: int, repeats: int, folder: str | None) -> Non
 
 
 def interleaved(tasks: Mapping[str, Callable[[], int]], repeats: int) -> dict[str, list[float]]:
-    """Run the tasks alternately, after a warm-up. A task returns its number of tokens. Return task -> tokens per second."""
+    """Run the tasks in turn, after a warm-up. Each task returns its number of tokens. Return task name -> tokens per second."""
     rates: dict[str, list[float]] = {name: [] for name in tasks}
     for repeat in range(repeats + 1):
         for name, task in tasks.items():
@@ -109,7 +109,8 @@ def interleaved(tasks: Mapping[str, Callable[[], int]], repeats: int) -> dict[st
 
 
 def preparing(folder: Path, mib: int, tokenizer: Tokenizer) -> dict[str, Callable[[], int]]:
-    """Return two tasks: the baseline, and the trainer's preparation, which writes its store to stores/."""
+    """Return two tasks that tokenize the same texts. One uses tiktoken alone. The other uses the trainer's data preparation and
+    writes a store to stores/."""
     source = open_source(DataConfig(), tokenizer)
     texts, num_bytes = [], 0
     for text in itertools.cycle(document for document in source.documents() if isinstance(document, str)):

@@ -1,10 +1,10 @@
-"""Check simulated memory against the allocator.
+"""Compare simulated memory with measured memory.
 
 The script runs a step under each layout with gloo on this machine's CPU, reads the allocator's events from torch's profiler,
 and prints the measured and the simulated peak of the first and the last rank.
 
-exit codes: 0: all agree; 1: a peak deviates by more than 3 %, or a category of memory deviates by more than 5 % of its size and
-by more than 1 % of the peak; 2: an argument or a setting is wrong
+exit codes: 0: all layouts agree; 1: a peak deviates by more than 3 %, or a category of memory deviates by more than 5 % of its
+size and by more than 1 % of the peak; 2: an argument or a setting is wrong
 
     python scripts/dev/check_plan.py --layout "tp=2 training.compute_dtype=bf16" --layout "pp=2"
 """
@@ -64,11 +64,11 @@ REPEATS = 3
 MAX_RANKS = 16
 MAX_PEAK_DEVIATION = 0.03
 MAX_CATEGORY_DEVIATION, IGNORED_FRACTION = 0.05, 0.01
-"""Maximum deviation, as a fraction of the category's size. Smaller deviations than this fraction of the peak are ignored."""
+"""Maximum deviation of a category, as a fraction of its size. Deviations below IGNORED_FRACTION of the peak are ignored."""
 
 
 def wrong_category(simulation: Simulation, measured: Counter[str]) -> str:
-    """Return a description of the first category that deviates too much, or "" if there is none."""
+    """Return a description of the first memory category that deviates too much, or "" if there is none."""
     for category, planned in simulation.by_category.items():
         actual = measured[category]
         if abs(planned - actual) > max(MAX_CATEGORY_DEVIATION * actual, IGNORED_FRACTION * measured.total()):
@@ -77,7 +77,7 @@ def wrong_category(simulation: Simulation, measured: Counter[str]) -> str:
 
 
 def check(layout: Layout, argv: list[str], config: Config, table: Table) -> bool:
-    """Print the rows of a layout and return whether the first and the last rank agree."""
+    """Print a layout's table rows. Return whether the simulation agrees with the measurement on the first and the last rank."""
     size = num_ranks(config.parallel)
     measured = LocalRanks(size).run(measure, argv, REPEATS)
     agree = True

@@ -1,7 +1,7 @@
-"""Measure or plan memory and speed while memory techniques are added one after another.
+"""Add memory techniques one after another, and measure or estimate memory and speed after each.
 
-The script measures the allocator's peak and the fastest of a few steps, on one rank on this machine's CPU. With --device, it
-plans instead. A CPU has no separate host memory, so that only a plan shows the effect of offloading.
+The script measures peak memory, and the speed of the fastest of a few steps, on one rank on this machine's CPU. With --device,
+it estimates both for that device instead. A CPU has no separate host memory, so only estimates show the effect of offloading.
 
     python scripts/dev/memory_ablation.py --device a100 --config train_configs/llama3_2_3b.toml
 """
@@ -48,7 +48,7 @@ STEPS = 3
 
 
 def fastest_step_s(argv: Sequence[str]) -> float:
-    """Return the duration of the fastest step in seconds. Run on a rank."""
+    """Run a few steps on this rank. Return the duration of the fastest one in seconds."""
     config = load_config(argv)
     devices.set_cpu_threads(config.training.cpu_threads)
     _, step = build_step(config)
@@ -61,8 +61,8 @@ def fastest_step_s(argv: Sequence[str]) -> float:
 
 
 def cumulative(techniques: Sequence[str], argv: Sequence[str]) -> Iterator[tuple[str, list[str], Config]]:
-    """Yield (name, flags, configuration) of the baseline, and then with one more technique each time. Raises ConfigError that
-    names the technique."""
+    """Yield (name, flags, configuration) of the baseline, and then of each run that adds one more technique. Raises a ConfigError
+    that names the technique that caused it."""
     settings = with_default_model(BASELINE | settings_of(argv))
     yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
     for technique in techniques:
@@ -84,7 +84,7 @@ def main() -> None:
     )
     args, argv = parser.parse_known_args()
     if args.world_size > 1 and not args.device:
-        parser.error(f"--world-size {args.world_size}: has an effect only on plans; add --device")
+        parser.error(f"--world-size {args.world_size}: has no effect without --device")
     runs = list(cumulative(args.techniques, argv))
     table = Table(technique="<40", memory=">12", change=">7", host_memory=">12", tokens_per_second=">18")
     previous = None

@@ -1,4 +1,4 @@
-"""Plot the training losses of several runs, one curve over another, for the README.
+"""Plot the training losses of several runs in one diagram, for the README.
 
 python scripts/dev/plot_losses.py outputs/ranks1 outputs/ranks2 --output docs/images/losses.svg
 """

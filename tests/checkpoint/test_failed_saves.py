@@ -43,11 +43,10 @@ def test_a_failed_save_is_reported_and_stops_the_run_if_configured_or_if_it_was_
 ):
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "6"]
     argv += ["--checkpoint.interval_steps", "2", "--checkpoint.on_failure", policy, "--checkpoint.async_mode", mode]
-    warning = (
-        f"step {failing_steps[0]} could not be saved: no space; previous checkpoints are intact, and the next save is"
-    )
+    reason = f"step {failing_steps[0]} could not be saved: no space"
+    warning = f"{reason}; previous checkpoints are intact, and the next save will be"
     for raised, warnings in ranks(2).run(run_with_failing_saves, argv, failing_steps):
         assert raised == message
-        assert warnings == ([] if message else [f"{warning} made when it is due"])
+        assert warnings == ([] if message else [f"{warning} attempted as scheduled"])
     steps = [step_of(path) for path in latest_per_step(tmp_path / "run" / "checkpoints")]
     assert sorted(steps) == saved

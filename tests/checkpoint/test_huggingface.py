@@ -3,8 +3,6 @@
 import json
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from models import MODELS
 from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, sizes_from_hf
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
-from tests.conftest import ROOT
+from tests.commands import run_script
 from tests.training_runs import full, train, trainer_from
 from trainer.checkpoint.export import HfExport, export_run, is_export_of
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
@@ -350,8 +348,7 @@ def test_invalid_header_is_a_one_line_error(tmp_path, head):
 
 
 def script(*words):
-    command = [sys.executable, str(ROOT / "scripts" / "convert_hf.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script("scripts/convert_hf.py", *words)
     return done.returncode, done.stderr.strip()
 
 

@@ -132,7 +132,7 @@ def test_unreadable_lineage_file_can_be_removed(ranks, tmp_path):
     (tmp_path / "lineage.json").write_text("{")
     with pytest.raises(
         RankError,
-        match=r"lineage\.json cannot be read, so earlier rollbacks are unknown; to roll back, remove this file",
+        match=r"lineage\.json cannot be read, so earlier rollbacks are unknown; remove this file and start the run again",
     ):
         ranks(1).run(resume.find_resume_point, tmp_path, 2)
     (tmp_path / "lineage.json").unlink()

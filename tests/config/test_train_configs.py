@@ -87,7 +87,7 @@ COMBINATIONS = {
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
     "--parallel.dp_shard 3": ("--parallel.dp_shard 3: must equal the number of ranks, 4; -1 uses all remaining ranks"),
-    "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the 4 ranks of this run",
+    "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the number of ranks, 4",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
         "--parallel.dp_shard 4: x dp_replicate 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
     ),
@@ -97,9 +97,9 @@ COMBINATIONS = {
     "--training.global_batch_size 24": (
         "--training.global_batch_size 24: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
-    "--parallel.tp 3": "--parallel.tp 3: must divide the 4 ranks of this run",
+    "--parallel.tp 3": "--parallel.tp 3: must divide the number of ranks, 4",
     "--parallel.tp 2 --parallel.cp 4": (
-        "--parallel.tp 2: x 4 (product of the other degrees) = 8 must divide the 4 ranks of this run"
+        "--parallel.tp 2: x 4 (product of the other degrees) = 8 must divide the number of ranks, 4"
     ),
     "--parallel.dp_shard 4 --parallel.tp 2": (
         "--parallel.dp_shard 4: x tp 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
@@ -121,7 +121,7 @@ COMBINATIONS = {
     ),
     "--parallel.cp 4 --training.seq_len 132": "--parallel.cp 4: 2 x cp = 8 must divide seq_len 132",
     "--parallel.pp 2 --model.overrides.tied_embeddings true": (
-        "--parallel.pp 2: must be 1 with tied embeddings, which two stages would share"
+        "--parallel.pp 2: must be 1 with tied embeddings, because two stages would share them"
     ),
     "--parallel.pp 4 --model.overrides.n_layers 3": (
         "--parallel.pp 4: makes 4 stages (4 ranks x 1 per rank), but the model has only 3 blocks"
@@ -154,13 +154,14 @@ COMBINATIONS = {
         "torch.compile does not support"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule DualPipeV --parallel.reshard_after_forward always": (
-        "--parallel.reshard_after_forward always: must be default or never with DualPipeV"
+        "--parallel.reshard_after_forward always: must be 'default' or 'never' when DualPipeV is used"
     ),
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --activation_checkpoint.mode selective": (
-        "--activation_checkpoint.mode selective: cannot be combined with ZBVZeroBubble, which traverses backward's graph twice"
+        "--activation_checkpoint.mode selective: cannot be combined with ZBVZeroBubble, which traverses the backward graph twice"
     ),
     "--parallel.pp 2 --training.reduce_every_microbatch true": (
-        "--training.reduce_every_microbatch true: cannot be combined with pp > 1, which reduces gradients once per step"
+        "--training.reduce_every_microbatch true: cannot be combined with pp > 1, because a pipeline reduces "
+        "gradients once per step"
     ),
     "--activation_checkpoint.mode budget": (
         "--activation_checkpoint.mode budget: needs [compile] enabled = true to apply the budget"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import train
 from trainer.checkpoint.export import export_run
@@ -169,8 +170,7 @@ def test_a_character_of_several_tokens_is_returned_with_its_last_token():
 
 
 def script(*words, stdin=""):
-    words = [word if isinstance(word, bytes) else str(word) for word in words]
-    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *words]
+    command = [sys.executable, str(ROOT / "scripts" / "generate.py"), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, input=stdin)
     return done.returncode, done.stdout, done.stderr.strip()
 
@@ -184,21 +184,31 @@ def test_the_command_continues_a_prompt_and_chats(chat_run):
     assert (code, err, out.count("\n") >= 2) == (0, "", True)
 
 
-def test_errors_of_the_command_are_one_line(chat_run, tmp_path):
-    wrong = (
+def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
+    too_long = 2**31 - 1
+    for words, line in (
         ([tmp_path / "no", "--prompt", "x"], f"{tmp_path}/no: no such folder"),
-        ([chat_run], "expected either --prompt TEXT or --chat"),
-        ([chat_run, "--prompt", b"a\xff"], "argument --prompt: expected UTF-8 text"),
         (
-            [chat_run, "--prompt", "x", "--max-seq-len", "10000000000000"],
-            "not enough memory for a KV cache of 10000000000000 tokens; lower --max-seq-len",
+            [chat_run, "--prompt", "x", "--max-seq-len", too_long],
+            f"not enough memory for a KV cache of {too_long} tokens; lower --max-seq-len",
         ),
-        ([chat_run, "--prompt", "x", "--system", "y"], "--system has no effect without --chat"),
-        ([chat_run, "--prompt", "x", "--top-p", "2"], "argument --top-p: 2: must be above 0 and at most 1"),
         (
             [chat_run, "--chat", "--chat-template", "llama4"],
             "--chat-template llama4: expected one of llama2, llama3, chatml, or an existing file or folder",
         ),
-    )
-    for words, line in wrong:
+    ):
         assert script(*words) == (2, "", line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "expected either --prompt TEXT or --chat"),
+        (["--prompt", "a\udcff"], "argument --prompt: expected UTF-8 text"),
+        (["--prompt", "x", "--system", "y"], "--system has no effect without --chat"),
+        (["--prompt", "x", "--top-p", "2"], "argument --top-p: 2: must be above 0 and at most 1"),
+    ],
+)
+def test_errors_of_the_command_line_are_one_line(words, line):
+    done = run_script("scripts/generate.py", "outputs/run", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")

@@ -119,8 +119,8 @@ def test_a_layout_that_splits_quantization_blocks_is_rejected():
     with pytest.raises(ConfigError) as error:
         simulate([(load_config(args), 0)], 2, on_gpu=False)
     message = (
-        "8bit needs row lengths divisible by 256, but tp shards layers.0.attention.wo.weight to rows of 128 values; "
-        "use bf16"
+        "'8bit' needs row lengths divisible by 256, but tp shortens the rows of layers.0.attention.wo.weight to 128; "
+        "use 'bf16'"
     )
     assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 

@@ -80,13 +80,13 @@ ERRORS = {
     ): "parallel.pipeline_split_points: layers.8 is not a block; expected layers.1 to layers.7",
     ("split", 2, ("layers.1", "layers.2")): ("parallel.pipeline_split_points: 2 stages need 1 split points, not 2"),
     ("split", 3, ("layers.4", "layers.2")): (
-        "parallel.pipeline_split_points: must name blocks after layers.0 in ascending order"
+        "parallel.pipeline_split_points: must be in ascending order and must not contain the first block, layers.0"
     ),
     (
         "split",
         2,
         ("layers.0",),
-    ): "parallel.pipeline_split_points: must name blocks after layers.0 in ascending order",
+    ): "parallel.pipeline_split_points: must be in ascending order and must not contain the first block, layers.0",
 }
 
 

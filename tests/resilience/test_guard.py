@@ -180,10 +180,10 @@ def test_a_rollback_skips_the_samples_of_the_failed_steps(ranks, tiny, tmp_path,
 
     # Steps 1 to 5 run, and 4 and 5 fail. The run rolls back to step 2 and continues with the samples of steps 3, 6, 7, 8.
     assert steps(results, range(9)) == steps(plain, [0, 1, 2, 3, 4, 2, 5, 6, 7])
-    assert results[0][2] == [(48, 80)]
+    assert results[0][2] == [(24, 40)]
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "train_state.json").read_text())
-    assert (state["skipped_samples"], state["cursor"]) == ([[48, 80]], 96)
+    assert (state["skipped_samples"], state["cursor"]) == ([[24, 40]], 48)
 
 
 def test_the_run_fails_if_the_last_two_steps_are_non_finite_but_not_for_one(ranks, tiny, tmp_path):
@@ -200,7 +200,7 @@ def test_a_failed_step_read_one_step_late_is_rolled_back_too(ranks, tiny, tmp_pa
     flags = [*ROLLBACK, "--checkpoint.interval_steps", "3", "--metrics.interval_steps", "3"]
     faults = {"faulty_steps": (4, 5), "scale": float("nan"), "skipped_steps": (), "late": True}
     results = run(ranks, 1, tiny, tmp_path / "run", *flags, **faults)
-    assert len(results[0][1]) == 6 + 3 and results[0][2] == [(48, 80)]
+    assert len(results[0][1]) == 6 + 3 and results[0][2] == [(24, 40)]
 
 
 def test_a_policy_switched_on_later_uses_the_earlier_history(ranks, tiny, tmp_path):
@@ -224,4 +224,4 @@ def test_a_spike_is_skipped_or_rolled_back(ranks, tiny, tmp_path):
     back = run(
         ranks, 2, tiny, tmp_path / "b", *flags, "--resilience.on_loss_spike", "rollback", faulty_steps=(38,), scale=1e4
     )
-    assert len(back[0][1]) == 48 and back[0][2] == [(37 * 16, 38 * 16)]
+    assert len(back[0][1]) == 48 and back[0][2] == [(37 * 8, 38 * 8)]

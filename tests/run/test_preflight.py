@@ -86,8 +86,8 @@ def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
     returns = {"trainer.run.preflight.node_id": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
-        f"parameters, gradients and optimizer state alone need {need / 2**30:.3g} GiB of host memory on node7, which "
-        f"has {0.9 * need / 2**30:.3g} GiB free; {ADVICE}"
+        f"parameters, gradients and optimizer state alone need {need / 2**30:.3g} GiB of host memory on node7, but "
+        f"only {0.9 * need / 2**30:.3g} GiB are free; {ADVICE}"
     )
 
 
@@ -100,8 +100,8 @@ def on_a_gpu(argv):
 def test_too_little_device_memory_is_an_error(ranks, tiny):
     line = line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**23}, function=on_a_gpu)
     assert line == (
-        f"parameters, gradients and optimizer state alone need 0.0156 GiB of device memory on rank 0, which "
-        f"has 0.00781 GiB free; {ADVICE}"
+        f"parameters, gradients and optimizer state alone need 0.0156 GiB of device memory on rank 0, but "
+        f"only 0.00781 GiB are free; {ADVICE}"
     )
     assert line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**24}, function=on_a_gpu) is None
 

@@ -1,17 +1,14 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
 from scripts.compare_runs import compare_losses, losses
-from tests.conftest import ROOT
+from tests.commands import run_script
 from tests.training_runs import train
 
 
 def script(*args):
-    command = [sys.executable, str(ROOT / "scripts" / "compare_runs.py"), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script("scripts/compare_runs.py", *args)
     return done.returncode, done.stdout.splitlines(), done.stderr.strip()
 
 

@@ -1,8 +1,6 @@
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.commands import run_script
 from tests.faults.harness import write_corpus
 from tests.training_runs import recorded_batches, train, trainer_from
 from trainer.config import TokenizerConfig
@@ -10,8 +8,7 @@ from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def script(run, step):
-    command = [sys.executable, str(ROOT / "scripts" / "inspect_samples.py"), str(run), str(step)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script("scripts/inspect_samples.py", run, step)
     return done.returncode, done.stdout.splitlines(), done.stderr.strip()
 
 
@@ -51,4 +48,4 @@ def test_a_step_without_a_record_is_an_error(ranks, tiny, tmp_path):
     ranks(1).run(train, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"])
     error = f"{tmp_path}/run: metrics.jsonl has no record of step 2; the last record is of step 1"
     assert script(tmp_path / "run", 2) == (2, [], error)
-    assert script(tmp_path, 2) == (2, [], f"{tmp_path}: is not a run folder: it has no metrics.jsonl")
+    assert script(tmp_path, 2) == (2, [], f"{tmp_path}: is not a run folder, because it has no metrics.jsonl")

@@ -1,19 +1,15 @@
 """scripts/dev/memory_ablation.py: techniques on top of each other, measured or planned."""
 
-import subprocess
-import sys
-
 import pytest
 
 from scripts.dev.memory_ablation import TECHNIQUES, cumulative
-from tests.conftest import ROOT
+from tests.commands import run_script
 
 SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
 
 
 def memory_ablation(*argv):
-    command = [sys.executable, str(ROOT / "scripts" / "dev" / "memory_ablation.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return run_script("scripts/dev/memory_ablation.py", *argv)
 
 
 def test_every_technique_is_on_top_of_those_before_it():
@@ -43,7 +39,7 @@ def test_a_technique_has_memory_change_and_speed(device):
             "with [activation_checkpoint] mode = full",
         ),
         (["--techniques", "less"], "argument --techniques: invalid choice: 'less'"),
-        (["--world-size", "2"], "--world-size 2: has an effect only on plans; add --device"),
+        (["--world-size", "2"], "--world-size 2: has no effect without --device"),
         (["--training.stpes", "2"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
     ],
 )

@@ -62,7 +62,7 @@ LINES = {
     (
         "--layout",
         "dp_shard=3",
-    ): "--layout 'dp_shard=3': training.global_batch_size: 16 must be a multiple of 3, the number of microbatches on all "
+    ): "--layout 'dp_shard=3': training.global_batch_size: 8 must be a multiple of 3, the number of microbatches on all "
     "data-parallel ranks",
     ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (default: 1)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",

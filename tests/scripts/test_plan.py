@@ -1,19 +1,16 @@
 """scripts/plan.py, as users call it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import tomli
 
-from tests.conftest import ROOT
+from tests.commands import run_script
 from trainer.planning.recorder import MEMORY_CATEGORIES
 
 
 def plan(*flags):
-    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    return run_script("scripts/plan.py", *flags)
 
 
 def test_a_run_is_planned_without_its_files():
@@ -58,8 +55,8 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--world-size", "6", "--parallel.tp", "4"], "--parallel.tp 4: must divide the 6 ranks of this run"),
-        (["--plot", "memory.gif"], "--plot memory.gif: expected a name that ends in .png, .svg, .pdf"),
+        (["--world-size", "6", "--parallel.tp", "4"], "--parallel.tp 4: must divide the number of ranks, 6"),
+        (["--plot", "memory.gif"], "--plot memory.gif: the file name must end in .png or .svg or .pdf"),
         (["--plot", "no/memory.png"], "--plot no/memory.png: folder no does not exist"),
         (["--search", "--json"], "--search prints a table: it cannot be combined with --json, --tokens or --plot"),
         (["--plot", "/proc/memory.png"], "--plot /proc/memory.png: cannot be written ("),
@@ -77,7 +74,7 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
         (
             ["--compile.enabled", "true", "--activation_checkpoint.mode", "budget"],
-            "--activation_checkpoint.mode budget: cannot be planned: the compiler selects the activations to save",
+            "--activation_checkpoint.mode budget: cannot be planned, because the compiler selects the activations to save",
         ),
     ],
 )

@@ -8,16 +8,12 @@ from functools import partial
 
 import pytest
 
+from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.faults.harness import write_corpus
 from trainer.config import TokenizerConfig
 from trainer.data.store.store import open_store
 from trainer.data.tokenizer.backends import load_tokenizer
-
-
-def call(script, *args) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -27,7 +23,7 @@ def settings(tmp_path) -> list[str]:
 
 
 def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
-    first = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
+    first = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
     assert first.returncode == 0, first.stderr
     (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
     train, held_out = open_store(store, "train"), open_store(store, "held_out")
@@ -37,36 +33,36 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
         f"  held out   {len(held_out.documents) - 1:>15,} documents {len(held_out.tokens):>19,} tokens",
         f"  skipped    {0:>15,} documents",
     ]
-    again = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
+    again = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
     assert again.stdout.splitlines()[0] == f"{store}: already prepared"
     assert again.stdout.splitlines()[-1] == "  intact: every file has the content that was written"
     tokens = store / "train.tokens"
     tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
-    damaged = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
+    damaged = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
     assert damaged.returncode == 2
     assert f"{tokens} does not match its digest in store.json; delete the folder {store}" in damaged.stderr
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    short = call("prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
+    short = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
     assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
 
 
 def test_an_error_of_a_dataset_names_the_setting_that_selects_it(settings, tmp_path):
     (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
     evaluation = ["--evaluation.datasets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]
-    result = call("prepare_data.py", *settings, *evaluation)
+    result = run_script("scripts/prepare_data.py", *settings, *evaluation)
     assert result.returncode == 2
     line = result.stderr.splitlines()[-1]
     assert line.startswith(
         f"--evaluation.datasets.wiki jsonl:{tmp_path}/junk.jsonl: this dataset contains no readable document; "
     )
     (tmp_path / "nothing.txt").touch()
-    result = call("train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
+    result = run_script("scripts/train_tokenizer.py", tmp_path / "x", *settings[:3], tmp_path / "nothing.txt")
     assert (result.returncode, result.stderr.partition(": contains no readable document")[0]) == (
         2,
         f"--data.path {tmp_path}/nothing.txt",
     )
     dataset = ["--data.datasets.mine", f"text:{tmp_path}/nothing.txt"]
-    result = call("train_tokenizer.py", tmp_path / "x", *dataset)
+    result = run_script("scripts/train_tokenizer.py", tmp_path / "x", *dataset)
     assert (result.returncode, result.stderr.partition(": contains no readable document")[0]) == (2, " ".join(dataset))
     assert not (tmp_path / "x").exists()
 
@@ -83,14 +79,14 @@ def test_an_interrupted_preparation_exits_with_one_line_and_can_be_continued(set
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[-1]) == (130, "interrupted; rerun the same command to continue")
     assert "Traceback" not in err
-    assert call("prepare_data.py", *settings).returncode == 0
+    assert run_script("scripts/prepare_data.py", *settings).returncode == 0
 
 
 def test_shards_prepared_on_several_nodes_are_read_together(settings, tmp_path):
     for shard in ("1/2", "2/2"):
-        assert call("prepare_data.py", "--shard", shard, *settings).returncode == 0
+        assert run_script("scripts/prepare_data.py", "--shard", shard, *settings).returncode == 0
     joined = ["--data.dataset", "prepared", "--data.path", settings[-1], "--data.store_folder", tmp_path / "joined"]
-    verified = call("prepare_data.py", *joined, "--verify")
+    verified = run_script("scripts/prepare_data.py", *joined, "--verify")
     assert verified.returncode == 0, verified.stderr
     counts = re.findall(r"([0-9]+) documents", verified.stdout)
     assert sum(map(int, counts[-3:])) == 40
@@ -98,14 +94,14 @@ def test_shards_prepared_on_several_nodes_are_read_together(settings, tmp_path):
 
 @pytest.mark.parametrize("shard", ["0/4", "5/4", "4", "a/b"])
 def test_an_invalid_shard_is_one_line(shard):
-    result = call("prepare_data.py", "--shard", shard)
+    result = run_script("scripts/prepare_data.py", "--shard", shard)
     assert (result.returncode, result.stderr) == (2, f"argument --shard: {shard}: expected I/N, from 1/N to N/N\n")
 
 
 def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff")
     path = tmp_path / "my.tiktoken"
-    trained = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
+    trained = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: the file is not UTF-8 text (byte 0)"
     assert trained.stderr == f"skipped 1 bad documents; the first: {first}\n"
@@ -114,10 +110,16 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     text = (tmp_path / "corpus" / "0000.txt").read_text()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) < len(text) / 2
-    again = call("train_tokenizer.py", path, "--vocab-size", "540", *settings)
+    again = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert (again.returncode, again.stderr) == (2, f"{path}: already exists\n")
-    strict = call(
-        "train_tokenizer.py", tmp_path / "strict", "--vocab-size", "540", *settings, "--data.on_bad_document", "stop"
+    strict = run_script(
+        "scripts/train_tokenizer.py",
+        tmp_path / "strict",
+        "--vocab-size",
+        "540",
+        *settings,
+        "--data.on_bad_document",
+        "stop",
     )
     message = f"1 or more documents are unreadable; the first: {first}"
     assert (strict.returncode, strict.stderr) == (2, f"--data.on_bad_document stop: {message}\n")
@@ -126,8 +128,8 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
 def test_a_tokenizer_cannot_be_trained_on_tokens(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"\1\0\2\0")
     for dataset in ("tokens", "prepared"):
-        result = call(
-            "train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
+        result = run_script(
+            "scripts/train_tokenizer.py", tmp_path / "my", "--data.dataset", dataset, "--data.path", tmp_path / "x.bin"
         )
         assert (result.returncode, result.stderr) == (
             2,

@@ -176,10 +176,10 @@ class ThreadWriter(StagedWriter):
 
 
 class ProcessWriter(StagedWriter):
-    """Writer in a separate process, which shares the memory of the host copy and does not hold the trainer's GIL.
+    """Writer in a separate process, which reads the host copy from shared memory and does not hold the trainer's GIL.
 
-    torch's own writer process is not used, for three reasons: it is forked in a thread that then ends, it continues to its commit
-    after the trainer was killed, and it is never replaced after it has died.
+    torch's own writer process is not used, for three reasons. A short-lived thread starts it, so `die_with_parent` would kill it
+    when this thread ends. The process completes a save even after the trainer is killed. A process that died is not replaced.
     """
 
     def __init__(self, device: torch.device, tensors: Tensors):
@@ -229,8 +229,8 @@ class ProcessWriter(StagedWriter):
 
 
 def _writer_store() -> tuple[dist.Store | None, tuple[str, int] | None]:
-    """Create a c10d store for the writers on rank 0, independent of training's rendezvous. Return the store and its address.
-    The store is None on all other ranks. Both are None if the world size is 1."""
+    """Create a c10d store on rank 0 for the writers of all ranks. It is independent of training's rendezvous. Return the store
+    and its address. The store is None on all other ranks. Both are None if the world size is 1."""
     if dist.get_world_size() == 1:
         return None, None
     single_node = local_world_size() == dist.get_world_size()
@@ -244,7 +244,7 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 def _serve(connection: Connection, parent: int, peers: tuple, memory: str, plan: SavePlan) -> None:
-    """Run the writer process. peers: rank, world size, address of the writers' store. memory: path of the memfd with the copy."""
+    """Run the writer process. peers: rank, world size, address of the writers' store. memory: path of the host copy's memfd."""
     detach_signals()
     rank, world_size, address = peers
     try:
@@ -282,4 +282,4 @@ def _attempt(
 
 
 WRITERS = {"off": SyncWriter, "thread": ThreadWriter, "process": ProcessWriter}
-"""Value of checkpoint.async_mode -> writer."""
+"""Value of checkpoint.async_mode -> writer class."""

@@ -11,7 +11,8 @@ class BestTracker:
     """Tracker of the checkpoint with the lowest loss on one evaluation dataset. This checkpoint is never pruned."""
 
     def __init__(self, config: EvaluationConfig, data: str):
-        """data: name that changes when the content of the dataset changes, or "" for documents held out of the training data."""
+        """data: name of the dataset's token store, which changes with the content of the dataset. It is "" if the dataset
+        consists of documents held out of the training data."""
         self.dataset = config.keep_best_on
         self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}"
         self._saved = self._previous = (0, math.inf)
@@ -48,6 +49,6 @@ class BestTracker:
         valid = state[:1] == [self.identity] and state[1] in steps
         if state and self.dataset and not valid:
             logging.info(
-                f"ignoring the previous best step {state[1]}, because the evaluation data changed or its checkpoint is missing"
+                f"ignoring the previous best step {state[1]}, because the evaluation data changed or that checkpoint is missing"
             )
         self._saved, self._pending = (state[1], state[2]) if valid else (0, math.inf), None

@@ -9,7 +9,7 @@ checkpoints/
         model.json, tokenizer.*      the model's dimensions, and the files of the tokenizer
         manifest.json                size and hash of every file; written last (manifest.py)
     step-00000100.tmp-xxxxxxxx       an unfinished save or removal; never read
-    step-00000100.old                a checkpoint that a new save of its step replaces; used if that was interrupted
+    step-00000100.old                the previous checkpoint while its step is saved again; used if that save is interrupted
     discarded-1/                     checkpoints later than the target of a rollback
     lineage.json                     the steps that the run was rolled back to
 """
@@ -79,7 +79,7 @@ def latest_per_step(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Destination of a save, and the data to save besides tensors."""
+    """Destination of a save, and all data to save except the tensors."""
 
     folder: Path
     step: int
@@ -92,7 +92,7 @@ class SaveRequest:
     keep_interval_steps: int
     """Interval in steps. Checkpoints at its multiples are kept regardless of `keep`. 0 disables this rule."""
     keep_best: int
-    """Step of the best checkpoint, which is kept regardless of `keep`, or 0 if no checkpoint is the best."""
+    """Step of the best checkpoint, which is kept regardless of `keep`, or 0 if there is none."""
 
     @property
     def final(self) -> Path:
@@ -236,7 +236,7 @@ def load_into(
     problems: Sequence[str] = (),
 ) -> None:
     """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast: whether
-    stored tensors may have another dtype and are converted. Raises a ConfigError that lists `problems` and mismatched tensors."""
+    to convert stored tensors that have another dtype. Raises a ConfigError that lists `problems` and mismatched tensors."""
     problems = [*problems]
     for name, tensor in tensors.items():
         stored = index.get(name)
@@ -265,5 +265,5 @@ def load_into(
 
 
 def first_problem(problem: str) -> str:
-    """Return the problem of the first rank that has one, or "", on all ranks. problem: this rank's problem, or ""."""
+    """Return, on all ranks, the problem of the first rank that has one, or "". problem: this rank's problem, or ""."""
     return next(filter(None, all_gather_objects(problem)), "")

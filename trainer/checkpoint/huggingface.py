@@ -1,5 +1,5 @@
 """Hugging Face's model format: safetensors files, config.json and tokenizer files. Tensors are streamed in chunks of rows,
-so that memory does not grow with the model. Each rank reads only its own shards."""
+so memory use does not grow with the size of the model. Each rank reads only its own shards."""
 
 import json
 import os
@@ -49,7 +49,7 @@ class ModelMetadata:
     sizes: Mapping[str, Any]
     seq_len: int
     tokenizer: str
-    """Tokenizer backend of the run, or "" for an imported model, whose tokenizer files are Hugging Face's."""
+    """Tokenizer backend of the run, or "" for an imported model, which keeps its Hugging Face tokenizer files."""
     tokenizer_files: tuple[str, ...]
     special_token_ids: Mapping[str, Any]
     """Values of bos_token_id and eos_token_id in Hugging Face's configuration files."""
@@ -189,7 +189,7 @@ def _open_tensors(path: Path):
 def read_in_chunks(
     read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Yield the rows of a tensor in chunks of about _CHUNK_BYTES and of complete heads. read: returns rows [start, stop)."""
+    """Yield a tensor in chunks of rows. Chunks of about _CHUNK_BYTES never split a head. read: returns rows [start, stop)."""
     row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
     num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
     for start in range(0, shape[0], num_rows):

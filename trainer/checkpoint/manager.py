@@ -22,7 +22,7 @@ from trainer.system import logging
 
 
 class CheckpointManager:
-    """Saving and restoring of the complete state of a run: tensors, random generators and TrainState."""
+    """Manager that saves and restores the complete state of a run: tensors, random generators and TrainState."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class CheckpointManager:
         files: Mapping[str, bytes],
         metadata: Mapping[str, Any],
     ):
-        """tensors: function that returns name in a checkpoint -> live tensor of this rank. after_load: function that is called
-        after a checkpoint was loaded into these tensors. point: checkpoint to restore into the tensors and `state`, or None.
-        steps: number of steps of the run. stored_names: tensor names of the complete model and optimizer. files: small files
-        that every checkpoint contains. metadata: metadata that every manifest contains.
+        """tensors: function that returns name in the checkpoint -> tensor of this rank. These are the tensors in use, not copies.
+        after_load: function to call after a checkpoint is loaded into these tensors. point: checkpoint to restore into the
+        tensors and `state`, or None. steps: number of steps of the run. stored_names: names of the tensors of the model and the
+        optimizer on all ranks. files: small files to save in every checkpoint. metadata: metadata to write to every manifest.
 
         Raises ConfigError if `point` cannot be resumed."""
         self.config = config
@@ -74,9 +74,9 @@ class CheckpointManager:
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
 
     def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
-        """Wait for the save in flight, start a save, and return the results of successful saves. suspect: whether a non-finite
-        loss or gradient norm suggests that the parameters are corrupted. A suspect save is deferred to the next step. At the
-        last step, it is not deferred, but no checkpoint is deleted. Raises SaveFailed under the same conditions as `poll`."""
+        """Wait for the save in flight, start a new save, and return the results of successful saves. suspect: whether a
+        non-finite loss or gradient norm suggests that the parameters are corrupted. A suspect save is deferred to the next step.
+        At the last step, it is not deferred, but no checkpoint is deleted. Raises SaveFailed like `poll`."""
         results = self.wait()
         self._deferred = suspect and not last
         if self._deferred:
@@ -100,8 +100,8 @@ class CheckpointManager:
         return results + self.poll()
 
     def poll(self) -> list[SaveResult]:
-        """Return the results of saves that have succeeded since the last call. Log a warning for a failed save. Raise SaveFailed
-        if checkpoint.on_failure is "stop", if it was the last save of the run, or if the writer has died."""
+        """Return the results of saves that have succeeded since the last call. A failed save raises SaveFailed if
+        checkpoint.on_failure is "stop", if it was the run's last save, or if the writer has died. Otherwise, log a warning."""
         return self._check(self.writer.poll())
 
     def wait(self) -> list[SaveResult]:
@@ -117,12 +117,12 @@ class CheckpointManager:
             if stops or isinstance(result.failure, WriterDied):
                 raise result.failure
             logging.warning(
-                f"{result.failure}; previous checkpoints are intact, and the next save is made when it is due"
+                f"{result.failure}; previous checkpoints are intact, and the next save will be attempted as scheduled"
             )
         return [result for result in results if result.failure is None]
 
     def restore(self, point: ResumePoint, state: TrainState) -> None:
-        """Load a checkpoint into the live tensors and `state`, on all ranks. Raises ConfigError."""
+        """Load a checkpoint, collectively, into the tensors in use and into `state`. Raises ConfigError."""
         saved = point.state
         resume.require_compatible(point, state.fingerprint)
         # A rank beyond the saving run's world size keeps newly seeded generators.
@@ -144,5 +144,5 @@ class CheckpointManager:
             run_on_rank_0(lambda: resume.discard_newer(point))
 
     def _with_rng(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's tensors and the states of its random generators, by their names in a checkpoint."""
+        """Return name in the checkpoint -> tensor, for this rank's tensors and the states of its random generators."""
         return self.tensors() | {f"rng/{dist.get_rank()}/{name}": state for name, state in rng.items()}

@@ -11,13 +11,13 @@ from trainer.system.files import digest, digest_of, drop_page_cache, sync
 
 NAME = "manifest.json"
 VERSION = 2
-"""Version of the checkpoint format, which includes all file formats and the tensor names."""
+"""Version of the checkpoint format. It covers all file formats and the tensor names."""
 _LARGEST = 64 * 2**20
 """Maximum size of a manifest in bytes. A larger file is rejected without reading it."""
 
 
 class CorruptError(Exception):
-    """Damage of a file. The message is one line that names the file and describes the damage."""
+    """Damage to a file. The message is one line that names the file and describes the damage."""
 
 
 @dataclass(frozen=True)

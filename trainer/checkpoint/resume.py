@@ -50,9 +50,9 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
     """Return, collectively, the checkpoint of load_step. If load_step is 0, or if the run was already rolled back to load_step,
     return the newest intact checkpoint, or None if no checkpoint exists. Damaged checkpoints are ignored with a warning.
 
-    Only rank 0 lists checkpoints. Ranks may see different states of a file system, but must resume from the same step. Raises
-    ConfigError if the checkpoint of load_step is missing or damaged. Raises ConfigError if all checkpoints are damaged, because
-    a new run would overwrite data that may still be useful."""
+    Only rank 0 lists checkpoints, because all ranks must resume from the same step but may see different states of a file
+    system. Raises ConfigError if the checkpoint of load_step is missing or damaged. Raises ConfigError if all checkpoints are
+    damaged, because a new run would overwrite data that may still be useful."""
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
     rolls_back = load_step > 0 and load_step not in run_on_rank_0(lambda: _rollbacks(folder))[-1:]
     if rolls_back:
@@ -106,7 +106,8 @@ def _read_state(checkpoint: Path) -> TrainState:
 
 
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError that lists the differences between `now`, a complete or partial fingerprint, and the saved one."""
+    """Raise a ConfigError that lists the differences from the saved fingerprint, if there are any. now: all or part of the
+    current fingerprint."""
     before = saved.state.fingerprint
     now = json.loads(json.dumps(now))  # tuples become lists, as in the checkpoint
     differences = [
@@ -142,7 +143,8 @@ def _rollbacks(folder: Path) -> list[int]:
     except (ValueError, KeyError, TypeError):
         pass
     raise ConfigError(
-        "", f"{folder / _LINEAGE} cannot be read, so earlier rollbacks are unknown; to roll back, remove this file"
+        "",
+        f"{folder / _LINEAGE} cannot be read, so earlier rollbacks are unknown; remove this file and start the run again",
     ) from None
 
 

@@ -1,7 +1,7 @@
-"""Storage of sharded tensors: safetensors files and a JSON index, which torch.distributed.checkpoint writes through
-ShardWriter. torch's own writer uses pickles, which can run code when they are loaded.
+"""Storage of sharded tensors in safetensors files with a JSON index. torch.distributed.checkpoint writes them through
+ShardWriter. torch's own writer is not used because its files contain pickles, and loading a pickle can run code.
 
-    rank-00000.safetensors ...    chunks written by one rank: "<name>" is a full tensor, "<name>@<offsets>" a part of it
+    rank-00000.safetensors ...    chunks written by one rank; key "<name>": a full tensor, key "<name>@<offsets>": a part
     index.json                    dtype, shape and chunks of each tensor
 """
 
@@ -63,7 +63,7 @@ class TensorWrite:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[Tensor]]
-    """Function that yields the content in row-major order. It is called when the file is written."""
+    """Function that yields the tensor's content in row-major order. It is called when the file is written."""
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +71,7 @@ class TensorWrite:
 
 
 def write_safetensors(path: Path, entries: Sequence[TensorWrite], metadata: Mapping[str, str]) -> File:
-    """Stream tensors to a file, sync the file and read it back. Raises OSError."""
+    """Stream tensors to a file, sync it, and read it back to verify it. Return its size and hash. Raises OSError."""
     end, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         start, end = end, end + entry.num_bytes
@@ -100,14 +100,14 @@ def describe(error: OSError) -> str:
 
 
 def retry_transient(write: Callable[[], Any]) -> Any:
-    """Call `write`, retry it after transient errors, and return its result. Raises OSError."""
+    """Call `write` and return its result. Retry the call after transient errors. Raises OSError."""
     for attempt in itertools.count(1):
         try:
             return write()
         except OSError as error:
             if error.errno not in _TRANSIENT_ERRNOS or attempt == _ATTEMPTS:
                 raise
-            logging.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS} failed; the operation is retried")
+            logging.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS} failed; retrying")
             time.sleep(0.25 * 2**attempt)
 
 
@@ -146,7 +146,7 @@ def local_save_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
 
 
 class Planner(DefaultSavePlanner):
-    """Planner that uses a result of local_save_plan. The state dict contains this rank's local tensors or copies of them."""
+    """A SavePlanner whose plan local_save_plan made. Its state dict contains this rank's local tensors or copies of them."""
 
     def __init__(self, plan: SavePlan):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -160,10 +160,10 @@ class Planner(DefaultSavePlanner):
 
 
 class ShardWriter(FileSystemWriter):
-    """Storage writer for torch.distributed.checkpoint that writes one safetensors file per rank, and the index."""
+    """Storage writer for torch.distributed.checkpoint that writes one safetensors file per rank and one index."""
 
     def __init__(self, folder: Path, commit: Callable[[dict[str, File]], None]):
-        """commit: called on the coordinator with the files of all ranks, after all files are written."""
+        """commit: function that the coordinator calls with the files of all ranks after all files are written."""
         super().__init__(folder)
         self.folder = folder
         self.commit = commit
@@ -208,7 +208,7 @@ class ShardWriter(FileSystemWriter):
 
 
 def read_index(folder: Path) -> dict[str, TensorMetadata]:
-    """Return tensor name -> metadata. Raises CorruptError if index.json is invalid or names a file outside the folder."""
+    """Return tensor name -> metadata. Raises CorruptError if index.json is invalid or refers to a file outside the folder."""
     text = manifest.read_text(folder / INDEX, _LARGEST_INDEX)
     try:
         return {name: _stored(raw) for name, raw in json.loads(text).items()}
@@ -235,7 +235,7 @@ def _integers(raw: Any) -> tuple[int, ...]:
 
 
 Read = Callable[[Any, str, tuple[slice, ...]], Tensor]
-"""Function that returns ranges of a tensor in an open safetensors file. Arguments: the file, the tensor's key, the ranges."""
+"""Function that reads a slice of a tensor. Arguments: the open safetensors file, the tensor's key, one range per dim."""
 
 
 def read_slice(tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
@@ -249,8 +249,8 @@ def read_regions(
     targets: Mapping[str, tuple[Tensor, Sequence[int]]],
     read: Read = read_slice,
 ) -> None:
-    """Copy a region of each stored tensor to a target tensor. Only this region is read. targets: name -> target tensor and its
-    offset in the stored tensor. Raises CorruptError."""
+    """Copy a region of each stored tensor into a target tensor of the region's shape, without reading the rest.
+    targets: tensor name -> (target tensor, offset of the region in the stored tensor). Raises CorruptError."""
     for name, (target, offset) in targets.items():
         for chunk in index[name].chunks:
             bounds = zip(offset, target.shape, chunk.offsets, chunk.shape, strict=True)
@@ -267,14 +267,14 @@ def read_regions(
 
 
 def _ranges(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the range from start to stop in each dim, relative to an origin."""
+    """Return one slice per dim: its bounds (start, stop) minus its origin."""
     return tuple(slice(start - o, stop - o) for (start, stop), o in zip(bounds, origin, strict=True))
 
 
 def read_rows(
     folder: Path, name: str, stored: TensorMetadata, start: int, stop: int, read: Read = read_slice
 ) -> Tensor:
-    """Read rows [start, stop) of a tensor."""
+    """Return rows [start, stop) of a stored tensor."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
     read_regions(folder, {name: stored}, {name: (rows, (start, *(0 for _ in stored.shape[1:])))}, read)
     return rows

@@ -53,8 +53,8 @@ class WeightSource:
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
         """Load the parameters in place, collectively. Each rank reads only its shards.
 
-        resize: whether to set rows beyond the stored vocabulary to the mean of the stored rows (Hewitt 2021, "Initializing New
-        Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
+        resize: whether the vocabulary may be larger than the stored one. Additional rows are set to the mean of the stored rows
+        (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
         """
         if self.hf_folder is None:
             index, read = self.index, read_slice
@@ -102,8 +102,8 @@ def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
 def init_weights_from(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:
-    """Load this rank's parameters from checkpoint.init_from, collectively. names: names of all parameters. Raises
-    ConfigError if the source is damaged or contains a different model."""
+    """Load this rank's parameters from checkpoint.init_from, collectively. names: names of the complete model's
+    parameters. Raises ConfigError if the source is damaged or contains a different model."""
     excluded = _excluded(config.init_exclude, names)
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.

@@ -1,4 +1,4 @@
-"""Sections of a configuration and ConfigError."""
+"""Dataclasses of the configuration and its sections, and ConfigError."""
 
 # ruff: noqa: F401
 

@@ -1,4 +1,4 @@
-"""Command lines of scripts: argument parsing, --help, and one-line errors."""
+"""Command-line handling for scripts: argument parsing, --help, and one-line errors."""
 
 import argparse
 import os
@@ -29,8 +29,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class Arguments(argparse.ArgumentParser):
     """Argument parser with --help from the script's docstring, defaults in the help, and one-line errors.
 
-    doc: text of the help. Its first paragraph stands before the options, the other paragraphs stand after them.
-    settings: whether the script accepts `--config FILE` and `--section.key value` too. parse_known_args returns them unparsed.
+    doc: help text. Its first paragraph is printed before the options, and the other paragraphs are printed after them.
+    settings: whether the script also accepts `--config FILE` and `--section.key value`. parse_known_args returns them unparsed.
     """
 
     def __init__(self, doc: str = "", settings: bool = False, **options: Any):
@@ -49,7 +49,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Call main. A ConfigError prints one line and exits with code 2. Ctrl-C prints one line and exits with code 130."""
+    """Call main. On a ConfigError, print one line and exit with code 2. On Ctrl-C, print one line and exit with code 130."""
     try:
         main()
     except ConfigError as error:
@@ -69,7 +69,8 @@ def utf8(text: str) -> str:
 
 
 def _number(kind: type[int] | type[float], constraint: Constraint, expected: str) -> Callable[[str], Any]:
-    """Return a function that parses and checks the text of an option's value."""
+    """Return a function that parses an option's value and checks it. expected: the valid values, as the error
+    message describes them."""
 
     def parse(text: str) -> int | float:
         with suppress(ValueError):
@@ -98,7 +99,7 @@ def die(line: str) -> NoReturn:
 
 @contextmanager
 def one_line_errors(config: Config) -> Iterator[None]:
-    """Turn a ConfigError into one line on stderr and exit code 2."""
+    """Context manager that turns a ConfigError into one line on stderr and exit code 2."""
     try:
         yield
     except ConfigError as error:
@@ -106,12 +107,13 @@ def one_line_errors(config: Config) -> Iterator[None]:
 
 
 def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> Config:
-    """Return the configuration. --help and --print-config print and exit. An error prints one line and exits with code 2."""
+    """Return the configuration. With --help or --print-config, print the requested text and exit with code 0. On an error,
+    print one line and exit with code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     ranks = os.environ.get("LOG_RANK", "0")
     if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
-        die(f"LOG_RANK={ranks}: expected all, or ranks such as 0,3")
+        die(f'LOG_RANK={ranks}: expected "all" or a list of ranks such as "0,3"')
     try:
         config = load_config([word for word in argv if word != "--print-config"], check_files)
     except ConfigError as error:

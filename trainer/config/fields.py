@@ -1,4 +1,4 @@
-"""Settings that schema.py declares, and the parsers and checks of their values."""
+"""The settings declared in schema.py, with parsers and checks for their values."""
 
 import ast
 import difflib
@@ -20,12 +20,12 @@ from trainer.config.schema import Config, Constraint
 
 @dataclass(frozen=True)
 class Setting:
-    """One declared setting."""
+    """A setting that schema.py declares."""
 
     section: str
     name: str
     type: Any
-    """Declared type without `Annotated`. If the setting is a table, this is the type of an entry."""
+    """Declared type without `Annotated`. If the setting is a table, this is the type of its values."""
     is_table: bool
     """Whether the setting is a table whose keys the user chooses."""
     constraint: Constraint
@@ -70,17 +70,17 @@ def _docstrings() -> dict[str, str]:
 
 
 def _options(type_: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
+    """Return the members of a union. For any other type, return a tuple of this type."""
     return typing.get_args(type_) if typing.get_origin(type_) in (typing.Union, types.UnionType) else (type_,)
 
 
 def is_list(type_: Any) -> bool:
-    """Whether the type is a list of any length."""
+    """Return whether the type is a list of any length."""
     return typing.get_origin(type_) is tuple and typing.get_args(type_)[1:] == (...,)
 
 
 def type_name(type_: Any) -> str:
-    """Return the description of a type that an error message shows after "expected"."""
+    """Return a type's description for an error message, where it follows the word "expected"."""
     if len(_options(type_)) > 1:
         return " or ".join(type_name(k) for k in _options(type_) if not (k is int and float in _options(type_)))
     if typing.get_origin(type_) is typing.Literal:
@@ -130,7 +130,7 @@ def parse_text(text: str, type_: Any) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a list that is written as a,b or as ["a", "b"]."""
+    """Split the text of a list, written as a,b or as ["a", "b"], into its words."""
     text = text.strip().removeprefix("[").removesuffix("]")
     return [word.strip().strip("\"'") for word in text.split(",")] if text.strip() else []
 

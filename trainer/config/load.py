@@ -1,4 +1,5 @@
-"""Loading of a Config from TOML file and command line. An error is one line with setting, value, origin, rule and likely fix."""
+"""Loading of a Config from a TOML file and the command line. An error message is one line: the setting, its value and origin,
+the broken rule, and a likely fix if one is found."""
 
 import glob
 import itertools
@@ -19,10 +20,10 @@ DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
 def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
-    """Load and check a configuration. Raises ConfigError with the complete line for the user.
+    """Load and check a configuration. Raises a ConfigError whose message is the complete line for the user.
 
     argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
-    check_files: whether files that settings name must exist.
+    check_files: whether to check that the files given in settings exist.
     """
     flags = parse_argv(argv)
     file = flags.pop("--config", str(DEFAULT_CONFIG))
@@ -103,7 +104,7 @@ def _read_toml(file: str) -> dict[str, Any]:
 
 
 def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
-    """Return a hint that names the first setting that has exactly this name, or "" if no section has such a setting."""
+    """Return a hint that suggests the first setting with exactly this name, or "" if there is none."""
     same = next((setting for setting in settings().values() if setting.name == name), None)
     return f"; did you mean {show.format(same)}?" if same else ""
 
@@ -114,7 +115,7 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
     words = iter(argv)
     for word in words:
         if not word.startswith("--") or len(word) == 2:
-            raise ConfigError("", f"{word}: unexpected argument; settings are written --section.key value")
+            raise ConfigError("", f"{word}: unexpected argument; write settings as --section.key value")
         flag, equals, value = word.partition("=")
         if not equals:
             value = next(words, None)
@@ -129,7 +130,7 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _find(flag: str) -> tuple[Setting, str]:
-    """Return the setting that a flag names, and the table entry if the flag is --section.table.entry, otherwise ""."""
+    """Return a flag's setting and the name of its table entry. The name is "" unless the flag is --section.table.entry."""
     section, _, rest = flag[2:].partition(".")
     name, _, entry = rest.partition(".")
     setting = settings().get(f"{section}.{name}")
@@ -146,7 +147,7 @@ def _find(flag: str) -> tuple[Setting, str]:
 
 
 def check_combinations(config: Config) -> None:
-    """Raise ConfigError for the first broken rule between settings. trainer/run/resolve.py checks rules of model and mesh."""
+    """Raise ConfigError for the first broken rule of `_rules`. trainer/run/resolve.py checks rules for the model and the mesh."""
     for key, broken, message in _rules(config):
         if broken:
             raise ConfigError(key, message)
@@ -192,8 +193,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _holds(condition: str, config: Config) -> bool:
-    """Whether a condition of `Constraint.only_with` is met. Forms: "a jsonl or parquet dataset" (a dataset has this format),
-    "[section] name" (the setting is set), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
+    """Return whether an `only_with` condition holds. Forms: "a jsonl or parquet dataset" (a dataset has one of these formats),
+    "[section] name" (the setting is not empty), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
     if dataset := re.fullmatch(r"a (.+) dataset", condition):
         return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
     form = r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?"

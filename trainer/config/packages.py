@@ -7,7 +7,7 @@ from trainer.config.schema import ConfigError
 
 
 def require_package(name: str, setting: str) -> ModuleType:
-    """Import a package or a module of it. Raises ConfigError that names `setting` if the package is not installed."""
+    """Import and return a package or one of its modules. Raises a ConfigError about `setting` if the package is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ from trainer.config.schema import Config, ConfigError, toml_value
 
 
 def to_toml(config: Config) -> str:
-    """Return the configuration as TOML, including defaults. load_config of this text returns an equal configuration."""
+    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration."""
     lines = []
     for section, members in groupby(settings().values(), attrgetter("section")):
         entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members]
@@ -19,7 +19,8 @@ def to_toml(config: Config) -> str:
 
 
 def differing_settings(before: str, now: str) -> list[str]:
-    """Return "section.key before -> now" for each setting that differs. Raise ConfigError if a text is not valid TOML."""
+    """Return "section.key before -> now" for each setting that differs between two TOML configurations.
+    Raises ConfigError if one of them is not valid TOML."""
     try:
         old, new = (
             {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}

@@ -1,6 +1,6 @@
 """Declarations of all settings of a run: type, default, unit, range and meaning. A setting is a field of a section.
 
-The parsers of TOML files and command lines, the checks of single values, `--help` and docs/configuration.md use them.
+These declarations are used by the TOML and command-line parsers, the checks of values, `--help` and docs/configuration.md.
 """
 
 import re
@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 
 class ConfigError(Exception):
-    """Error of a setting that cannot be honoured. Commands print it as one line and exit with code 2.
+    """Error about a setting whose value cannot be used. Commands print it as one line and exit with code 2.
 
-    key: "section.name" of the setting, or "" if `message` is complete.
+    key: "section.name" of the setting, or "" if `message` is already the complete line.
     message: the broken rule. `Config.explain` prepends the value and its origin.
     """
 
@@ -34,13 +34,13 @@ class Constraint:
     max: float | None = None
     unit: str = ""
     fixed_on_resume: bool = False
-    """Whether the saved state depends on the setting. If so, a run can only resume with the value of the checkpoint."""
+    """Whether the saved state depends on the setting. If so, a run can resume only with the value in the checkpoint."""
     per_node: bool = False
     """Whether the nodes of one run may have different values."""
     free_keys: bool = False
     """Whether the keys of the table may be any printable text."""
     only_with: str = ""
-    """Condition under which other values than the default are allowed. `_holds` in load.py lists its forms; "and" joins two."""
+    """Conditions under which the setting may differ from its default, joined by "and". `_holds` in load.py lists their forms."""
     used_with: str = ""
     """Condition under which the setting has an effect. Otherwise the setting is ignored without an error."""
 
@@ -71,9 +71,9 @@ class RunConfig:
     seed: Annotated[int, Constraint(min=0, max=2**63 - 1, fixed_on_resume=True)] = 0
     """Seed of the initial weights and of the sample order."""
     deterministic: Literal["auto", "on", "off"] = "auto"
-    """Whether results are bitwise reproducible, which costs some speed on GPUs. auto: on for CPU, off for GPUs."""
+    """Whether to make results bitwise reproducible, at some cost of speed on GPUs. "auto" means "on" on CPUs, "off" on GPUs."""
     device: Literal["auto", "cpu"] = "auto"
-    """Device to train on. auto: each rank's GPU, or the CPU on a machine without GPUs."""
+    """Device to train on. "auto": each rank's GPU, or the CPU on a machine without GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class ModelConfig:
     name: Annotated[str, FIXED] = "llama3"
     """Name of the model family: a key of MODELS in models/__init__.py."""
     size: Annotated[str, FIXED] = "debug"
-    """Name of a model size of the family."""
+    """Name of one of the family's model sizes."""
     overrides: Annotated[Mapping[str, int | float | bool], FIXED] = field(default_factory=dict)
     """Dimensions that replace those of the named size: `overrides = { n_layers = 4 }` or `--model.overrides.n_layers 4`."""
 
@@ -89,22 +89,22 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     backend: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
-    """Type of tokenizer. default: the small tokenizer in this repository; tiktoken: a Llama 3 rank file; sentencepiece: a Llama 2
-    model file; huggingface: a tokenizer.json, read by the package tokenizers."""
+    """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a BPE rank file such as Llama 3's;
+    "sentencepiece": a Llama 2 model file; "huggingface": a tokenizer.json, read by the package `tokenizers`."""
     reuse_reserved_tokens: Annotated[
         Mapping[str, str], FIXED, Constraint(free_keys=True, only_with="[tokenizer] backend = default or tiktoken")
     ] = field(default_factory=dict)
-    """New names for reserved tokens, which keep their ids: { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
+    """New names for reserved tokens (their ids do not change): { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
     extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()
     """Special tokens to add after the end of the vocabulary. The model's vocab_size must be large enough for them."""
     path: Annotated[str, PER_NODE, Constraint(only_with="[tokenizer] backend != default")] = ""
-    """Path of the tokenizer's file. With backend = huggingface, it may also be the folder that contains tokenizer.json."""
+    """Path of the tokenizer's file. With backend = "huggingface", it may also be the folder that contains tokenizer.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     init_timeout_s: Seconds = 600.0
-    """Maximum time that ranks wait for each other at the start."""
+    """Maximum time that ranks wait for each other at startup."""
     timeout_s: Seconds = 600.0
     """Maximum time that a collective waits for a rank before the job fails."""
 
@@ -115,17 +115,17 @@ class DataConfig:
         Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "prepared"],
         Constraint(only_with="empty [data] datasets"),
     ] = "python_stdlib"
-    """Format of the documents: the source of Python's standard library, text files, JSON lines, Parquet tables, Hugging Face
-    datasets, token files, conversations as JSON lines, or prepared token stores."""
+    """Type of dataset: the source code of Python's standard library, text files, JSON lines, Parquet tables, a Hugging Face
+    dataset, token files, conversations as JSON lines, or prepared token stores."""
     path: Annotated[
         str, PER_NODE, Constraint(only_with="empty [data] datasets and [data] dataset != python_stdlib")
     ] = ""
-    """Path of a file, a folder, a glob pattern or a list of files (NAME.manifest), or the name of a Hugging Face dataset."""
+    """A file, a folder, a glob pattern, a file that lists such paths (NAME.manifest), or the name of a Hugging Face dataset."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
-    """Named datasets, used instead of dataset and path: datasets = { web = "jsonl:/data/*.jsonl", code = "text:/data/code" }."""
+    """Named datasets that replace `dataset` and `path`: datasets = { web = "jsonl:/data/*.jsonl", code = "text:/data/code" }."""
     mixture: Annotated[tuple[str, ...], Constraint(only_with="[data] datasets")] = ()
-    """Dataset weights. Each entry begins with its first sample index: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
-    Empty: all datasets have equal weights. A run that resumes may have other entries for the samples that are still to come."""
+    """Dataset weights. Each entry applies from its sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
+    Empty: all datasets have equal weights. When a run resumes, entries that it has not reached yet may be changed."""
     text_field: Annotated[str, Constraint(only_with="a jsonl, parquet or huggingface dataset")] = "text"
     """Name of the JSON field or table column that contains the document."""
     subset: Annotated[str, Constraint(only_with="a huggingface dataset")] = ""
@@ -135,39 +135,39 @@ class DataConfig:
     token_dtype: Annotated[Literal["uint16", "uint32"], Constraint(only_with="a tokens dataset")] = "uint16"
     """Integer type of the tokens in a .bin file that has no .idx file."""
     on_bad_document: Literal["skip", "stop"] = "skip"
-    """Action for an unreadable document. skip: drop it and record it in the store; stop: fail on the first such document."""
+    """Action for an unreadable document. "skip": drop it and record it in the store; "stop": fail on the first such document."""
     max_bad_documents: Annotated[
         int, Constraint(min=0, max=10**15, unit="documents", used_with="[data] on_bad_document = skip")
     ] = 1000
     """Maximum number of unreadable documents that preparation skips. If there are more, preparation fails."""
     max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
-    """Maximum length of a document that can be read. A process that prepares data needs memory for a few such documents."""
+    """Maximum length of a readable document. Each process that prepares data needs memory for a few documents of this length."""
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
-    """Fraction of the documents that are held out for evaluation, selected by a hash of their content. A prepared store keeps the
-    fraction with which it was prepared."""
+    """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. With dataset = "prepared",
+    the store keeps the fraction with which it was prepared."""
     chat_template: Annotated[str, Constraint(only_with="a chat dataset")] = "llama3"
-    """Format of conversations: llama2, llama3, chatml, or the path of a .jinja file, a tokenizer_config.json or its folder."""
+    """Format of conversations: "llama2", "llama3", "chatml", or a path (a .jinja file, a tokenizer_config.json or its folder)."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat dataset")] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
-    """Assignment of documents to samples. wrapped: concatenate documents and split them every seq_len tokens; best-fit: put as
-    many complete documents as possible in a sample; none: put one document in a sample. best-fit and none pad the samples."""
+    """Assignment of documents to samples. "wrapped": concatenate all documents and split the result every seq_len tokens.
+    "best-fit": fill samples with complete documents. "none": one document per sample. The last two pad samples to seq_len."""
     long_documents: Annotated[
         Literal["split", "truncate", "drop"], FIXED, Constraint(only_with="[data] packing = best-fit or none")
     ] = "split"
-    """Action for a document longer than a sample. split: make several samples; truncate: keep its beginning; drop: skip it."""
+    """Action for a document longer than a sample. "split": divide it; "truncate": keep its beginning; "drop": skip it."""
     document_mask: Annotated[bool, FIXED] = False
-    """Whether attention is restricted to tokens of the same document and positions restart at 0 with each document."""
+    """Whether attention is restricted to tokens of the same document. If so, positions restart at 0 in each document."""
     shuffle: Annotated[bool, FIXED] = True
-    """Whether to shuffle the samples of each epoch, depending on seed and epoch; false: samples have the order of the store."""
+    """Whether to shuffle the samples in each epoch. The order depends on seed and epoch. false: samples keep the store order."""
     num_workers: Annotated[CountOrZero, PER_NODE] = 0
     """Number of processes per rank that load samples in the background; 0: the training process loads the samples."""
     prefetch: Annotated[Count, Constraint(used_with="[data] num_workers > 0")] = 2
     """Number of microbatches that each worker loads ahead."""
     store_folder: Annotated[str, PER_NODE] = "outputs/token_stores"
-    """Path of the folder that contains the prepared token stores. A run finds a store by a hash of its dataset and tokenizer."""
+    """Path of the folder for prepared token stores. Each store is identified by a hash of its dataset and tokenizer."""
     prepare_workers: Annotated[CountOrZero, PER_NODE] = 0
-    """Number of processes that tokenize; 0: one per core."""
+    """Number of processes that tokenize documents; 0: one process per core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +179,16 @@ class TrainingConfig:
     global_batch_size: Samples = 16
     """Number of samples in one optimizer step, over all ranks and microbatches."""
     local_batch_size: Samples = 1
-    """Number of samples in one microbatch on one data-parallel rank. Microbatches accumulate to the global batch."""
+    """Number of samples in one microbatch on one data-parallel rank. Several microbatches make up the global batch."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of forward and backward. Gradients are always reduced in fp32."""
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
     """Precision of the parameters between steps. bf16 needs half as much memory as fp32, but rounding loses small updates unless
     [optimizer] offload keeps an fp32 copy."""
     max_norm: Annotated[float | None, Constraint(exclusive_min=0)] = 1.0
-    """Maximum global gradient norm: gradients with a larger norm are clipped to it. none: no clipping."""
+    """Maximum global gradient norm. Gradients with a larger norm are scaled down to this norm. "none": no clipping."""
     reduce_every_microbatch: bool = False
-    """Whether to reduce gradients after each microbatch instead of once per step, with less memory but more communication."""
+    """Whether to reduce gradients after each microbatch instead of once per step. This saves memory but adds communication."""
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Maximum number of tokens whose logits are held in memory at once."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
@@ -208,14 +208,14 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Constraint(min=0)] = 0.1
     """Decoupled weight decay of matrices. Norms and biases are not decayed."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
-    """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but rounding to nearest loses small
-    changes with betas above about 0.99. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
+    """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but for betas above about 0.99 small
+    changes are lost to rounding. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
     offload: Literal["none", "state", "state_and_gradients"] = "none"
-    """State that is kept in host memory, where the update runs. state: the moments and an fp32 copy of the parameters; gradients
-    are copied to the host at the start of the update. state_and_gradients: gradients are copied to the host during backward."""
+    """Tensors to keep in host memory; the CPU then computes the update. "state": the moments and an fp32 copy of the parameters.
+    Gradients are copied when the update starts. "state_and_gradients": the same, but gradients are copied during backward."""
     in_backward: bool = False
     """Whether to update each parameter during backward, as soon as its gradient is reduced, and then free the gradient.
-    Incompatible with clipping and with skipping steps: both need the global gradient norm before any update."""
+    Incompatible with clipping and with skipping steps, because both need the global gradient norm before any update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class LrScheduleConfig:
     warmup_steps: StepsOrZero = 0
     """Number of steps of linear warm-up to the peak learning rate."""
     decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
-    """Number of steps of the final decay of warmup_stable_decay. The other schedules decay over all steps after warm-up."""
+    """Number of steps of the final decay of "warmup_stable_decay". The other schedules decay over all steps after warm-up."""
     min_lr_ratio: Fraction = 0.1
     """Final learning rate, as a fraction of the peak learning rate."""
 
@@ -243,7 +243,7 @@ class ParallelConfig:
     pp: Degree = 1
     """Number of groups of ranks over which the layers are partitioned (pipeline parallelism)."""
     sequence_parallel: Annotated[bool, Constraint(used_with="[parallel] tp > 1")] = True
-    """Whether tensor-parallel ranks split the residual stream along the sequence; false: each rank holds all of it."""
+    """Whether tensor-parallel ranks split the residual stream along the sequence; false: each rank holds the complete stream."""
     async_tensor_parallel: bool = False
     """Whether to overlap tensor-parallel communication with adjacent matrix products. Requires GPUs and [compile] enabled."""
     pipeline_schedule: Annotated[
@@ -254,37 +254,37 @@ class ParallelConfig:
     pipeline_stages_per_rank: Annotated[CountOrZero, PIPELINE] = 0
     """Number of pipeline stages per rank; 0: as many as the schedule needs (1 for GPipe and 1F1B, otherwise 2)."""
     pipeline_split_points: Annotated[tuple[str, ...], PIPELINE] = ()
-    """Names of the first blocks of the second and later stages, such as layers.3. Empty: balance the number of parameters."""
+    """Name of the first block of each stage except stage 0, such as layers.3. Empty: balance parameters between stages."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
-    """Whether to free gathered parameters after forward. default: with pp > 1, free none; otherwise, free those of every FSDP
-    unit except the output unit; an integer: keep the parameters sharded over groups of this number of ranks."""
+    """Whether to free gathered parameters after forward. "default" frees none with pp > 1, otherwise those of every FSDP unit
+    except the output unit. An integer: after forward, keep the parameters sharded over groups of this number of ranks."""
     fsdp_prefetch: CountOrZero = 0
-    """Number of FSDP units whose parameters are gathered ahead in forward and backward; 0: FSDP's default, 1 unit in backward."""
+    """Number of FSDP units to gather in advance, in forward and backward. 0: FSDP's default, which is 1 unit in backward."""
     cpu_offload: bool = False
     """Whether to keep parameters, gradients and optimizer state in host memory and update them there. Parameter shards are copied
     to the device for each use."""
     fsdp_units: Literal["separate", "root"] = "separate"
-    """Sharding of embedding and output. separate: each is an FSDP unit; root: both stay gathered for the complete step."""
+    """FSDP units of embedding and output. "separate": one each. "root": the root unit, by default gathered for the full step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
-    """Activations that blocks recompute in backward. none: no activations; full: all activations; selective: all except those
-    that `save` lists; budget: the activations that the compiler selects to meet memory_budget."""
+    """Activations that blocks recompute in backward. "none": no activations; "full": all activations; "selective": all except the
+    results of operators in `save`; "budget": activations that the compiler selects to meet memory_budget."""
     save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters")
     """Operators whose results are saved for backward instead of being recomputed."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
-    """Save the results of only every n-th matmul of a block."""
+    """Interval n: if `save` contains "matmuls", the result of only every n-th matmul of a block is saved."""
     every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1
-    """Apply the mode to every n-th block, starting with the first block."""
+    """Interval n: the mode applies to every n-th block, starting with the first block."""
     offload_inputs: Annotated[bool, Constraint(only_with="[activation_checkpoint] mode = full")] = False
     """Whether the saved inputs of blocks are kept in host memory between forward and backward."""
     recompute_all_gather: bool = True
     """Whether to repeat the all-gathers of tp (inputs of column-wise matmuls) and cp (keys and values) in backward; false: save
     the gathered tensors for backward. The setting affects no other operator."""
     memory_budget: Annotated[Fraction, Constraint(used_with="[activation_checkpoint] mode = budget")] = 0.5
-    """Maximum activation memory, as a fraction of the activation memory with mode = none."""
+    """Maximum activation memory, as a fraction of the activation memory with mode = "none"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,32 +298,32 @@ class CheckpointConfig:
     interval_steps: StepsOrZero = 500
     """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
     async_mode: Literal["off", "thread", "process"] = "off"
-    """Method of writing checkpoints. off: training waits until a checkpoint is written; thread, process: training waits only for
-    a copy to host memory, which a thread or a separate process (Linux only) writes in the background."""
+    """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread", "process": training waits
+    only for a copy to host memory. A thread or a separate process (Linux only) then writes this copy in the background."""
     keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints")] = 0
     """Number of the latest complete checkpoints to keep. Each save deletes older checkpoints. 0: keep all checkpoints."""
     keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
-    """Checkpoints whose step is a multiple of this number are kept besides the `keep` latest ones. 0: keep no additional ones."""
+    """Checkpoints whose step is a multiple of this number are kept in addition to the `keep` latest ones. 0: keep no others."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """Action after a failed save (such as a full disk). continue: warn, and save again at the next interval; stop: end the run.
-    The last save of a run must succeed in both cases."""
+    """Action after a failed save (for example, on a full disk). "continue": log a warning and save again at the next interval;
+    "stop": end the run. In both cases, the last save of a run must succeed."""
     load_step: StepsOrZero = 0
     """Step to roll back to. The first start with this value moves newer checkpoints of the run to discarded-N/. 0: resume from
     the latest checkpoint."""
     init_from: str = ""
     """Path of a new run's initial weights: a run folder, checkpoint or Hugging Face model folder. Empty: random weights."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
-    """Whether to accept weights with a smaller vocabulary. Missing rows are initialized with the mean of the existing rows."""
+    """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
-    """Names of parameters that are initialized randomly instead of loaded from init_from, such as output.weight or layers.7.*."""
+    """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
     export_huggingface: bool = False
-    """Whether to write the model of the last step to the run folder in Hugging Face format too."""
+    """Whether to also write the model to the run folder in Hugging Face format after the last step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     interval_steps: StepsOrZero = 0
-    """Number of steps between evaluations on held-out documents. The last step is evaluated too. 0: never evaluate."""
+    """Number of steps between evaluations on held-out documents. An evaluation also follows the last step. 0: never evaluate."""
     max_samples: Annotated[int, Constraint(min=0, max=10**9, unit="samples")] = 0
     """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
@@ -346,20 +346,20 @@ class ResilienceConfig:
     """Number of consecutive skipped steps after which on_max_skips applies. A step may be skipped because of a
     spike, or because of a non-finite loss or gradient norm."""
     on_max_skips: Literal["stop", "rollback"] = "stop"
-    """Action after max_consecutive_skips. stop: end the run; rollback: resume from the latest checkpoint without
+    """Action after max_consecutive_skips. "stop": end the run; "rollback": resume from the latest checkpoint without
     the samples of the skipped steps."""
     max_rollbacks: Count = 3
     """Maximum number of rollbacks. The run stops if it needs another rollback."""
     on_loss_spike: Literal["off", "skip", "rollback"] = "off"
-    """Action after a spike: a loss or gradient norm far above those of the last 128 steps. skip: skip the step; rollback: resume
-    from the latest checkpoint and skip the samples of the step."""
+    """Action after a spike, which is a loss or gradient norm far above those of the last 128 steps. "skip": skip the step;
+    "rollback": resume from the latest checkpoint and skip the samples of the step."""
     spike_threshold_sigma: Annotated[
         float, Constraint(exclusive_min=0, max=10**6, used_with="[resilience] on_loss_spike = skip or rollback")
     ] = 6.0
-    """Number of standard deviations above the mean beyond which a loss or gradient norm is a spike."""
+    """A loss or gradient norm is a spike if it exceeds the mean by more than this number of standard deviations."""
     straggler_ratio: Annotated[float | None, Constraint(exclusive_min=1)] = 1.5
-    """Factor beyond which a rank is reported as a straggler. It applies to the forward time of a block relative to the median
-    rank, and to the step time relative to a step that does not wait for the rank's data. none: never warn."""
+    """Slowdown factor above which a rank is reported as a straggler. A rank is slow if its forward time of a block exceeds the
+    median rank's by this factor, or if waiting for its data lengthens steps by this factor. "none": never warn."""
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
     """Time without a completed step after which the run prints every rank's stack and aborts. The limit is at least 5 times the
     longest step so far. During evaluations, checkpoints and the first step, the run aborts only if a rank's heartbeat is
@@ -387,15 +387,15 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Origin of each setting that the TOML file or the command line contains: {"training.steps": "--training.steps 5"}."""
+    """Origin of each setting given in the TOML file or on the command line: {"training.steps": "--training.steps 5"}."""
 
     def value(self, key: str) -> Any:
-        """Return the value of a setting. key: "section.name", or "section.table.entry", which returns the complete table."""
+        """Return the value of a setting. key: "section.name", or "section.table.entry" for the complete table."""
         section, name = key.split(".")[:2]
         return getattr(getattr(self, section), name)
 
     def explain(self, error: ConfigError) -> str:
-        """Return the line for the user: the origin of the value, then the rule."""
+        """Return the error line for the user: the origin of the value, then the broken rule."""
         if not error.key:
             return error.message
         section, _, name = error.key.partition(".")

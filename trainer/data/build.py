@@ -1,4 +1,4 @@
-"""The samples of a configuration's datasets."""
+"""Opening of the datasets of a configuration as samples."""
 
 import json
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ class Datasets:
     """Number of samples of each training dataset."""
     phases: tuple[MixturePhase, ...]
     evaluation: dict[str, Samples]
-    """Name -> samples of the held-out documents of a training dataset, or samples of an evaluation-only dataset."""
+    """Name -> samples. They come from a training dataset's held-out documents or from an evaluation-only dataset."""
     name: str
     """Name of the training data. The name changes when the content of the data changes."""
     evaluation_names: dict[str, str]
-    """Name of the store of each evaluation-only dataset. The name changes when the content of the dataset changes."""
+    """Evaluation-only dataset -> name of its store. The store's name changes when the content of the dataset changes."""
 
 
 def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:

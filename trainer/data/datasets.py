@@ -1,4 +1,4 @@
-"""The datasets of a configuration, and the preparation of their token stores and packings. No torch is imported."""
+"""The datasets of a configuration, and the preparation of their token stores and packings. This module does not import torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
 
 SINGLE = "data"
-"""Name of the dataset if [data] datasets is not set."""
+"""Name of the dataset if data.datasets is not set."""
 FORMATS = (*DATASETS, "prepared")
 
 
 def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
-    """Return, for each training dataset, a configuration with only this dataset. Raises ConfigError for an invalid entry."""
+    """Return name -> configuration for each training dataset. Raises ConfigError for an invalid entry."""
     if not data.datasets:
         return {SINGLE: data}
     return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
@@ -30,7 +30,8 @@ def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
     """Yield, for each dataset, a unique name, the setting that contains its path, and its configuration.
 
-    sets: the evaluation-only datasets, whose held_out_fraction is 0. Raises ConfigError for an invalid entry.
+    sets: evaluation.datasets. In the configurations of these datasets, held_out_fraction is 0. Raises ConfigError for an
+    invalid entry.
     """
     for name, config in dataset_configs(data).items():
         yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
@@ -74,7 +75,7 @@ def prepare_datasets(
 
 
 def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
-    """Build the missing packings of a store. If data.packing is wrapped, do nothing."""
+    """Build the missing packings of a store. If data.packing = "wrapped", do nothing."""
     if config.packing != "wrapped":
         with writing(Path(config.store_folder)):
             for split in splits(config):

@@ -1,4 +1,4 @@
-"""Text generation from a checkpoint or a Hugging Face folder, on one rank, or on several ranks with tensor parallelism."""
+"""Text generation with the model of a checkpoint or a Hugging Face folder. Several ranks use tensor parallelism."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,13 +49,13 @@ class Sampling:
     temperature: float = 0.8
     """Divisor of the logits. 0 selects the most likely token."""
     top_k: int = 0
-    """Number of the most likely tokens among which one is sampled. 0 disables this filter."""
+    """Number of most likely tokens from which the next token is sampled. 0 disables this filter."""
     top_p: float = 1.0
-    """Total probability of the most likely tokens among which one is sampled (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Total probability of the most likely tokens from which the next is sampled (Holtzman et al. 2020, arXiv:1904.09751)."""
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Return a token. logits: shape (vocabulary,), fp32, on the CPU, so that a seed gives the same token on every device."""
+    """Sample a token. logits: fp32, shape (vocabulary,), on the CPU so that the random numbers do not depend on the device."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)
@@ -71,9 +71,9 @@ class TextGenerator:
     """A loaded model with its tokenizer and KV cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, max_seq_len: int, chat_template: str):
-        """Load the model and shard its matrices over all ranks. max_seq_len: maximum number of tokens of prompt and answer
-        together, or 0 for the sequence length of training. chat_template: name of a chat template, or "" for the template of the
-        model. Raises ConfigError if the model cannot be loaded or the KV cache does not fit into memory."""
+        """Load the model and shard its matrices over all ranks. max_seq_len: maximum total number of tokens in the prompt
+        and the answer, or 0 for the sequence length used in training. chat_template: name or file of a chat template, or "" for
+        the model's own template. Raises ConfigError if the model cannot be loaded or the KV cache does not fit into memory."""
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = WeightSource(folder)
         self.device = device
@@ -109,14 +109,14 @@ class TextGenerator:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""
         if not self.chat_template:
             names = "llama2, llama3, chatml or a file"
-            raise ConfigError("", f"the model has no chat template; name one with --chat-template ({names})")
+            raise ConfigError("", f"the model has no chat template; choose one with --chat-template ({names})")
         return load_chat_format(self.chat_template, self.tokenizer)
 
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, stop: Collection[int], max_new_tokens: int
     ) -> Iterator[int]:
-        """Yield new tokens. Generation ends after `max_new_tokens` tokens, at the end of the context window, or after a token of
-        `stop`, which is also yielded. The prefix that the prompt shares with the cached tokens is not recomputed."""
+        """Yield new tokens. Generation ends after `max_new_tokens` tokens, at the end of the context window, or after a token in
+        `stop`, which is also yielded. If the prompt begins with cached tokens, these are not recomputed."""
         if len(prompt) >= self.max_seq_len:
             message = f"the prompt has {len(prompt)} tokens; prompt and answer share a context window of"
             raise ConfigError("", f"{message} {self.max_seq_len} tokens (--max-seq-len)")
@@ -131,7 +131,7 @@ class TextGenerator:
 
     @torch.no_grad()
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        """Return the logits of the next token, shape (vocabulary of the tokenizer,), fp32, on the CPU."""
+        """Return the logits of the next token, shape (tokenizer.vocab_size,), fp32, on the CPU."""
         start = 0
         while start < min(len(self.cached_tokens), len(tokens) - 1) and self.cached_tokens[start] == tokens[start]:
             start += 1
@@ -168,7 +168,7 @@ class TextStream:
 
 
 def _load_tokenizer(folder: Path, weights: WeightSource) -> tuple[Tokenizer, str, int]:
-    """Return the tokenizer, the chat template ("" for none) and the sequence length of training."""
+    """Return the tokenizer, the path of the chat template ("" if there is none) and the sequence length used in training."""
     template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
     if weights.hf_folder is None:
         metadata = ModelMetadata.read(folder)

@@ -27,7 +27,7 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
 
 
 def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW with allocated state. A checkpoint can then be loaded, and the memory is known, before the first step."""
+    """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
     parameters = [p for group in groups for p in group["params"]]
     hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
@@ -78,7 +78,7 @@ class _MixedPrecisionAdamW(torch.optim.AdamW):
         step -= self.found_inf
 
     def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
-        """Update rows of a parameter. stored: name -> these rows of the parameter, its gradient, its moments and their scales."""
+        """Update some rows of a parameter. stored: these rows of the parameter, gradient, moments and their scales, by name."""
         values = {}
         for name in ("p", *_MOMENTS):
             value, scales = stored[name], stored.get(f"{name}_scale")

@@ -21,7 +21,7 @@ Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Optimizer:
-    """Update of a rank's parameters on their device, after backward. Subclasses update inside backward or on the CPU."""
+    """Optimizer that updates a rank's parameters after backward, on their device. Subclasses do so in backward or on the CPU."""
 
     host_tensors: Sequence[Tensor] = ()
     """Tensors that are offloaded to host memory."""
@@ -36,7 +36,7 @@ class Optimizer:
         self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
         """Parameter -> torch's optimizer that updates it."""
         self.frees_gradients = config.in_backward or config.offload == "state_and_gradients"
-        """Whether each gradient is used in backward, as soon as it is reduced, and then freed."""
+        """Whether each gradient is used and freed during backward, as soon as it is reduced."""
         self.grad_norms: dict[Tensor, Tensor] = {}
         """Parameter -> norm of its freed gradient."""
         if self.frees_gradients:
@@ -56,7 +56,7 @@ class Optimizer:
         raise NotImplementedError
 
     def start_step(self, lr: float) -> None:
-        """Set the learning rate and free the gradients, before the first backward of a step."""
+        """Prepare a step before its first backward: set the learning rate and free the gradients."""
         for p, optimizer in self.optimizer_of.items():
             p.grad = None
             for group in optimizer.param_groups:
@@ -85,7 +85,7 @@ class Optimizer:
             _step(optimizer, skip.to(self.replication))
 
     def state(self) -> dict[str, Tensor]:
-        """Return "<parameter>/<quantity>" -> live tensor. Hyperparameters are not included, because they are settings."""
+        """Return "<parameter>/<quantity>" -> state tensor, not a copy. Hyperparameters are omitted, because they are settings."""
         return {
             f"{name}/{quantity}": tensor
             for p, name in self.names.items()
@@ -96,13 +96,13 @@ class Optimizer:
         return self.optimizer_of[p].state[p]
 
     def sync_master_weights(self, state_loaded: bool) -> None:
-        """Copy loaded parameters to the master weights. state_loaded: whether the optimizer state was loaded too. If so, master
-        weights that the state contains do not change."""
+        """Copy loaded parameters to the master weights. state_loaded: whether the optimizer state was also loaded. If so, master
+        weights that are part of the state are not overwritten."""
 
 
 class InBackward(Optimizer):
-    """Update of each parameter in backward, as soon as its gradient is reduced. The gradient is freed after the update (Lv et
-    al. 2023, "LOMO", arXiv:2306.09782).
+    """Optimizer that updates each parameter during backward, as soon as its gradient is reduced, and then frees the gradient
+    (Lv et al. 2023, "LOMO", arXiv:2306.09782).
 
     Gradient clipping and skipped steps are impossible, because both need all gradients. A shard with a non-finite gradient
     stays unchanged, but the other shards are updated. The run must not continue after such a step.
@@ -119,11 +119,11 @@ class InBackward(Optimizer):
 
 
 class CpuOffload(Optimizer):
-    """Update on the CPU, one parameter at a time (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). The gradient is copied to
-    host memory. A separate optimizer then updates the fp32 master weights there. The result is copied back while the next
-    parameter is updated.
+    """Optimizer that updates one parameter at a time on the CPU (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840). The gradient
+    is copied to host memory, where a separate optimizer updates the parameter's fp32 master weights. The result is copied back
+    to the device while the next parameter is updated.
 
-    All buffers are allocated once. If the device is a CPU, the algorithm is the same, but all copies stay in host memory.
+    All buffers are allocated once. If the device itself is a CPU, the algorithm is the same, but all copies stay in host memory.
     """
 
     def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
@@ -169,7 +169,7 @@ class CpuOffload(Optimizer):
         returned.wait()  # waiting for it includes all earlier copies of this stream
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
-        """Return the state of torch's optimizer, and the master weights if they are more precise than the parameter."""
+        """Return the parameter's state in torch's optimizer, and its master weights if these have higher precision."""
         state = dict(self.optimizer_of[p].state[self.masters[p]])
         if p in self.results:
             state["master"] = self.masters[p]
@@ -192,7 +192,7 @@ def build_optimizer(parameters: Mapping[str, Tensor], config: OptimizerConfig, r
 
 
 def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
-    """Return the norm of each gradient, as scalars in fp32."""
+    """Return the norm of each parameter's gradient as an fp32 scalar."""
     return torch._foreach_norm([to_local(p.grad) for p in parameters], 2, dtype=torch.float32)
 
 

@@ -1,8 +1,8 @@
 """Block-wise 8-bit quantization of optimizer moments (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
 arXiv:2110.02861).
 
-A quantization block is part of one row. The quantized value therefore does not depend on how matrices are sharded, and a run may
-be resumed with another layout.
+Each quantization block lies within one row. The quantized values therefore do not depend on how matrices are sharded, and a run
+can be resumed with another layout.
 """
 
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ BLOCK_SIZE = 256
 
 
 def is_quantizable(matrix: Tensor) -> bool:
-    """Return whether each row of a matrix consists of complete blocks. Moments of norms and biases, for example, stay fp32."""
+    """Return whether each row of a matrix consists of complete blocks. If not, its moments stay fp32, like those of biases."""
     return matrix.dim() == 2 and matrix.shape[1] % BLOCK_SIZE == 0
 
 
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-    """Raise ConfigError if 8-bit quantization would depend on the layout. parameters: by name, possibly on the meta device."""
+    """Raise ConfigError if 8-bit quantization would depend on the layout. The parameters may be on the meta device."""
     for name, p in parameters.items():
         local = to_local(p)
         if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(local):
-            rule = f"8bit needs row lengths divisible by {BLOCK_SIZE}, but tp shards {name} to rows of {local.shape[1]} values"
-            raise ConfigError("optimizer.state_dtype", f"{rule}; use bf16")
+            rule = f"'8bit' needs row lengths divisible by {BLOCK_SIZE}, but tp shortens the rows of {name} to {local.shape[1]}"
+            raise ConfigError("optimizer.state_dtype", f"{rule}; use 'bf16'")
 
 
 def _values(signed: bool) -> list[float]:
@@ -36,7 +36,7 @@ def _values(signed: bool) -> list[float]:
 
     The positive values below 1 lie in the seven decades from 1e-7 to 1. They are evenly spaced within a decade, and each decade
     has twice as many values as the decade below it. The unsigned values are 0, these positive values and 1. The signed values
-    are 0, 1, -1, these positive values, and the negative of each of them except the smallest.
+    are 0, 1, -1, these positive values, and the negatives of all these positive values except the smallest.
     """
     positive = []
     for power in range(7):
@@ -58,7 +58,7 @@ class BlockQuantizer:
             self.boundaries[0] = 0.0
 
     def zeros_like(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes of a zero matrix, in the shape of `matrix`, and its scales, shape (rows, blocks per row)."""
+        """Return codes (shape of `matrix`) and scales (shape (rows, blocks per row)) that represent a matrix of zeros."""
         codes = torch.full_like(matrix, self.zero, dtype=torch.uint8)
         return codes, matrix.new_zeros((matrix.shape[0], matrix.shape[1] // BLOCK_SIZE), dtype=torch.float32)
 
@@ -68,7 +68,7 @@ class BlockQuantizer:
         return (relative.view(*scales.shape, BLOCK_SIZE) * scales[:, :, None]).flatten(1)
 
     def quantize_(self, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Quantize a matrix into `codes` and `scales`. Values that dequantize returned are reproduced exactly."""
+        """Write the quantized matrix to `codes` and `scales`. Quantizing a result of `dequantize` loses no precision."""
         blocks = matrix.unflatten(1, (-1, BLOCK_SIZE))
         scales.copy_(blocks.abs().amax(2))
         smallest = torch.finfo(torch.float32).tiny

@@ -27,7 +27,7 @@ SAVEABLE_OPS = {
     # without sequence parallelism, an all-reduce takes the place of the reduce-scatter
     "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),
 }
-"""Value of [activation_checkpoint] save -> the operators whose results are saved."""
+"""Name in the setting activation_checkpoint.save -> operators whose results are saved."""
 
 _GATHER_OPS = {
     collectives.all_gather_into_tensor.default,
@@ -49,9 +49,9 @@ def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bo
 
     Eager and compiled blocks recompute gathers by different mechanisms (tested with torch 2.13). Eager blocks use saved-tensor
     hooks (recompute.py), which torch.compile refuses to trace. Compiled blocks use a checkpoint policy, which marks the gathers
-    for the compiler's partitioner. In an eager block this policy would cache the result of every operator. On 2 ranks, the block
-    of tests/parallel/test_activation_checkpoint.py would save 273,920 bytes instead of 79,104. The backward of such a block
-    raises, because a cached tensor is mutated.
+    for the compiler's partitioner. An eager block with this checkpoint policy would cache every operator's result: on 2 ranks,
+    the block of tests/parallel/test_activation_checkpoint.py would save 273,920 bytes instead of 79,104. Its backward would also
+    raise an exception, because a cached tensor is mutated.
     """
     if config.mode in ("full", "selective") and index % config.every_n_blocks == 0:
         return "all" if config.mode == "full" else "selected"
@@ -63,7 +63,7 @@ def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bo
 def block_forward(
     forward: Forward, policy: RecomputePolicy, config: ActivationCheckpointConfig, compiled: bool
 ) -> Forward:
-    """Return the forward of a block with recomputation and compilation applied. The block must already be sharded."""
+    """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded."""
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":
@@ -77,7 +77,7 @@ def block_forward(
 
 
 def checkpointed(forward: Forward, contexts: Callable[[], tuple] = noop_context_fn) -> Forward:
-    """Return a forward that saves only the block's inputs. contexts: function that returns selective checkpointing's contexts."""
+    """Return a forward that saves only its inputs and the results that are selected by the context managers of `contexts`."""
     return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
@@ -102,15 +102,15 @@ def recompute_except(save: tuple[str, ...], every_nth_matmul: int, forward: Forw
 
 
 def _is_partial_product(factor: Any) -> bool:
-    """Return whether tensor parallelism shards the last dim of the factor, so that its product with a weight is a partial sum.
-    Partial sums are not saved, because each has the full width of the hidden state. Their sum over the ranks can be.
-    A compiler sees no DTensors, but it saves only tensors that backward needs. Backward needs no partial sums."""
+    """Return whether tensor parallelism shards the factor's last dim. If so, the factor's product with a weight is a partial sum.
+    Partial sums are not saved, because each has the full width of the hidden state. Their sum over the ranks can be saved.
+    Compiled blocks have no DTensors here, but the compiler saves no partial sums, because backward does not need them."""
     return isinstance(factor, DTensor) and factor.placements[0].is_shard(factor.dim() - 1)
 
 
 def recompute_gathers_compiled(forward: Forward) -> Forward:
-    """Return a forward after which backward recomputes the gathers. Use this only for compiled blocks. Of the other results, the
-    compiler saves only those that backward needs, but an eager block would save all of them."""
+    """Return a forward whose gathers are recomputed in backward. Use this only for compiled blocks. An eager block would save the
+    results of all other operators, but the compiler saves only the results that backward needs."""
 
     def policy(ctx, operator, *args, **kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE

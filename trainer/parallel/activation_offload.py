@@ -14,7 +14,7 @@ from trainer.runtime.host_memory import Event, HostTransfer
 
 
 class InputOffloader:
-    """Offloading of the inputs of a rank's blocks. The first step allocates the host buffers, and later steps reuse them."""
+    """Offloader of the block inputs of one rank. The first step allocates the host buffers, and later steps reuse them."""
 
     def __init__(self, device: torch.device):
         self.transfer = HostTransfer(device)
@@ -22,8 +22,8 @@ class InputOffloader:
         self.newest: Callable[[], _OffloadedInput | None] = lambda: None
 
     def wrap(self, forward: Forward, is_first: bool) -> Forward:
-        """Return a forward that offloads the first argument of the block. All blocks share the other arguments, which are not
-        offloaded. is_first: whether the block is the first offloaded block of its stage."""
+        """Return a forward that offloads the block's first argument. The other arguments are not offloaded, because all blocks
+        share them. is_first: whether the block is the first offloaded block of its stage."""
 
         def offloading_forward(hidden: Tensor, *args) -> Tensor:
             assert not isinstance(hidden, DTensor)  # blocks pass plain tensors to each other
@@ -43,7 +43,7 @@ class _OffloadedInput:
     """An offloaded block input. It exists from the block's forward until autograd releases it."""
 
     def __init__(self, offloader: InputOffloader, tensor: Tensor, previous: Callable[[], "_OffloadedInput | None"]):
-        """previous: function that returns the offloaded input of the previous block, which backward needs next."""
+        """previous: function that returns the offloaded input of the previous block. Backward needs that input next."""
         free = offloader.free_buffers[tensor.shape, tensor.dtype]
         self.buffer = free.pop() if free else offloader.transfer.host_like(tensor, tensor.dtype)
         weakref.finalize(self, free.append, self.buffer)
@@ -54,7 +54,7 @@ class _OffloadedInput:
         self.consumed = False
 
     def prefetch(self) -> tuple[Tensor, Event]:
-        """Start the copy to the device, unless it has started. Return the device tensor and the copy's completion event."""
+        """Start the copy to the device, unless it has already started. Return the device tensor and the completion event."""
         if self.prefetched is None:
             target = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, device=self.transfer.device)
             self.prefetched = target, self.transfer.copy([target], [self.buffer])

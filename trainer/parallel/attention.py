@@ -18,7 +18,7 @@ from trainer.parallel.context import AllGatherAttention, all_gather_sequence, sh
 
 
 class Mask(nn.Module):
-    """A causal mask for each sample. With by_document, tokens attend only to tokens of their own document."""
+    """A module that computes a causal mask. If by_document is true, tokens attend only to tokens of their own document."""
 
     def __init__(self, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]):
         """create: torch's create_block_mask, or another function with the same signature."""
@@ -45,7 +45,7 @@ class Mask(nn.Module):
 
 def create_dense_mask(is_visible: Callable[..., Tensor], *sizes: int | None, device: str, dtype: torch.dtype) -> Tensor:
     """Return a mask that is added to the attention scores. sizes: (batch, heads, rows, columns), where None becomes 1. dtype:
-    dtype of the computation. Attention would convert a mask of another dtype in every block."""
+    dtype of the computation, because attention would convert a mask of another dtype in every block."""
     batch, head, row, column = (torch.arange(size or 1, device=device) for size in sizes)
     visible = is_visible(batch[:, None, None, None], head[:, None, None], row[:, None], column)
     mask = torch.zeros([size or 1 for size in sizes], dtype=dtype, device=device)
@@ -65,7 +65,7 @@ class FlexAttention(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """The mask and the attention kernel for split sequences and for attention that ends at document boundaries."""
+    """Functions that make the mask and the kernel of attention over split sequences or within document boundaries."""
 
     mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
     """Function (cp axis, by_document, dtype of the computation) -> module that computes the mask."""
@@ -92,7 +92,8 @@ def apply_attention(
     recompute_gathers: Collection[str],
 ) -> None:
     """Replace the model's attention kernels and mask, in place, if sequences are split or by_document is true. by_document:
-    whether attention ends at document boundaries. recompute_gathers: names of the blocks whose backward repeats the gather."""
+    whether attention ends at document boundaries. recompute_gathers: names of the blocks in which backward repeats
+    the gather of keys and values."""
     if cp.size() == 1 and not by_document:
         return
     model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))

@@ -32,7 +32,7 @@ def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def all_gather_sequence(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Gather a tensor that is split as by shard_tensor, and return it in the order of the full sequence. dim: sequence dim.
+    """Gather a tensor that is split into chunks as in shard_tensor. Return the full sequence in order. dim: sequence dim.
     Backward sums the gradients over all ranks and returns this rank's shard of the sum."""
     if mesh.size() == 1:
         return tensor
@@ -47,7 +47,7 @@ class AllGatherAttention(nn.Module):
     """Attention from this rank's queries to the keys and values of the full sequence."""
 
     def __init__(self, kernel: nn.Module, mesh: DeviceMesh, recompute: bool):
-        """mesh: the cp axis. recompute: whether backward repeats the gather of keys and values, so that they are not saved."""
+        """mesh: the cp axis. recompute: whether backward repeats the gather of keys and values, so its result is not saved."""
         super().__init__()
         self.kernel = kernel
         self.mesh = mesh

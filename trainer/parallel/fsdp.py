@@ -13,8 +13,8 @@ from trainer.runtime.device import DTYPES
 
 
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
-    """Make an FSDP unit of each block and a root unit of all remaining parameters. If config.fsdp_units is "separate", each group
-    of plan.fsdp_units is also a unit.
+    """Make each block an FSDP unit, and put all remaining parameters into a root unit. If config.fsdp_units is "separate", each
+    group of modules in plan.fsdp_units is also a unit.
 
     mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype
     of the parameters. Gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by
@@ -45,7 +45,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
 
 
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
-    """Return the value of FSDP's reshard_after_forward for all units except the last, and its value for the last unit."""
+    """Return two values of FSDP's reshard_after_forward: for all units except the last one, and for the last one."""
     if config.reshard_after_forward == "default":
         # Backward starts with the unit that forward ends with: freeing that unit would gather it twice in a row.
         # A pipeline uses each unit again with every microbatch.

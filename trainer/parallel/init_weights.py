@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from trainer.runtime.dtensor import local_region
 
 ROWS_PER_SEED = 1024
-"""Number of rows of a parameter that one generator draws. A different number changes the initial weights."""
+"""Number of parameter rows that one generator draws. A different number changes the initial weights."""
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
 
 
 def _draw(model: nn.Module, seed: int, name: str, shape: tuple[int, ...], group: int) -> Tensor:
-    """Return the initial values of one group of rows of the full parameter, as fp32 on the CPU."""
+    """Return the initial values of one group of rows of the full parameter, as an fp32 tensor on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}/{group}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     rows = torch.empty(min(ROWS_PER_SEED, shape[0] - group * ROWS_PER_SEED), *shape[1:])

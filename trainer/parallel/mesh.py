@@ -10,7 +10,7 @@ from trainer.config import ConfigError, ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees of parallelism, whose product is the world size. Every degree has an axis in the mesh, even a degree of 1."""
+    """Degrees of parallelism. Their product is the world size. The device meshes keep axes of size 1."""
 
     pp: int
     dp_replicate: int
@@ -27,7 +27,7 @@ class ParallelDims:
         for name, degree in degrees.items():
             if config.dp_shard == -1 and world_size % (others * degree):
                 product = f"x {others} (product of the other degrees) = {others * degree} " * (others > 1)
-                raise ConfigError(f"parallel.{name}", f"{product}must divide the {world_size} ranks of this run")
+                raise ConfigError(f"parallel.{name}", f"{product}must divide the number of ranks, {world_size}")
             others *= degree
         dp_shard = world_size // others if config.dp_shard == -1 else config.dp_shard
         if others * dp_shard != world_size:
@@ -50,7 +50,7 @@ class ParallelDims:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Number of ranks that hold one pipeline stage together."""
+        """Number of ranks that together hold one pipeline stage."""
         return self.world_size // self.pp
 
     @property
@@ -71,8 +71,8 @@ class Meshes:
             return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
-        """Mesh that places the parameters."""
+        """Mesh that assigns the parameters to ranks."""
         self.data = mesh(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp)
         """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)
-        """Mesh of the ranks that sum the loss."""
+        """Mesh whose axis "loss" contains the ranks that compute the loss of different tokens."""

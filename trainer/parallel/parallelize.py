@@ -37,8 +37,8 @@ def parallelize(
     dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
 
     FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Compilation is applied after tensor
-    parallelism, so that the compiler sees sharded matrices. Full activation checkpointing wraps a compiled block. Every other
-    recomputation is compiled with the block.
+    parallelism, so that the compiler sees sharded matrices. Full activation checkpointing wraps the compiled block. Every other
+    form of recomputation is compiled together with the block.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1

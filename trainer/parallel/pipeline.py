@@ -24,9 +24,9 @@ class Schedule:
     """Requirements and properties of one of torch's schedules."""
 
     stages_per_rank: int = 2
-    """Default number of stages per rank. A schedule with two stages accepts more stages, unless it has a V shape."""
+    """Default number of stages per rank. A schedule whose default is 2 also accepts more stages, unless it has a V shape."""
     v_shape: bool = False
-    """Whether stages are assigned to ascending, then to descending ranks, so that the first rank has the last stage."""
+    """Whether stages are assigned to ranks in ascending, then in descending order. The first rank also has the last stage."""
     requires_rounds: bool = False
     """Whether microbatches are processed in rounds of equal size."""
     bounds_memory: bool = True
@@ -44,16 +44,16 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(v_shape=True, splits_backward=True),
     "DualPipeV": Schedule(v_shape=True, splits_backward=True),
 }
-"""Value of [parallel] pipeline_schedule -> properties of the schedule. The values are torch's names."""
+"""Name of a schedule -> its properties. [parallel] pipeline_schedule and torch use the same names."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks. The first stage adds the modules before the blocks, the last stage the modules after the blocks."""
+    """Consecutive blocks. The first stage also has the modules before the blocks. The last stage also has those after them."""
 
     index: int
     count: int
-    """Number of stages of the pipeline."""
+    """Number of stages in the pipeline."""
     blocks: range
 
     @property
@@ -98,7 +98,7 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
         raise ConfigError(key, f"{unknown} is not a block; expected {names[1]} to {names[-1]}")
     starts = [names.index(name) for name in split_points]
     if starts != sorted(set(starts)) or starts[0] == 0:
-        raise ConfigError(key, f"must name blocks after {names[0]} in ascending order")
+        raise ConfigError(key, f"must be in ascending order and must not contain the first block, {names[0]}")
     if len(starts) != count - 1:
         raise ConfigError(key, f"{count} stages need {count - 1} split points, not {len(starts)}")
     return starts
@@ -106,8 +106,8 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 def _weights(model: nn.Module, plan: ParallelPlan) -> list[int]:
     """Return the number of parameters of each block. The first block includes the modules before all blocks, and the last block
-    includes the modules after all blocks. The embedding table takes memory but little time. It is included because the first
-    stage also holds the activations of more microbatches than later stages."""
+    includes the modules after all blocks. The embedding table takes little time, but its parameters are counted, because
+    the first stage also holds the activations of more microbatches than later stages."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -124,8 +124,8 @@ def _balance_stages(weights: list[int], count: int) -> list[int]:
 
     @cache
     def best(start: int, num_stages: int) -> tuple[int, int, tuple[int, ...]]:
-        """Partition the blocks from `start` on. Return the weight of the heaviest stage, the sum of squares of the weights as a
-        tie-breaker, and the index of each stage's first block."""
+        """Find the best partition of the blocks from `start` on. Return the weight of the heaviest stage, the sum of the squared
+        stage weights (it breaks ties) and the index of each stage's first block."""
         if num_stages == 1:
             only = sum(weights[start:])
             return only, only**2, (start,)
@@ -168,7 +168,7 @@ def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
 
 
 def min_microbatches(config: ParallelConfig) -> int:
-    """Return the minimum number of microbatches per step and rank."""
+    """Return the minimum number of microbatches that each rank must run per step."""
     return config.pp * (2 if config.pp > 1 and config.pipeline_schedule == "DualPipeV" else 1)
 
 
@@ -186,16 +186,16 @@ def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class PipelineStep(Step):
-    """A step in which every rank runs its stages of the model. A schedule of torch orders the microbatches of the step."""
+    """A step in which every rank runs its stages of the model. One of torch's schedules orders the microbatches."""
 
     model_parts: Mapping[Stage, nn.Module]
     """This rank's stages of the model, in order."""
     schedule_name: str
-    """A key of SCHEDULES."""
+    """Name of the schedule, a key of SCHEDULES."""
     num_microbatches: int
     """Number of microbatches per step."""
     hidden: Tensor
-    """Example of the hidden state that a stage sends to the next stage. It defines the shape, dtype and device."""
+    """Tensor with the shape, dtype and device of the hidden state that a stage sends to the next stage."""
     pipeline_group: ProcessGroup
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class PipelineStep(Step):
         self.rank_of_stage = stages[0].stage_index_to_group_rank
 
     def _torch_stage(self, part: nn.Module, stage: Stage) -> PipelineStage:
-        """Return torch's stage. It receives example inputs and outputs, so torch does not run the model to infer shapes."""
+        """Return torch's object for a stage. It gets example inputs and outputs, so that torch does not run the model."""
         group, device = self.pipeline_group, self.hidden.device
         tokens = torch.empty(self.hidden.shape[:2], dtype=torch.int64, device=device)
         loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
@@ -249,7 +249,7 @@ class PipelineStep(Step):
         return self._sum(losses), count_targets(microbatches, self.batch_group)
 
     def _forward(self, batch: Batch) -> list[Tensor]:
-        """Return the summed loss on the rank with the last stage, and an empty list on other ranks."""
+        """Return a list with the summed loss on the rank that has the last stage, and an empty list on other ranks."""
         ranks, group = self.rank_of_stage, self.pipeline_group
         x = batch.tokens
         for stage, part in self.model_parts.items():

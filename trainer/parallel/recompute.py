@@ -14,9 +14,9 @@ Restore = Callable[[], Tensor]
 
 
 def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Restore]) -> saved_tensors_hooks:
-    """Return a context in which autograd saves a function instead of each view of `tensor`. The function is `replace(view)`, and
-    it restores the view. Views share the storage of `tensor`, so this works for every operator that saves `tensor`, a view of
-    `tensor` or a DTensor that contains `tensor`."""
+    """Return a context manager. Inside it, autograd saves the function `replace(view)` instead of each view of `tensor`. Calling
+    the function restores the view. Views are recognized by the storage that they share with `tensor`. So the context manager
+    works for every operator that saves `tensor`, a view of `tensor` or a DTensor that contains `tensor`."""
     storage = _storage_id(tensor)  # the graph holds the hook, which therefore must not hold the tensor
     return saved_tensors_hooks(
         lambda saved: replace(saved) if _storage_id(saved) == storage else saved,

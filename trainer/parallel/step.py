@@ -1,4 +1,4 @@
-"""Steps, which compute a loss and gradients from microbatches."""
+"""Steps that compute a loss and gradients from microbatches."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from trainer.runtime.distributed import sum_over
 
 @dataclass(kw_only=True, eq=False)
 class Step(ABC):
-    """Forward and backward over microbatches. Results are global values, identical on every rank."""
+    """Forward and backward over microbatches. Returned values are global: they are identical on every rank."""
 
     make_head: Callable[[Tensor], Head]
-    """Function from labels (batch, seq) to a head."""
+    """Function that maps labels (batch, seq / cp) to a head, which computes the summed loss."""
     shard_sequence: Callable[[Batch], Batch]
-    """Function from a batch of full sequences to this rank's shard of each sequence."""
+    """Function that maps a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
     """Group of the ranks that read different samples."""
     loss_group: ProcessGroup
-    """Group of the ranks of one pipeline stage that compute the loss of different tokens."""
+    """Group of ranks that compute the loss of different tokens. All of them belong to the same pipeline stage."""
 
     @abstractmethod
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class Step(ABC):
 
 
 def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
-    """Return the number of target tokens over all ranks, a scalar. microbatches: full sequences. If the loss is divided by this
+    """Return the number of target tokens on all ranks as a scalar. microbatches: full sequences. If the loss is divided by this
     number, every target token has the same weight, regardless of padding and masks."""
     local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
     return sum_over(local, batch_group)

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: matrices are sharded over the tp axis, and the residual stream is split along the sequence.
 
-The matrices are sharded as by Shoeybi et al. 2019 (arXiv:1909.08053). Between the matrices, the sequence is split as by
+The matrices are sharded as in Shoeybi et al. 2019 (arXiv:1909.08053). Between the matrices, the sequence is split as in
 Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full shape, so a checkpoint does not depend on the
 degree of tensor parallelism.
 """
@@ -25,7 +25,7 @@ from trainer.parallel.recompute import call_with_gathered
 
 
 class _Embedding(RowwiseParallel):
-    """An embedding table that is sharded along the vocabulary. Each rank looks up its own rows. The results are summed."""
+    """Style of an embedding table sharded along the vocabulary. Each rank looks up its own rows, and the results are summed."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, mesh)
@@ -36,7 +36,7 @@ class _Embedding(RowwiseParallel):
 
 
 class _Norm(SequenceParallel):
-    """A norm. With the placement Replicate, each rank normalizes the full sequence."""
+    """Style of a norm. With the placement Replicate, each rank normalizes the full sequence."""
 
     def __init__(self, placement: Placement):
         super().__init__()
@@ -45,10 +45,10 @@ class _Norm(SequenceParallel):
 
 @dataclass
 class _Gather(ParallelStyle):
-    """A module without parameters outside its submodules. The input, a DTensor, is gathered once for all submodules."""
+    """Style of a module whose parameters all belong to submodules. Its input, a DTensor, is gathered once for all submodules."""
 
     recompute: bool
-    """Whether autograd saves only this rank's shard of the input, so that backward repeats the gather."""
+    """Whether autograd saves only this rank's shard of the input, and backward repeats the gather."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         original_forward = module.forward
@@ -62,7 +62,7 @@ class _Gather(ParallelStyle):
 
 
 class _Output(ParallelStyle):
-    """The projection to the vocabulary, sharded along the vocabulary. Its input is the output of a norm. If the
+    """Style of the output projection, which is sharded along the vocabulary. Its input is the output of a norm. If the
     caller passes a head, the head receives the full sequence and the weight, both as DTensors. Otherwise every rank returns the
     full logits."""
 
@@ -83,7 +83,7 @@ def _replicate(x: DTensor) -> DTensor:
 
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
-    """Return name -> parallel style. The fields `tensor` and `tensor_block` of ParallelPlan use these names."""
+    """Return a dict: name -> parallel style. The fields `tensor` and `tensor_block` of ParallelPlan use these names."""
     residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
@@ -102,8 +102,8 @@ def apply_tensor(
     sequence_parallel: bool,
     recompute_gathers: Collection[str],
 ) -> None:
-    """Shard, in place, the modules that the plan names. mesh: the tp axis. recompute_gathers: names of the blocks whose
-    backward repeats the gather of their inputs."""
+    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks in which
+    backward repeats the gathers of activations."""
     outside = styles(sequence_parallel, recompute_all_gather=False)
     with kept_ties(model):
         for name, style in plan.tensor.items():

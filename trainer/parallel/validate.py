@@ -13,9 +13,9 @@ from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 def check_divisibility(
     dims: ParallelDims, plan: ParallelPlan, sizes: Any, model: str, config: ParallelConfig, seq_len: int
 ) -> None:
-    """Raise ConfigError if the model cannot be sharded by the degrees. model: name of the model."""
+    """Raise ConfigError if the model cannot be sharded with these parallel degrees. model: name of the model."""
     if dims.pp > 1 and plan.tied:
-        raise ConfigError("parallel.pp", "must be 1 with tied embeddings, which two stages would share")
+        raise ConfigError("parallel.pp", "must be 1 with tied embeddings, because two stages would share them")
     for name in plan.tp_divisible:
         if getattr(sizes, name) % dims.tp:
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
@@ -65,12 +65,13 @@ def check_supported(
         raise ConfigError("parallel.pipeline_schedule", message)
     if schedule.splits_backward and checkpointing.mode == "selective":
         raise ConfigError(
-            "activation_checkpoint.mode", f"cannot be combined with {name}, which traverses backward's graph twice"
+            "activation_checkpoint.mode", f"cannot be combined with {name}, which traverses the backward graph twice"
         )
     if schedule.splits_backward and parallel.reshard_after_forward not in ("default", "never"):
         # torch looks up the weights after they have been resharded, and silently loses their gradients.
-        raise ConfigError("parallel.reshard_after_forward", f"must be default or never with {name}")
+        raise ConfigError("parallel.reshard_after_forward", f"must be 'default' or 'never' when {name} is used")
     if training.reduce_every_microbatch:
         raise ConfigError(
-            "training.reduce_every_microbatch", "cannot be combined with pp > 1, which reduces gradients once per step"
+            "training.reduce_every_microbatch",
+            "cannot be combined with pp > 1, because a pipeline reduces gradients once per step",
         )

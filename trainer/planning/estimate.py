@@ -13,7 +13,7 @@ from trainer.system.units import GIB
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices of a planned run, one for each rank."""
+    """The hardware for which a run is planned: one device for each rank."""
 
     world_size: int
     accelerator: AcceleratorSpec
@@ -52,12 +52,12 @@ class RunEstimate:
 
     @property
     def free_bytes(self) -> float:
-        """Number of usable bytes of device memory minus the peak. It is negative if the run does not fit."""
+        """Usable device memory minus the peak memory, in bytes. It is negative if the run does not fit."""
         return self.hardware.usable_bytes - self.largest.peak
 
     @property
     def host_free_bytes(self) -> float:
-        """Number of bytes of host memory per accelerator minus the peak of offloaded memory. Other uses are not counted."""
+        """Host memory per accelerator minus the peak of offloaded memory, in bytes. Other uses of host memory are not counted."""
         return self.hardware.accelerator.host_memory_gib * GIB - max(s.host for s in self.simulations)
 
     @property
@@ -80,7 +80,7 @@ class RunEstimate:
 
 
 def strip_file_settings(config: Config) -> Config:
-    """Reset the settings of the compiler, which cannot be simulated, and the settings that name files, which need not exist."""
+    """Reset the compiler settings and the settings that name files. The compiler cannot be simulated. Files need not exist."""
     return replace(
         config,
         tokenizer=TokenizerConfig(),
@@ -92,7 +92,7 @@ def strip_file_settings(config: Config) -> Config:
 
 
 def representative_ranks(resolved: ResolvedRun) -> list[int]:
-    """Return the first rank of the first, a middle and the last pipeline stage."""
+    """Return the lowest rank of each of three pipeline stages: the first, a middle one and the last."""
     per_stage = resolved.dims.ranks_per_stage
     return sorted({stage * per_stage for stage in (0, resolved.dims.pp // 2, resolved.dims.pp - 1)})
 
@@ -101,7 +101,7 @@ def estimate(config: Config, hardware: Hardware) -> RunEstimate:
     """Simulate the representative ranks of a run. Raises ConfigError if the configuration cannot run or cannot be simulated."""
     if config.activation_checkpoint.mode == "budget":
         raise ConfigError(
-            "activation_checkpoint.mode", "cannot be planned: the compiler selects the activations to save"
+            "activation_checkpoint.mode", "cannot be planned, because the compiler selects the activations to save"
         )
     config = strip_file_settings(config)
     resolved = resolve(config, hardware.world_size)

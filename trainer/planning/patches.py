@@ -18,7 +18,7 @@ from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
 
 FAKE_GPU_KERNELS = AttentionBackend(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
-"""Plain attention without a mask, which simulates flex_attention: both save the same tensors, and a block mask is small."""
+"""Plain attention without a mask. It simulates flex_attention, because both save the same tensors and block masks are small."""
 
 
 class _NoMask(nn.Module):
@@ -28,7 +28,7 @@ class _NoMask(nn.Module):
 
 @contextmanager
 def record_host_buffers() -> Iterator[list[Tensor]]:
-    """Yield a list that receives every buffer in host memory that HostTransfer allocates."""
+    """Context manager that yields a list. Each host buffer that HostTransfer allocates is appended to the list."""
     buffers: list[Tensor] = []
     host_like = HostTransfer.host_like
 
@@ -41,7 +41,7 @@ def record_host_buffers() -> Iterator[list[Tensor]]:
 
 
 def skip_shape_negotiation(schedule: Any) -> None:
-    """Set the pipeline stages to static shapes. Otherwise torch would ask neighbouring ranks, which a fake group lacks."""
+    """Give the pipeline stages static shapes. Otherwise torch would request shapes from other ranks, which do not exist."""
 
     def set_static(stages: Sequence, *args) -> None:
         for stage in stages:
@@ -56,8 +56,8 @@ def annotate_fsdp(
     around_reduction: Callable[[FSDPParamGroup], AbstractContextManager] = lambda group: nullcontext(),
     around_gather: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[None]:
-    """Call label(tensor, category) for the unreduced gradients and the gathered parameters of FSDP.
-    around_reduction, around_gather: functions that return the context of each reduction and of each gather."""
+    """Context manager that calls label(tensor, category) for FSDP's unreduced gradients and gathered parameters.
+    around_reduction, around_gather: functions that return a context manager for each reduction and for each gather."""
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def label_accumulated(group: FSDPParamGroup) -> None:
@@ -96,8 +96,8 @@ def annotate_fsdp(
 
 @contextmanager
 def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
-    """Pause the recorder while DTensor infers output shapes with operators on full-size fake tensors. torch 2.11 infers them at
-    every call; torch 2.13 caches them."""
+    """Context manager that pauses the recorder while DTensor infers output shapes with operators on full-size fake tensors.
+    torch 2.11 infers the shapes at every call; torch 2.13 caches them."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def wrapper(propagator: ShardingPropagator, *args: Any) -> Any:
@@ -109,7 +109,7 @@ def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """RMSNorm with the memory of torch's fused GPU kernel. On a CPU, torch uses several operators that save fp32 tensors."""
+    """RMSNorm with the memory use of torch's fused GPU kernel. On a CPU, torch uses several operators that save fp32 tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

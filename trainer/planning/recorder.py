@@ -35,7 +35,7 @@ MEMORY_CATEGORIES = (
 parameters. communication: buffers of collectives. temporaries: all other tensors, including recomputed activations."""
 
 _GPU_ALLOCATION_BYTES = 512
-"""Unit to which torch's GPU allocator rounds allocations up."""
+"""Granularity of torch's GPU allocator. It rounds allocations up to multiples of this size."""
 
 
 @dataclass(slots=True)
@@ -44,17 +44,17 @@ class Allocation:
 
     num_bytes: int
     born: int
-    """Index of the event that allocated the memory; -1: it was allocated before the recording."""
+    """Index of the event that allocated the memory, or -1 if it was allocated before the recording."""
     module: str
     """Name of the module that allocated the memory."""
     in_backward: bool
     category: str = ""
-    """Category that was set explicitly; "": `final_category` derives it from the use of the memory."""
+    """Category that was set explicitly. If it is empty, `final_category` derives a category from the use of the memory."""
     sent: bool = False
     host: bool = False
-    """Whether the storage is in host memory, which is counted separately from device memory."""
+    """Whether the storage is in host memory. Host memory and device memory are counted separately."""
     died: int | None = None
-    """Index of the event that released the memory; None: it was never released."""
+    """Index of the event that released the memory, or None if it was never released."""
     died_in_backward: bool = False
 
     def final_category(self) -> str:
@@ -67,7 +67,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class ExecutionPoint:
-    """A module in forward or backward, or the optimizer update."""
+    """A point in a step: forward or backward of a module, or the optimizer update."""
 
     module: str
     in_backward: bool
@@ -78,15 +78,15 @@ class ExecutionPoint:
 
 @dataclass
 class Traffic:
-    """Number and size of all calls of one collective over one process group."""
+    """Number and total size of all calls of one collective over one process group."""
 
     count: float = 0
     num_bytes: float = 0
-    """Number of bytes of the full tensors, which are the outputs of gathers and the inputs of reductions."""
+    """Number of bytes of the full tensors: the outputs of gathers and the inputs of reductions."""
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records operators on plain tensors. An operator on a DTensor is recorded as local operators."""
+    """Dispatch mode that records operators on plain tensors. An operator on a DTensor is recorded as operators on its shards."""
 
     def __init__(self, on_gpu: bool = False):
         """on_gpu: whether to record the memory that a GPU's allocator would allocate."""
@@ -95,10 +95,10 @@ class Recorder(TorchDispatchMode):
         self.round_to = _GPU_ALLOCATION_BYTES if on_gpu else 1
         self.allocations: list[Allocation] = []
         self.points: list[tuple[int, ExecutionPoint]] = []
-        """Pairs (event, phase of the step that starts at this event)."""
+        """Pairs (index of an event, execution point that starts at this event)."""
         self.num_events = 0
         self.weight = 1.0
-        """Factor for the counts and bytes of the operators and collectives that are recorded next."""
+        """Factor by which the counts and bytes of the next recorded operators and collectives are multiplied."""
         self.op_counts: Counter[str] = Counter()
         """Operator name -> number of calls, not multiplied by `weight`."""
         self.traffic: dict[tuple[str, str], Traffic] = {}
@@ -106,18 +106,18 @@ class Recorder(TorchDispatchMode):
         self.op_costs: Counter[tuple[str, int, int]] = Counter()
         """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
         self.host_transfer_bytes: Counter[bool] = Counter()
-        """Whether a copy between device and host memory runs in the update -> number of bytes."""
+        """Number of bytes copied between device and host memory. Key True: during the update; False: in forward and backward."""
         self.host_compute_bytes = 0.0
         """Number of bytes that operators in host memory read and write."""
         self.in_schedule = False
         """Whether a pipeline schedule is running. If so, operators outside modules are not attributed to the update."""
         self.paused = False
-        """Whether to ignore operators. It is true during operators that a real step does not run."""
+        """Whether to ignore operators. It is true while operators run that are not part of a real step."""
         self._alive: dict[int, tuple[weakref.ref, Allocation]] = {}
         self._forward: list[str] = []
-        """Stack of the modules whose forward is running, innermost last."""
+        """Names of the modules whose forward is running, the innermost module last."""
         self._backward = ""
-        """Module whose output gradient was computed last."""
+        """Name of the module whose output gradient was computed most recently."""
         self._patch = patch.object(torch.UntypedStorage, "resize_", self._recorded_resize(torch.UntypedStorage.resize_))
 
     def register(self, tensor: Tensor, category: str, host: bool) -> None:
@@ -180,7 +180,8 @@ class Recorder(TorchDispatchMode):
         allocation.died, allocation.died_in_backward = self.num_events, in_backward()
 
     def _recorded_resize(self, resize: Callable) -> Callable:
-        """Wrap resize_, which is not dispatched as an operator. FSDP allocates and releases gathered parameters with it."""
+        """Return a function that calls `resize` and records the change. FSDP allocates and releases gathered parameters with
+        resize_, which is not dispatched as an operator."""
 
         def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
             result = resize(storage, num_bytes)
@@ -194,7 +195,7 @@ class Recorder(TorchDispatchMode):
         return resize_
 
     def label(self, tensor: Tensor, category: str, host: bool = False) -> None:
-        """Set the category and location of a tensor's memory. They override the derived ones."""
+        """Set the category and location of a tensor's memory. An explicit category overrides the derived one."""
         if allocation := self._allocation(to_local(tensor)):
             allocation.category, allocation.host = category, host
 
@@ -213,7 +214,7 @@ class Recorder(TorchDispatchMode):
         return allocation is not None and allocation.host
 
     def _all_on_host(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all tensors except scalars are in host memory. Scalars are copied implicitly."""
+        """Return whether all tensors are in host memory. Scalars are ignored, because they are copied implicitly."""
         tensors = [tensor for tensor in tensors if tensor.dim()]
         return bool(tensors) and all(map(self._is_on_host, tensors))
 
@@ -257,7 +258,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def tracking_modules(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Attribute allocations to the modules of the models."""
+        """Context manager that attributes allocations to the modules of the models."""
         names = {module: name for model in models for name, module in model.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -294,8 +295,8 @@ class Recorder(TorchDispatchMode):
     # ------------------------------------------------------------ results
 
     def timeline(self, include: Callable[[Allocation], bool]) -> np.ndarray:
-        """Return the number of bytes in each category, shape (categories, events + 2), int64. Column i + 1 is the memory after
-        event i."""
+        """Return the number of bytes in each category over time: an int64 array of shape (categories, events + 2). Column i + 1
+        is the memory after event i."""
         changes = np.zeros((len(MEMORY_CATEGORIES), self.num_events + 2), dtype=np.int64)
         for allocation in filter(include, self.allocations):
             row = MEMORY_CATEGORIES.index(allocation.final_category())
@@ -324,7 +325,7 @@ def _workspace_bytes(func, inputs: list[Tensor], outputs: list[Tensor]) -> int:
 
 
 def _arguments(func, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Return name -> value of the arguments of an operator's call. Arguments with default values may be missing."""
+    """Return the arguments of an operator call as a dict. Arguments that have a default value may be missing."""
     return dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
 
 

@@ -130,7 +130,7 @@ def _verdict(free_bytes: float, memory: str) -> str:
 
 
 def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) -> str:
-    """num_layouts: number of legal layouts. found: the simulated candidates, the best first."""
+    """Return the table of candidates as text. num_layouts: number of legal layouts. found: simulated candidates, best first."""
     lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
     lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
     for candidate, estimate in found:
@@ -193,7 +193,7 @@ def canvas(path: Path) -> Any:
     """Return an empty figure. Raises ConfigError if the path cannot be written."""
     try:
         if path.suffix.lower() not in PLOT_FORMATS:
-            raise ConfigError("", f"expected a name that ends in {', '.join(PLOT_FORMATS)}")
+            raise ConfigError("", f"the file name must end in {' or '.join(PLOT_FORMATS)}")
         if not path.parent.is_dir():
             raise ConfigError("", f"folder {path.parent} does not exist")
         path.touch()
@@ -206,7 +206,7 @@ def canvas(path: Path) -> Any:
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
-    """Draw memory by category over the operators of the step. limit_gib: device memory, which is drawn if it is near the peak."""
+    """Draw memory by category over the operators of the step. limit_gib: device memory. It is drawn if the peak is near it."""
     axes = figure.add_subplot()
     points = range(len(simulation.timeline_in_backward))
     rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]

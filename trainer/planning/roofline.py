@@ -10,10 +10,10 @@ from trainer.planning.simulate import Simulation
 from trainer.runtime.accelerators import AcceleratorSpec
 
 FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY = 0.75, 0.85, 0.8
-"""Fractions of an accelerator's peak rates that large matmuls, element-wise operators and collectives reach."""
+"""Fractions of peak FLOP/s, memory bandwidth and network bandwidth that matmuls, other operators and collectives reach."""
 
 _OVERLAPPED_AXES = ("fsdp", "dp_replicate", "pp")
-"""Axes whose collectives overlap with computation."""
+"""Mesh axes whose collectives overlap with computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,13 @@ class StepTime:
     memory_s: float
     """Time of the operators bound by memory bandwidth."""
     collectives_s: Mapping[str, float]
-    """Axis of the mesh -> time of its collectives."""
+    """Mesh axis -> time of its collectives."""
     host_copies_s: float
     """Time of the copies to and from host memory that overlap with computation."""
     host_update_s: float
-    """Time of the update in host memory after backward: the maximum of the times of its copies and of its computation."""
+    """Time of the update in host memory after backward: its copies or its computation, whichever takes longer."""
     bubble: float
-    """Fraction of the step in which a pipeline rank is idle."""
+    """Fraction of the step during which a pipeline rank is idle."""
 
     @property
     def exposed_comm_s(self) -> float:
@@ -107,8 +107,8 @@ def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
 
 
 def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> float:
-    """Return the bandwidth of each rank of a group in bytes per second. A hierarchical collective sends each byte out of a node
-    only once, so the inter-node bandwidths of the node's ranks add up."""
+    """Return each rank's bandwidth within a process group, in bytes per second. A hierarchical collective sends each byte out of
+    a node only once, so the inter-node bandwidths of the node's ranks add up."""
     ranks_per_node = Counter(rank // accelerator.gpus_per_node for rank in ranks)
     if len(ranks_per_node) == 1:
         return accelerator.intra_node_bandwidth
@@ -116,7 +116,7 @@ def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> floa
 
 
 def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:
-    """Return the fraction of a step in which a pipeline rank is idle (Narayanan et al. 2021, arXiv:2104.04473)."""
+    """Return the fraction of a step during which a pipeline rank is idle (Narayanan et al. 2021, arXiv:2104.04473)."""
     if SCHEDULES[parallel.pipeline_schedule].splits_backward:
         return 0.0
     idle = (parallel.pp - 1) / (stages_per_rank(parallel) * microbatches)

@@ -24,15 +24,15 @@ from trainer.system.process import cores
 _MAX_PP = 16
 _MODES = ("none", "selective", "full")
 _RESET = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_after_forward": "default"}
-"""Setting of [parallel] that suits only one layout -> default value, which every candidate has."""
+"""Settings of [parallel] that suit only the configured layout, with their defaults. All other candidates use the defaults."""
 _HOPELESS = 0.95
-"""Minimum likely speed of a candidate to be simulated, as a fraction of the best simulated speed."""
+"""Fraction of the best simulated speed. Candidates whose likely speed is not above this fraction are not simulated."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     settings: dict[str, dict[str, Any]]
-    """Section -> name -> value of each setting that the candidate changes; empty for the configured layout."""
+    """The settings that the candidate changes: section -> name -> value. The dict is empty for the configured layout."""
     config: Config
     resolved: ResolvedRun
 
@@ -62,7 +62,7 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
-    """Return every legal layout in every mode of activation checkpointing. tp stays within a node; cp is as configured."""
+    """Return every legal layout with every mode of activation checkpointing. tp is at most a node's size; cp is as configured."""
     limit_tp = min(hardware.accelerator.gpus_per_node, hardware.world_size)
     found = []
     for tp, pp in product(_powers_of_two(limit_tp), _powers_of_two(_MAX_PP)):
@@ -82,7 +82,7 @@ def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
 def _settings(
     config: Config, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return the settings of a layout. Settings that only the configured layout needs are reset to their defaults."""
+    """Return the settings of a layout. Settings that suit only the configured layout are reset to their defaults."""
     parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
     if schedule:
         parallel["pipeline_schedule"] = schedule
@@ -97,13 +97,13 @@ def _settings(
 
 
 def _family(candidate: Candidate) -> tuple[int, str]:
-    """Return (tp, mode of activation checkpointing). Candidates of the same family have the same block cost."""
+    """Return the family: (tp, mode of activation checkpointing). Candidates of the same family have equal block costs."""
     return candidate.resolved.dims.tp, candidate.config.activation_checkpoint.mode
 
 
 def _block_costs(found: Sequence[Candidate], hardware: Hardware) -> dict[tuple[int, str], np.ndarray]:
-    """Return family -> (bytes of activations, seconds) of one transformer block and one microbatch on a rank: the difference
-    between the costs of two small models, divided by the difference between their numbers of blocks."""
+    """Return the cost of each family: bytes of activations and seconds for one transformer block and one microbatch on a rank.
+    The cost is the difference between the costs of two small models, divided by the difference in their numbers of blocks."""
     families = {_family(candidate): candidate.config for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
     shallow = [_shallow(config, n, hardware.world_size) for config in families.values() for n in (depth, 2 * depth)]
@@ -115,7 +115,7 @@ def _block_costs(found: Sequence[Candidate], hardware: Hardware) -> dict[tuple[i
 
 
 def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
-    """Return the configuration with a model of n_layers blocks, one microbatch and no pipeline."""
+    """Return a copy of the configuration with n_layers blocks, one microbatch and no pipeline."""
     overrides = config.model.overrides | {"n_layers": n_layers}
     ranks = world_size // (config.parallel.cp * config.parallel.tp)
     batch = ranks * config.training.local_batch_size
@@ -128,13 +128,13 @@ def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
 
 
 def _cost(config: Config, simulation: Simulation, hardware: Hardware) -> np.ndarray:
-    """Return the bytes of activations and the seconds of a step."""
+    """Return an array: the peak bytes of activations in a step, and the time of the step in seconds."""
     time = step_time(simulation, hardware.accelerator, bubble=0.0)
     return np.array([max(simulation.timeline["activations"]), time.matmuls_s + time.memory_s + time.exposed_comm_s])
 
 
 def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
-    """Return the number of bytes of parameters, gradients, optimizer state, activations and receive buffers on the first rank."""
+    """Return the bytes that parameters, gradients, optimizer state, activations and receive buffers take on the first rank."""
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
     parameters = resolved.num_parameters / (dims.tp * dims.pp)
@@ -149,7 +149,7 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
 
 
 def _likely_speed(candidate: Candidate, block_s: float) -> float:
-    """Return tokens per second."""
+    """Return the likely number of tokens per second."""
     resolved, training = candidate.resolved, candidate.config.training
     computing = block_s * _blocks_per_rank(resolved) * resolved.grad_accum
     idle = pipeline_bubble(candidate.config.parallel, resolved.grad_accum)
@@ -172,13 +172,13 @@ def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, 
 
 
 def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
-    """Return the number of legal layouts, and estimates of the configured layout and of the layouts that are probably the
-    fastest. Layouts that fit come first, ordered by speed."""
+    """Return the number of legal layouts and the simulated candidates with their estimates. The configured layout and the layouts
+    that are probably the fastest are simulated. Layouts that fit come first. Faster layouts come before slower ones."""
     config = strip_file_settings(config)
     found = candidates(config, hardware)
     if not found:
         resolve(config, hardware.world_size)  # raises the reason
-        raise ConfigError("", f"no layout of {hardware.world_size} ranks can run")
+        raise ConfigError("", f"no parallel layout can run on {hardware.world_size} ranks")
     likely = ranked(found, hardware)
     with suppress(ConfigError):
         likely.insert(0, (math.inf, Candidate({}, config, resolve(config, hardware.world_size))))

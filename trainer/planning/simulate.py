@@ -40,13 +40,13 @@ from trainer.system.process import cores, die_with_parent
 CPU = torch.device("cpu")
 _TIMELINE_POINTS = 2000
 _MAX_SIMULATED = 4
-"""Maximum number of microbatches that are simulated without a pipeline. If a step has more, the third one stands for all between
-the second and the last. It cannot be the second, in which FSDP runs one more all-gather."""
+"""Maximum number of microbatches that are simulated without a pipeline. If a step has more, the third represents all microbatches
+between the second and the last. The second cannot represent them, because FSDP runs one more all-gather in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Result of the simulation of a training step on one rank. The step is the second one of a run."""
+    """Result of the simulation of one training step on one rank. The simulated step is the second step of a run."""
 
     rank: int
     peak: int
@@ -57,20 +57,20 @@ class Simulation:
     by_module: dict[str, dict[str, int]]
     """Module -> category -> number of bytes at the peak."""
     timeline: dict[str, list[int]]
-    """Category -> number of bytes at each point of the timeline. The events of the step are divided into intervals. The point of
-    an interval is the event with the most memory."""
+    """Category -> number of bytes at each point of the timeline. The events of the step are divided into intervals. Each point
+    is the event with the most memory in its interval."""
     timeline_in_backward: list[bool]
     """Whether each point of the timeline is in backward."""
     host: int
-    """Peak of offloaded memory on the host, in bytes. The other fields about memory do not include it."""
+    """Peak of offloaded memory on the host, in bytes. The fields about device memory do not include it."""
     host_transfer_bytes: dict[bool, float]
-    """Number of bytes copied between device and host memory. True: during the update; False: in forward and backward."""
+    """Number of bytes copied between device and host memory. Key True: during the update; False: in forward and backward."""
     host_compute_bytes: float
     """Number of bytes that operators in host memory read and write."""
     traffic: dict[tuple[str, str], Traffic]
     """(axis, collective) -> traffic."""
     group_ranks: dict[str, list[int]]
-    """Axis -> ranks of the process group along this axis that contains the simulated rank."""
+    """Mesh axis -> ranks of the simulated rank's process group along this axis."""
     op_costs: dict[tuple[str, int, int], float]
     """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
     state_per_parameter: float
@@ -82,9 +82,9 @@ class Simulation:
 
 
 def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
-    """Simulate one step of each (configuration, rank). on_gpu: whether to simulate the kernels and the allocator of a GPU.
+    """Simulate one step for each job (configuration, rank). on_gpu: whether to simulate the kernels and the allocator of a GPU.
 
-    Each job runs in a new process, because DTensor would use the cached process groups of the previous job.
+    Each job runs in a new process. Otherwise DTensor would use the process groups that it cached for the previous job.
     """
     processes = min(len(jobs), cores())
     context = multiprocessing.get_context("forkserver")
@@ -124,8 +124,9 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
 
 @contextmanager
 def _annotated_fsdp(recorder: Recorder, parallel: ParallelConfig) -> Iterator[None]:
-    """Label FSDP's tensors. In a pipeline, each simulated microbatch stands for several real ones. Reductions have weight 1,
-    because they run once per step. So do gathers if parameters stay gathered between microbatches."""
+    """Context manager that labels FSDP's tensors and weights its collectives. In a pipeline, each simulated microbatch represents
+    several real ones, but reductions run once per step, so their weight is 1. The weight of gathers is also 1 if parameters
+    stay gathered between microbatches."""
 
     count_once = partial(patch.object, recorder, "weight", 1.0)
 
@@ -169,8 +170,8 @@ def _batch(config: Config) -> Batch:
 
 
 class _Microbatches(list[Batch]):
-    """Simulated microbatches of a step that has `count` microbatches. The second-to-last simulated microbatch also stands
-    for all microbatches that are not simulated."""
+    """Simulated microbatches of a step that has `count` microbatches. The second-to-last simulated microbatch also
+    represents all microbatches that are not simulated."""
 
     def __init__(self, batches: Sequence[Batch], recorder: Recorder, count: int):
         super().__init__(batches)
@@ -186,7 +187,7 @@ class _Microbatches(list[Batch]):
 def _register_preallocated(
     recorder: Recorder, engine: Engine, fake: FakeTensorMode, on_gpu: bool, offloaded: bool, buffers: Sequence[Tensor]
 ) -> None:
-    """Register the tensors that exist before the step. Device buffers get no explicit category. offloaded: whether
+    """Register the tensors that exist before the step. Other device tensors get no explicit category. offloaded: whether
     parameters and optimizer state are in host memory. buffers: buffers in host memory."""
     for tensor in engine.optimizer.host_tensors:
         recorder.register(tensor, "optimizer", host=on_gpu)
@@ -203,7 +204,7 @@ def _register_preallocated(
 
 
 def _annotate_sharded_grads(engine: Engine, recorder: Recorder, offloaded: bool) -> None:
-    """Label gradients after their reduction. offloaded: whether FSDP copies the gradients to host memory."""
+    """Register hooks that label the reduced gradients. offloaded: whether FSDP copies the gradients to host memory."""
 
     def label(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -225,8 +226,8 @@ def _state_per_parameter(engine: Engine) -> float:
 
 
 def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio: float) -> Simulation:
-    """ratio: number of microbatches of the step divided by the number of simulated ones. It scales the receive buffers of a
-    pipeline, which has one buffer per microbatch."""
+    """Return the result of the simulation. ratio: number of microbatches in a step divided by the number of simulated ones. A
+    pipeline has receive buffers for each microbatch, so this ratio scales their memory."""
     buffers = sum(a.num_bytes for a in recorder.allocations if a.born < 0 and a.final_category() == "communication")
     extra = int((ratio - 1) * buffers)
     timeline = recorder.timeline(lambda allocation: not allocation.host)

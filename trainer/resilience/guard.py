@@ -1,4 +1,4 @@
-"""Non-finite steps and loss spikes: which updates are skipped, and when a run rolls back or stops."""
+"""Policy for non-finite steps and loss spikes: when an update is skipped, and when a run rolls back or stops."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from trainer.state import TrainState
 from trainer.system import logging
 
 WINDOW = 128
-"""Number of latest accepted steps whose losses and gradient norms define a spike."""
+"""Number of most recent accepted steps. A spike is detected by comparison with their losses and gradient norms."""
 _MIN_HISTORY = 32
-"""Minimum number of accepted steps before any step can count as a spike."""
+"""Minimum number of accepted steps before a step can count as a spike."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepOutcome:
 
 
 class TrainingDiverged(Exception):
-    """Training cannot recover by itself. The message is one line for the user; the exit code is 1."""
+    """Error that ends a run that cannot recover by itself. Its message is one line for the user. The exit code is 1."""
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
@@ -57,7 +57,7 @@ def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: 
         if config.on_max_skips != "rollback":
             raise TrainingDiverged(
                 f"{outcome}; {outcome.consecutive_skips} steps in a row were skipped: training stops, and this state is not "
-                "saved. A lower learning rate or a longer warm-up from an earlier checkpoint (--checkpoint.load_step) may help"
+                "saved. Resume from an earlier checkpoint (--checkpoint.load_step) with a lower learning rate or a longer warm-up"
             )
     if rollbacks == config.max_rollbacks:
         raise TrainingDiverged(
@@ -67,7 +67,7 @@ def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: 
 
 
 class StabilityGuard:
-    """Decision whether to skip an update. It is made on the device, and the host reads it later."""
+    """Guard that decides on the device whether to skip an update. The host reads the decision later."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
         self.config = config
@@ -76,8 +76,8 @@ class StabilityGuard:
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
 
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two tensors: a scalar that is true if the update must be skipped, and the outcome for StepMonitor. All arguments
-        are scalars. votes: number of ranks that were asked to stop."""
+        """Return a scalar that is true if the update must be skipped, and the outcome tensor for StepMonitor. All arguments are
+        scalars. votes: number of ranks that were asked to stop."""
         # With offloaded parameters, loss and gradient norm are on different devices.
         values = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
         finite = values.isfinite().all()
@@ -99,21 +99,21 @@ class StabilityGuard:
         return skipped, outcome
 
     def state(self) -> dict[str, Tensor]:
-        """Return the live tensors of the guard, which checkpoints contain."""
+        """Return the guard's tensors that are saved in checkpoints: the tensors in use, not copies."""
         return {"counts": self.counts, "history": self.history}
 
 
 class StepMonitor:
-    """Reader of step outcomes, which applies the policy for skipped steps. Outcomes on a GPU are read one step late, so that
-    the host does not wait for the device."""
+    """Monitor that reads step outcomes and applies the policy for skipped steps. On a GPU, it reads each outcome one step late,
+    so that the host does not wait for the device."""
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
-        """device: device of the outcomes."""
+        """device: device that holds the outcome tensors."""
         self.config = config
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
         self.unread: deque[tuple[int, int, Tensor, Event]] = deque()
-        """Unread outcomes: step, cursor, tensor in host memory, and the event that completes when this tensor has been copied."""
+        """Step, cursor, tensor in host memory and event of each unread outcome. The event completes when the tensor is filled."""
 
     def observe(
         self, state: TrainState, outcome: Tensor, now: bool
@@ -122,7 +122,7 @@ class StepMonitor:
 
         outcome: outcome of the latest step of `state`. now: whether to read this outcome immediately, even if the host must wait.
         A run stops if a rank was asked to stop and the newest step was not skipped. After a skipped step it continues, because
-        only the next step shows whether the state is good. Raise TrainingDiverged as should_roll_back does.
+        only the next step shows whether the state is good. Raise TrainingDiverged in the same cases as should_roll_back.
         """
         values = self.transfer.host_like(outcome, outcome.dtype)
         self.unread.append((state.step, state.cursor, values, self.transfer.copy([values], [outcome])))

@@ -8,8 +8,8 @@ import threading
 import time
 
 _SAME_REQUEST_S = 1.0
-"""Seconds within which several signals count as one request. A scheduler may signal a process and also its launcher, and the
-launcher forwards the signal to the process."""
+"""Seconds within which several signals count as one request. A process may receive a scheduler's signal twice: directly, and
+forwarded by its launcher."""
 
 
 class StopRequest:

@@ -11,30 +11,31 @@ from trainer.runtime import device as devices
 from trainer.system import logging
 
 _MIN_STEPS = 5
-"""Minimum number of steps in a window. The shortest time over fewer steps is too noisy to compare."""
+"""Minimum number of steps before ranks are compared. With fewer steps, the shortest time is too noisy to compare."""
 
 
 class StragglerDetector:
-    """Comparison of two durations between ranks: loading of data, and one block's forward, which is equal work on every rank.
+    """Detector that compares two durations between ranks: the time to load data, and the time of one block's forward. The forward
+    is the same work on every rank.
 
     The duration of a step cannot identify a straggler. It is the same on all ranks, because every collective waits for the
     slowest rank. The timing of a block's forward begins after its parameters are gathered. It includes the collectives of
-    tensor and context parallelism, so the ranks of one such group have similar times.
+    tensor and context parallelism, so the ranks of one TP or CP group have similar times.
     """
 
     def __init__(self, ratio: float | None, device: torch.device):
-        """ratio: factor by which a straggler exceeds the time of the median rank; None disables the detection."""
+        """ratio: minimum ratio of a straggler's time to the median rank's time; None disables the detection."""
         self.ratio = ratio if dist.get_world_size() > 1 else None
         self.device = device
         self.last_reported: int | None = None
-        """Rank that the last warning named."""
+        """Straggler's rank in the last comparison, or None."""
         self.start()
 
     def start(self) -> None:
         """Start a new window of steps."""
         self.steps, self.data_s, self.since = 0, 0.0, time.perf_counter()
         self.forwards: list[tuple[Any, Any]] = []
-        """Timestamps of the start and the end of each forward of the timed block."""
+        """Start and end timestamps of each forward of the timed block."""
 
     def time_blocks_of(self, blocks: nn.Module) -> None:
         """Time the forward of the first block, if `blocks` has any. Call this after compilation, sharding and FSDP wrapping."""
@@ -56,7 +57,7 @@ class StragglerDetector:
         self.data_s += data_s
 
     def compare(self) -> dict[str, Any] | None:
-        """Return a straggler's rank and the reason, or None. Log a warning unless the last warning named the same rank.
+        """Return a straggler's rank and the reason, or None. Log a warning unless the last comparison found the same rank.
 
         All ranks must call this, after the device has completed its work.
         """
@@ -76,8 +77,8 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """Return a straggler's rank and the reason, or None. times: (ranks, 2), seconds for loading the data of all steps and for the
-    forward of one block. elapsed_s: duration of these steps."""
+    """Return a straggler's rank and the reason, or None. times: shape (ranks, 2), the seconds to load the data of all steps, and
+    the seconds of one block's forward. elapsed_s: total duration of these steps."""
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer.runtime.distributed import clone_store
 
 _LONGEST_STEPS = 5
-"""Factor on the duration of the longest step so far. A hang lasts longer than this product and longer than the timeout."""
+"""Minimum ratio of a hang's duration to the longest step so far. A hang also lasts longer than the timeout."""
 _MIN_SILENCE_S = 15.0
 """Minimum heartbeat timeout in seconds. A process under load may send no heartbeat for several seconds."""
 
@@ -24,18 +24,18 @@ class Watchdog:
     """Detector of hangs. If no step completes in time, it prints every thread's stack and the state of the other ranks, and
     ends the process.
 
-    Three phases are not timed: the first step, which may compile, everything under `paused`, and the end of the run. In these
+    Three phases are not timed: the first step (it may compile), the code under `paused`, and the end of the run. In these
     phases the watchdog checks the heartbeat of the next rank, because this rank would wait forever for a rank that has ended.
     """
 
     def __init__(self, timeout_s: float):
-        """timeout_s: seconds without a completed step after which the process ends; 0 disables the watchdog."""
+        """timeout_s: the watchdog ends the process after this many seconds without a completed step; 0 disables the watchdog."""
         self.timeout_s = timeout_s
         self.beat_s = min(5.0, timeout_s / 4)
         self.step = 0
         self.longest_s = 0.0
         self.since: float | None = None
-        """Start of the timed step; None while nothing is timed."""
+        """Start time of the current step, or None while no step is timed."""
         self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
         self.closed = False
         if self.store is not None:
@@ -65,7 +65,7 @@ class Watchdog:
         self.closed = True
 
     def overdue_s(self) -> float:
-        """Return the seconds since the timed step began if they exceed the limit, else 0."""
+        """Return the seconds since the current step began if this time exceeds the limit, otherwise 0."""
         since = self.since
         waited_s = 0.0 if since is None else time.monotonic() - since
         return waited_s if waited_s > max(self.timeout_s, _LONGEST_STEPS * self.longest_s) else 0.0
@@ -86,7 +86,7 @@ class Watchdog:
     def _watch_neighbour(self) -> None:
         """Check the heartbeat of the next rank only, so that the load on the store grows linearly with the number of ranks.
 
-        The check needs a separate thread, because its request to the store hangs if the store hangs.
+        The check needs a separate thread, because its request blocks the thread while the store hangs.
         """
         store, rank = clone_store(), dist.get_rank()
         neighbour = (rank + 1) % dist.get_world_size()
@@ -138,7 +138,7 @@ class Watchdog:
 
 
 def parse_collectives(dump: str) -> list[str]:
-    """Return a line for each collective that has started but not completed. dump: JSON text of a flight recorder."""
+    """Return a line for each process group whose latest collective has not completed. dump: flight recorder's JSON dump."""
     try:
         trace = json.loads(dump)
         names = {(str(e["pg_id"]), e["collective_seq_id"]): e["profiling_name"] for e in trace["entries"]}

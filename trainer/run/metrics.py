@@ -45,7 +45,7 @@ class Metrics:
         self.start()
 
     def rewind(self, step: int) -> None:
-        """Remove the records of steps after `step`, from which training continues."""
+        """Remove the records of all steps after `step`, because training continues from `step`."""
         self.close()
         self.first_step = self.recorded_step = step
         if self.folder:
@@ -67,7 +67,7 @@ class Metrics:
 
     @contextmanager
     def section(self, name: str) -> Iterator[Callable[[], float]]:
-        """Time a section on the host. Yield a function that returns the seconds since the start of the section."""
+        """Context manager that times a section on the host. It yields a function that returns the seconds since the start."""
         start = time.perf_counter()
         try:
             yield lambda: time.perf_counter() - start
@@ -151,7 +151,7 @@ class Metrics:
 
     @contextmanager
     def _warn_on_write_error(self, sink: str) -> Iterator[None]:
-        """Context manager that warns, once per sink, about a failed write, so that a full disk does not end the run."""
+        """Context manager that warns about a failed write, so that a full disk does not end the run. It warns once per sink."""
         try:
             yield
         except OSError as error:
@@ -162,7 +162,7 @@ class Metrics:
             self.failed_sinks.add(sink)
 
     def flush(self) -> None:
-        """Write TensorBoard's buffered records to disk. TensorBoard itself writes them every few minutes."""
+        """Write TensorBoard's buffered records to disk. Without this call, TensorBoard writes them every few minutes."""
         if self.summary_writer:
             with self._warn_on_write_error(_TENSORBOARD):
                 self.summary_writer.flush()

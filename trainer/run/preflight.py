@@ -1,4 +1,4 @@
-"""Preflight checks of the minimum memory and disk space of a run."""
+"""Preflight checks for sufficient memory and disk space."""
 
 import math
 import shutil
@@ -25,7 +25,7 @@ def _parameter_and_moment_bytes(config: Config) -> tuple[int, int]:
 
 
 def state_bytes(config: Config) -> int:
-    """Return the bytes per parameter in a checkpoint, which contains the parameter, two moments and the fp32 copy, if any."""
+    """Return the bytes per parameter in a checkpoint: the parameter, two moments and, if there is one, the fp32 copy."""
     parameter, moments = _parameter_and_moment_bytes(config)
     return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
 
@@ -59,7 +59,7 @@ def check_memory(config: Config, parameters: Iterable[Tensor], device: torch.dev
         host_memory = f"host memory on {node}", on_nodes[node], free_on_host
         for memory, num_bytes, free in (device_memory, host_memory):
             if free is not None and num_bytes > free:
-                message = f"{num_bytes / GIB:.3g} GiB of {memory}, which has {free / GIB:.3g} GiB free"
+                message = f"{num_bytes / GIB:.3g} GiB of {memory}, but only {free / GIB:.3g} GiB are free"
                 advice = "scripts/plan.py estimates the memory of a run, and docs/memory.md describes how to reduce it"
                 raise ConfigError("", f"parameters, gradients and optimizer state alone need {message}; {advice}")
 
@@ -78,8 +78,8 @@ def check_disk(config: Config, num_parameters: int, step: int) -> None:
     free, existing = run_on_rank_0(lambda: (shutil.disk_usage(folder).free, len(list_checkpoints(folder))))
 
     def needed(keep: int) -> int:
-        """Return the maximum number of new checkpoints on disk if checkpoint.keep is `keep`. Old checkpoints are deleted only
-        after a new checkpoint is written."""
+        """Return the maximum number of new checkpoints that exist at a time if checkpoint.keep is `keep`. Old checkpoints are
+        deleted only after a new checkpoint is written."""
         count = max(1, keep + 1 - existing) if keep else remaining
         if keep and checkpoint.keep_interval_steps:
             every = checkpoint.interval_steps or steps

@@ -1,4 +1,4 @@
-"""Resolution of a configuration for a world size. It needs no process group."""
+"""Resolution of a configuration for a given world size, without a process group."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -34,21 +34,21 @@ class ResolvedRun:
     """Names of the complete model's parameters."""
     num_parameters: int
     grad_accum: int
-    """Number of microbatches per step and rank."""
+    """Number of microbatches per step on each rank."""
     flops_per_token: int
     tokenizer: Tokenizer
     chat_template: str
     """Self-contained chat template, or "" if the run does not train on conversations."""
     end_of_turn: tuple[int, ...]
-    """Ids of the tokens that end an answer of a conversation."""
+    """Ids of the tokens that end an answer in a conversation."""
     fingerprint: dict[str, Any]
-    """Setting -> value that must be equal in the checkpoint and in the run that resumes from it."""
+    """Setting -> value. The values must be equal in a checkpoint and in a run that resumes from it."""
     shared: dict[str, Any]
-    """Setting -> value that must be equal on all ranks."""
+    """Setting -> value. The values must be equal on all ranks."""
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
-    """Resolve a configuration. Raise ConfigError for every combination of settings that cannot run."""
+    """Resolve a configuration. Raise ConfigError if its combination of settings cannot run."""
     spec, sizes = resolve_model(config.model)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
@@ -108,18 +108,18 @@ def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second
 def _meta_model(build: Callable[[Any], Model], sizes: Any) -> Model:
-    """Return the complete model on the meta device. Callers must not change the model."""
+    """Return the complete model on the meta device. The model is cached, so callers must not change it."""
     with torch.device("meta"):
         return build(sizes)
 
 
 def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:
-    """Return "section.name" -> value of the settings for which `select` is true."""
+    """Return the values of the settings for which `select` returns true. The keys are "section.name"."""
     return {key: config.value(key) for key, setting in settings().items() if select(setting)}
 
 
 def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
-    """Return the model family and the dimensions of the model. Overrides replace dimensions of the named size."""
+    """Return the model family and the dimensions of the named size, with the overrides applied."""
     if config.name not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(config.name, MODELS)}")
     spec = MODELS[config.name]

@@ -68,7 +68,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def release_if_empty(config: Config, lock: TextIO | None) -> None:
-    """Remove the folder of a rejected run if it is empty. lock: result of `acquire_lock`."""
+    """Remove the folder of a rejected run if it contains no data. lock: result of `acquire_lock`."""
     if lock is None:
         return
     folder = run_folder(config)

@@ -19,8 +19,8 @@ from trainer.state import TrainState
 
 class TrainingData:
     def __init__(self, config: Config, tokenizer: Tokenizer, batch_axis: DeviceMesh, device: torch.device):
-        """Prepare the datasets that do not exist yet, once per node. Open all datasets. batch_axis: batch axis of the data mesh.
-        Raise ConfigError if a dataset cannot be prepared or is smaller than one sample."""
+        """Prepare the missing datasets, once per node, and open all datasets. Raise ConfigError if a dataset cannot be prepared
+        or is smaller than one sample. batch_axis: batch axis of the data mesh."""
         data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
         stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len))
         self.datasets = open_datasets(data, evaluation, stores, seq_len)
@@ -52,11 +52,11 @@ class TrainingData:
         return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:
-        """Return the half-open range of the sample order that the cursor positions [start, stop) cover."""
+        """Return the half-open range in the sample order that contains the samples at cursor positions [start, stop)."""
         first, last = self.order(state).global_index(np.array([start, stop - 1])).tolist()
         return first, last + 1
 
     def require_unchanged_mixture(self, saved: TrainState) -> None:
-        """Raise ConfigError if the mixture has changed in a phase that had started when the checkpoint was saved."""
+        """Raise ConfigError if the mixture has changed in a phase that had already started when the checkpoint was saved."""
         started = int(self.order(saved).global_index(np.array([saved.cursor]))[0])
         require_unchanged_phases(saved.mixture, self.datasets.phases, started)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AcceleratorSpec:
-    """An accelerator in a node. All rates are theoretical peaks, to which planning applies efficiencies."""
+    """Peak rates and memory of an accelerator in a node. All rates are theoretical; planning multiplies them by efficiencies."""
 
     flops: Mapping[str, float]
     """Precision -> dense FLOP/s of matrix products."""
@@ -15,15 +15,15 @@ class AcceleratorSpec:
     memory_bandwidth: float
     """Bandwidth of device memory, in bytes per second."""
     intra_node_bandwidth: float
-    """Bandwidth to the other accelerators of the node, in bytes per second and direction."""
+    """Bandwidth to the node's other accelerators in each direction, in bytes per second."""
     inter_node_bandwidth: float
-    """This accelerator's share of the network bandwidth between nodes, in bytes per second and direction."""
+    """This accelerator's share of the network bandwidth between nodes in each direction, in bytes per second."""
     host_memory_gib: float
-    """This accelerator's share of host memory, in GiB. All host fields describe the manufacturer's own nodes."""
+    """This accelerator's share of host memory, in GiB. The host_* fields describe the manufacturer's own nodes."""
     host_memory_bandwidth: float
-    """This accelerator's share of the bandwidth of host memory, in bytes per second."""
+    """This accelerator's share of host memory bandwidth, in bytes per second."""
     pcie_bandwidth: float
-    """Bandwidth between host memory and device memory, in bytes per second and direction."""
+    """Bandwidth between host memory and device memory in each direction, in bytes per second."""
     gpus_per_node: int = 8
 
 

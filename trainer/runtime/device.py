@@ -64,7 +64,7 @@ def driver_version(device: torch.device) -> str | None:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the peak FLOP/s of matrix products in dtype ("bf16", "fp32"), or None for an unknown device."""
+    """Return the peak FLOP/s of matrix products in `dtype` ("bf16" or "fp32"), or None for an unknown device."""
     spec = ACCELERATORS.get(name(device))
     return spec.flops.get(dtype) if spec else None
 
@@ -91,7 +91,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timestamp(device: torch.device) -> Any:
-    """Return a timestamp of the moment when the device completes the work queued so far. The host does not wait for it."""
+    """Return a timestamp that marks when the device completes the work queued so far. The host does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -100,7 +100,7 @@ def timestamp(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two results of `timestamp`. The device must have reached both moments."""
+    """Return the seconds between two results of `timestamp`. The device must have reached both timestamps."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
 
 
@@ -120,7 +120,7 @@ def memory_free(device: torch.device) -> int | None:
 
 
 def memory_peak(device: torch.device) -> int:
-    """Return the maximum of memory_now: on a GPU since the last reset_memory_peak, on a CPU since the start of the process."""
+    """Return the maximum of `memory_now` since the last `reset_memory_peak` (GPU) or since the process started (CPU)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return max(_largest_resident(), memory_now(device))  # the kernel updates ru_maxrss late
@@ -137,7 +137,7 @@ def reset_memory_peak(device: torch.device) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this rank's default generators as byte tensors."""
+    """Return the states of this rank's default random generators as byte tensors."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state(device)
@@ -145,7 +145,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_rng_state(device: torch.device, state: dict[str, Tensor]) -> None:
-    """Set the state of this rank's default generators. Generators that are missing from `state` do not change."""
+    """Set the states of this rank's default random generators. Generators that are missing from `state` do not change."""
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
     if "device" in state:

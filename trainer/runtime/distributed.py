@@ -1,4 +1,4 @@
-"""The process group of a run: initialization, shutdown, and collectives outside the step."""
+"""The process group of a run: initialization, shutdown, and collectives outside the training step."""
 
 import os
 import sys
@@ -68,7 +68,7 @@ def _create_store(timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
-    """Wait until every rank has joined. After timeout_s, raise DistStoreError that lists the missing ranks."""
+    """Wait until every rank has joined. After timeout_s, raise a DistStoreError that lists the missing ranks."""
     ranks, rank = range(world_size()), os.environ.get("RANK", "0")
     store.set(f"joined/{rank}", "")
     if rank == "0":
@@ -108,7 +108,7 @@ def print_once_per_node(line: str) -> None:
 
 def report_failure(error: BaseException) -> None:
     """Print the traceback on the rank that failed. Ranks that only lost the connection to the failed rank stay silent, unless
-    the failed rank ended before it could report."""
+    the failed rank ended before it could report its error."""
     rank = os.environ.get("RANK", "0")
     if dist.is_initialized() and is_peer_loss(error):
         with suppress(*_STORE_LOST):
@@ -128,14 +128,14 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Return the value of each rank, in order of rank."""
+    """Return the values of all ranks, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T:
-    """Run work on rank 0 and return its result on all ranks. A ConfigError is raised on all ranks; other errors end the job."""
+    """Run `work` on rank 0 and return its result on all ranks. A ConfigError is raised on all ranks; other errors end the job."""
     results: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -162,9 +162,9 @@ def require_agreement(values: Mapping[str, Any]) -> None:
 
 
 def once_per_node(work: Callable[[], str]) -> str:
-    """Run work on rank 0, then on the first rank of every other node. Each rank receives the result of its node.
+    """Run `work` on rank 0, then on the first rank of every other node. Return the result of this rank's node.
 
-    `work` should create files, or reuse them if they exist. On a shared file system they are created only once.
+    `work` should create files, or reuse them if they exist. On a shared file system, only rank 0 then creates them.
     """
     store = _store()
     call = store.add(f"once_per_node/rank_{dist.get_rank()}", 1)

@@ -8,15 +8,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or the tensor itself."""
+    """Return the local shard of a DTensor. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor with the parameter's placements. It shares the memory of `local` and stays on the device of `local`.
 
-    local: this rank's shard of the result. Its dims equal those of the parameter's shard, or are smaller by an integer factor.
-    Scalars are replicated and returned unchanged.
+    local: this rank's shard of the result. Each dim equals that of the parameter's shard, or is smaller by an integer factor.
+    `local` is returned unchanged if it is a scalar or if the parameter is not a DTensor.
     """
     if local.dim() == 0 or not isinstance(parameter, DTensor):
         return local

@@ -15,7 +15,7 @@ Event = torch.cuda.Event | torch.cpu.Event
 def pin(buffer: Tensor, device: torch.device) -> None:
     """Register host memory for asynchronous copies by the device. Raise MemoryError if that fails.
 
-    torch's own pinned memory is not used, because it rounds sizes up to powers of two and takes up to twice the memory.
+    torch's own pinned memory is not used, because it rounds sizes up to powers of two and so takes up to twice the memory.
     """
     if device.type == "cuda":
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
@@ -24,7 +24,7 @@ def pin(buffer: Tensor, device: torch.device) -> None:
 
 
 class HostTransfer:
-    """Copies between a device and host memory on a separate stream. On a CPU, a copy is complete when the call returns."""
+    """Transfer of tensors between a device and host memory on a separate stream. On a CPU, a copy completes immediately."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -32,8 +32,8 @@ class HostTransfer:
         self.stream = self.module.Stream()
 
     def host_like(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a buffer in host memory with the tensor's shape. It stays pinned until the process ends, unless it is smaller
-        than a page."""
+        """Return a buffer in host memory with the tensor's shape. For a GPU, the buffer is pinned. A buffer of at least one page
+        stays pinned until the process ends."""
         num_bytes = tensor.numel() * dtype.itemsize
         if self.device.type == "cpu" or num_bytes < _PAGE_BYTES:
             return torch.empty(tensor.shape, dtype=dtype, pin_memory=self.device.type != "cpu")
@@ -45,9 +45,9 @@ class HostTransfer:
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Event:
-        """Queue a copy of each source to its target, after all device work queued so far. Device tensors may be freed before the
-        copies are complete. `wait()` of the returned event lets later device work wait for the copies. `synchronize()` blocks the
-        host until they are complete.
+        """Queue a copy of each source to its target. The copies run after all device work queued so far. Device tensors may be
+        freed before the copies are complete. Return an event: its `wait()` makes later device work wait for the copies, and its
+        `synchronize()` blocks the host until the copies are complete.
         """
         self.stream.wait_stream(self.module.current_stream())
         with self.module.stream(self.stream):

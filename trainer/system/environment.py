@@ -1,4 +1,4 @@
-"""Description of the software and hardware of a process, for the record of a run."""
+"""Description of the software and hardware that a process uses. A run records it in environment.json."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def environment(repository: Path) -> dict[str, Any]:
-    """Return command line, git commit, packages, platform and CPU. repository: root folder of the code."""
+    """Return the command line, git commit, packages, platform and CPU. repository: root folder of the code."""
     changes = _git(repository, "status", "--porcelain")
     return {
         "command": sys.orig_argv,
@@ -25,7 +25,7 @@ def environment(repository: Path) -> dict[str, Any]:
 
 
 def _git(repository: Path, *args: str) -> str | None:
-    """Return the output of a git command, or None outside a repository."""
+    """Return the output of a git command, or None if it fails, for example outside a repository."""
     try:
         done = subprocess.run(["git", "-C", str(repository), *args], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -44,18 +44,19 @@ def drop_page_cache(path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new name for the unfinished content of `path`: NAME.tmp-xxxxxxxx in the same folder."""
+    """Return a new path for the unfinished content of `path`. It is NAME.tmp-xxxxxxxx in the same folder."""
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether the name is from `temporary_path`. The content of such a path is unfinished."""
+    """Return whether `path` was named by `temporary_path`. If so, its content is unfinished."""
     return path.match(f"*{_SUFFIX}")
 
 
 @contextmanager
 def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
-    """Open a new file. It replaces `path` when the block ends; an error removes it. durable: whether to sync the new file."""
+    """Context manager that opens a new file. The file replaces `path` when the block ends, or is removed if an error occurs.
+    durable: whether to sync the file and its folder."""
     temporary = temporary_path(path)
     try:
         with temporary.open("w") as file:
@@ -78,7 +79,8 @@ def atomic_write(path: Path, text: str, durable: bool = True) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a new folder. When the block ends, the new folder is synced and replaces `path`; an error removes it.
+    """Context manager that creates a new folder. When the block ends, the new folder is synced and replaces `path`. If an error
+    occurs, the new folder is removed.
 
     Unfinished folders of killed processes are removed first, so the caller must be the only writer of `path`.
     """
@@ -111,7 +113,7 @@ def digest_of(path: Path) -> str:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written from front to back."""
+    """New file that is hashed while it is written sequentially."""
 
     def __init__(self, path: Path):
         self.size = 0
@@ -131,7 +133,7 @@ class HashingFile:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Parse JSON text. Raises ValueError if it is not a JSON object."""
+    """Parse JSON text. Raise ValueError if the text is not a JSON object."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -142,13 +144,13 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Read a JSON file. Raises OSError, and ValueError if the content is not a JSON object."""
+    """Read a JSON file. Raise OSError if this fails, and ValueError if the content is not a JSON object."""
     return parse_json_object(Path(path).read_bytes())
 
 
 def try_lock(path: Path, timeout_s: float) -> TextIO | str:
-    """Lock a file until the returned file is closed or this process ends in any way. If another process still holds the
-    lock after timeout_s, return a description of that process. Raises OSError."""
+    """Lock a file. The lock is held until the returned file is closed or this process ends for any reason. If another process
+    still holds the lock after timeout_s, return a description of that process. Raise OSError if the file cannot be opened."""
     end = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Processes and the resources of their node: cores, ranks, memory, signals."""
+"""Properties of a process and its node: cores, rank, memory and signals."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ def node_id() -> str:
 
 
 def meminfo(name: str) -> int:
-    """Return an entry of /proc/meminfo, in bytes. Raises OSError on systems other than Linux."""
+    """Return an entry of /proc/meminfo, in bytes. Raise OSError on systems other than Linux."""
     entries = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
     return int(entries[f"{name}:"]) * 1024
 
@@ -51,7 +51,7 @@ def die_with_parent() -> None:
 
 
 def detach_signals(*_: object) -> None:
-    """Ignore SIGINT and SIGTERM, which the parent process handles. Exit when the parent process exits."""
+    """Ignore SIGINT and SIGTERM, because the parent process handles them. Exit when the parent process exits."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

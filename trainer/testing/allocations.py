@@ -1,4 +1,4 @@
-"""Measurement of a rank's memory over a step, from the allocator's events in torch's profiler."""
+"""Measurement of a rank's memory during a step, based on the allocator events that torch's profiler records."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ STEP, BACKWARD = "measured step", "backward"
 
 @dataclass(slots=True)
 class Buffer:
-    """Memory from its allocation to its release."""
+    """Block of memory from its allocation to its release."""
 
     address: int
     num_bytes: int
@@ -43,14 +43,14 @@ class Buffer:
 
 
 def _label(tensor: Tensor, category: str) -> None:
-    """Record an event whose name contains the tensor's category and address."""
+    """Record a profiler event whose name contains the tensor's category and address."""
     with record_function(f"{category}@{to_local(tensor.detach()).untyped_storage().data_ptr()}"):
         pass
 
 
 class _WaitForRelease(TorchDispatchMode):
-    """Dispatch mode that sleeps after each collective, so that the communication thread releases its buffers. On a busy machine
-    these buffers would be released late, and the measurement would include them."""
+    """Dispatch mode that sleeps after each collective, so that the communication thread releases its buffers. Otherwise, on
+    a busy machine, these buffers would be released late, and the measurement would include them."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -62,7 +62,7 @@ class _WaitForRelease(TorchDispatchMode):
 
 
 def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
-    """Return an engine on this rank's CPU, and a function that runs one step of it on random tokens."""
+    """Return an engine on this rank's CPU, and a function that runs one training step on random tokens."""
     cpu, training = torch.device("cpu"), config.training
     resolved = resolve(config, dist.get_world_size())
     meshes = Meshes(resolved.dims, cpu)
@@ -89,8 +89,8 @@ def silence_profiler() -> None:
 
 
 def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
-    """Measure the memory of `repeats` steps after a warm-up step. Return category -> number of bytes at the peak of the step
-    with the lowest peak. Every rank must call this."""
+    """Measure the memory of `repeats` steps after a warm-up step. Return category -> number of bytes, at the memory peak of
+    the step with the lowest peak. Every rank must call this."""
     engine, step = build_step(load_config(argv))
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 
@@ -118,7 +118,7 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
 
 
 def _allocated_buffers() -> list[Buffer]:
-    """Return the buffers that are allocated now. The profiler records only later allocations."""
+    """Return the buffers that are already allocated, because the profiler records only later allocations."""
     gc.collect()
     num_bytes: dict[int, int] = {}
     for tensor in gc.get_objects():

@@ -1,4 +1,4 @@
-"""Layouts as text, settings of small runs, and tables. scripts/parity.py, scripts/dev/ and the tests share them."""
+"""Helpers for scripts/parity.py, scripts/dev/ and the tests: layouts as text, settings of small runs, and tables."""
 
 import math
 from argparse import ArgumentParser
@@ -75,8 +75,8 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Parse "tp=2 activation_checkpoint.mode=full". Settings of [parallel] are written without section. dp_shard defaults
-        to 1. Raises ConfigError."""
+        """Parse a layout, such as "tp=2 activation_checkpoint.mode=full". Settings of [parallel] are written without their
+        section. dp_shard defaults to 1. Raise ConfigError if the text is invalid."""
         parallel = {field.name for field in fields(ParallelConfig)}
         settings: dict[str, str] = {}
         for word in text.split():
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def single_rank_settings(self) -> dict[str, str]:
-        """Settings that change the result of training. The reference run on one rank must have the same values."""
+        """Settings that change the result of training. The reference run on one rank must use them too."""
         return {k: v for k, v in self.settings.items() if k.split(".")[0] not in LAYOUT_SECTIONS}
 
 
@@ -107,12 +107,12 @@ def flags(settings: dict[str, str]) -> list[str]:
 
 
 def settings_of(argv: Sequence[str]) -> dict[str, str]:
-    """Return "section.key" -> value of a command line."""
+    """Return the settings on a command line as "section.key" -> value."""
     return {flag.removeprefix("--"): value for flag, value in parse_argv(argv).items()}
 
 
 def with_default_model(settings: dict[str, str]) -> dict[str, str]:
-    """Add LLAMA_100M unless the settings name a configuration file or a model size."""
+    """Return the settings, with LLAMA_100M as defaults unless they name a configuration file or a model size."""
     return settings if {"config", "model.size"} & set(settings) else LLAMA_100M | settings
 
 
@@ -121,14 +121,14 @@ def num_ranks(parallel: ParallelConfig) -> int:
 
 
 def add_layout_option(parser: ArgumentParser, default: str) -> None:
-    """Add --layout. default: description of the layouts that are used without this option."""
+    """Add the option --layout. default: description of the layouts that are used without this option."""
     names = "settings of a layout; those outside [parallel] are written section.key=value"
     text = f"{names}; repeat --layout for several layouts (default: {default})"
     parser.add_argument("--layout", action="append", metavar='"name=value ..."', help=text)
 
 
 def load_layout(argv: Sequence[str]) -> Config:
-    """Load the configuration of a layout. Raises ConfigError with the complete line for the user if the layout cannot run."""
+    """Load the configuration of a layout. If the layout cannot run, raise ConfigError with the complete line for the user."""
     config = load_config(argv)
     try:
         resolve(config, num_ranks(config.parallel))
@@ -138,8 +138,8 @@ def load_layout(argv: Sequence[str]) -> Config:
 
 
 def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
-    """Return the setting of the local batch size, and the number of microbatches, which is `factor` times the minimum of the
-    layout. Raises ConfigError if the global batch size is not divisible."""
+    """Return the local batch size as a setting, and the number of microbatches per rank. This number is `factor` times the
+    layout's minimum. Raise ConfigError if the global batch size cannot be divided evenly."""
     parallel, batch = config.parallel, config.training.global_batch_size
     microbatches = factor * min_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches
@@ -153,11 +153,11 @@ class Table:
     """A table that is printed row by row."""
 
     def __init__(self, **columns: str):
-        """columns: heading -> format specification, such as ">8" ("_" in a heading is a space)."""
+        """columns: heading -> format specification, such as ">8" ("_" in a heading is printed as a space)."""
         self.specs = list(columns.values())
         self.row(*(heading.replace("_", " ") for heading in columns))
 
     def row(self, *cells: object) -> None:
-        """Print a row. There may be fewer cells than columns. Cells after the last column are not formatted."""
+        """Print a row. It may have fewer cells than columns. Cells beyond the last column are printed without formatting."""
         specs = [*self.specs, *[""] * len(cells)]
         print(*(f"{cell!s:{spec}}" for cell, spec in zip(cells, specs, strict=False)), flush=True)

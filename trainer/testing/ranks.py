@@ -35,19 +35,19 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
 
 
 class RankError(Exception):
-    """Error of a function that failed on a rank. The message contains the traceback."""
+    """Failure of a function on a rank. The message contains the traceback, if there is one."""
 
 
 class LocalRanks:
-    """Runner that starts new processes for each function, which takes 0.05 s. In a reused process, the thread of each old
-    process group would wake up 100 times a second."""
+    """Runner that starts new processes for each function. Starting them takes 0.05 s. Processes are not reused, because the
+    thread of each old process group would still wake up 100 times a second."""
 
     def __init__(self, size: int):
         self.size = size
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run an importable function on every rank and return the results by rank. Raises RankError as soon as one rank fails:
-        other ranks may be waiting for this rank."""
+        """Run an importable function on every rank and return the results by rank. Raise RankError as soon as one rank fails,
+        because other ranks may be waiting for it."""
         # torch reads this when it is imported. The compiler's worker processes would outlive ranks that are killed.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # The fork server has imported torch, but started none of its threads.

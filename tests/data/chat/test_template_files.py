@@ -45,7 +45,7 @@ def test_files_without_a_template_are_rejected(tmp_path):
     config.write_text("{}")
     assert message_of(tmp_path) == f"{config} has no chat_template"
     config.write_text('{"chat_template": [{"name": "rag", "template": "x"}]}')
-    assert message_of(config) == f"{config} has several templates, but none named default"
+    assert message_of(config) == f'{config} has several templates, but none is named "default"'
     (tmp_path / "bad.jinja").write_bytes(b"ok\xff")
     assert message_of(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
     (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)

@@ -122,4 +122,4 @@ def test_a_damaged_packing_is_an_error(tmp_path, file):
     (tmp_path / "packed" / file).write_bytes(b"")
     with pytest.raises(ConfigError) as error:
         read_packing(tmp_path / "packed")
-    assert error.value.message == f"{tmp_path}/packed cannot be read; delete it"
+    assert error.value.message == f"{tmp_path}/packed cannot be read; delete this folder"

@@ -177,7 +177,7 @@ def test_damage_anywhere_in_a_mapped_file_is_a_bad_document_not_a_crash(tmp_path
 
 
 def test_a_folder_without_a_dataset_is_rejected(tmp_path):
-    no_state = f"{tmp_path} was not written by datasets' save_to_disk: it has no state.json"
+    no_state = f"{tmp_path} has no state.json, so it was not written by save_to_disk"
     assert error_of("huggingface", tmp_path) == ("data.path", no_state)
     state = tmp_path / "state.json"
     for content, message in {

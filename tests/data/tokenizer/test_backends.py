@@ -138,7 +138,7 @@ def test_files_of_another_format_are_rejected(tmp_path):
         f"{half} is not a tiktoken rank file: its ranks are not 0, 1, 2, ..."
     )
     endless = train_sentencepiece(tmp_path, eos_id=-1)
-    assert error_of(endless) == f"{endless.path} has no BOS token or no EOS token"
+    assert error_of(endless) == f"{endless.path} must define a BOS token and an EOS token"
 
 
 def test_the_fingerprint_depends_on_the_content(tmp_path):

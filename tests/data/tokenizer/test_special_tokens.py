@@ -105,7 +105,7 @@ def test_a_new_special_token_reuses_the_id_of_a_reserved_one():
         ({"x": "<|reserved_special_token_0|>"}, "'x' is too short for the name of a special token"),
         (
             {"<|a|>": "<|reserved_special_token_0|>", "<|b|>": "<|reserved_special_token_0|>"},
-            "<|reserved_special_token_0|> is reused twice",
+            "<|reserved_special_token_0|> is given two new names",
         ),
     ],
 )

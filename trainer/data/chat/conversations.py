@@ -1,4 +1,4 @@
-"""Parsing of chat documents of every input format into a Conversation or a PromptCompletion."""
+"""Parsing of chat documents. Each input format becomes a Conversation or a PromptCompletion."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Role of each sender name in ShareGPT data."""
+"""Sender name in ShareGPT data -> role."""
 
 Message = dict[str, Any]
 
@@ -25,9 +25,9 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     messages: tuple[Message, ...]
-    """Messages, each with a role of ROLES. The content of a message is text. A message with tool_calls may have no content."""
+    """Messages. Each role is one of ROLES. The content of a message is text. A message with tool_calls may have no content."""
     loss_mask: tuple[bool, ...]
-    """Whether each message is trained on, shape (messages,). Only the assistant's messages can be trained on."""
+    """One flag per message: whether to train on it. Only messages of the assistant can be trained on."""
     tools: tuple[Mapping[str, Any], ...] | None = None
     """Descriptions of the tools that the assistant may call. The template renders the descriptions."""
 
@@ -41,14 +41,14 @@ class PromptCompletion:
 
 
 class MalformedConversation(Exception):
-    """The reason why a document is not a conversation, in one line."""
+    """Error whose message states in one line why a document is not a conversation."""
 
 
 def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     """Parse a JSON value. Raises MalformedConversation.
 
     Formats, in order of precedence: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]};
-    {"prompt", "completion"}, two texts or two lists of messages. An assistant's message is not trained on if it has
+    {"prompt", "completion"} with two texts or two lists of messages. An assistant message is not trained on if it has
     "weight": 0 (OpenAI's format) or is part of a prompt.
     """
     if not isinstance(document, Mapping):
@@ -91,7 +91,7 @@ def _from_sharegpt(turn: Any, label: str) -> Any:
 
 
 def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: str) -> str:
-    """Return the value of a field of a message. Raises MalformedConversation unless the value is one of the words."""
+    """Return the value of a message's field. Raises MalformedConversation unless the value is one of `words`."""
     if not isinstance(message, Mapping):
         raise MalformedConversation(f"{label} is not an object")
     word = message.get(field)
@@ -141,7 +141,7 @@ def _message(message: Any, label: str) -> Message:
 
 
 def _text(content: Any, label: str) -> str:
-    """Return the text of a message's content, which is text or a list of content parts of type "text"."""
+    """Return a message's content as one text. content: a text, or a list of content parts of type "text"."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -169,7 +169,7 @@ def _check_calls(calls: Any, role: str, label: str) -> None:
 
 
 def _pop_weight(message: Message, label: str) -> int:
-    """Return the weight of a message, and remove this field, which templates do not expect."""
+    """Remove the weight from a message and return it. Templates do not expect this field."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise MalformedConversation(f"{label} has the weight {_abbreviated(weight)}; expected 0 or 1")

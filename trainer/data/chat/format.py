@@ -1,8 +1,8 @@
 """Encoding of conversations as tokens and a loss mask, by a chat template and a tokenizer.
 
-A template renders a conversation as text. Names of special tokens are recognized in the text of the template. In messages, only
-the names in data.allowed_special are recognized, and all other text is encoded as plain text. The prompt and each answer are
-tokenized separately, exactly as at inference.
+A template renders a conversation as text. If the template itself writes the name of a special token, the name is encoded as that
+token. In messages, this applies only to the names in data.allowed_special; all other text is encoded as plain text. The prompt
+and each answer are tokenized separately, exactly as at inference.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
 
 _VERSION = 1
-"""Version of the encoding. The fingerprint contains the version."""
+"""Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
 _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
 _NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
@@ -36,9 +36,9 @@ TokensAndMask = tuple[list[int], list[bool]]
 class _Rendered:
     text: str
     turns: list[tuple[int, int]]
-    """Half-open range (start, stop) of each answer, in characters of the text."""
+    """Half-open range (start, stop) of each answer, as character offsets in the text."""
     separator: str
-    """Character that is inserted into names of special tokens to escape them (SpecialNames)."""
+    """Character that SpecialNames inserts to escape the names of special tokens in messages."""
 
 
 class ChatFormat:
@@ -86,7 +86,7 @@ class ChatFormat:
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
-        """Return the template with definitions of bos_token and similar variables. It then needs no tokenizer configuration."""
+        """Return the template with definitions of bos_token and similar variables, so that it needs no other configuration."""
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'
 
@@ -98,7 +98,7 @@ class ChatFormat:
     ) -> TokensAndMask:
         """Encode a complete conversation. loss_mask: whether each message is a target, shape (messages,). Default: all answers.
 
-        Raises TemplateFailure if the template cannot render the conversation or the answers cannot be located in the result.
+        Raises TemplateFailure if the template cannot render the conversation or an answer cannot be located in the text.
         """
         rendered = self._render(messages, tools, add_generation_prompt=False, strict=True)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -121,7 +121,7 @@ class ChatFormat:
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> TokensAndMask:
-        """Encode a JSON value in any format of parse_conversation. Raises MalformedConversation or TemplateFailure."""
+        """Encode a JSON value in any format that parse_conversation accepts. Raises MalformedConversation or TemplateFailure."""
         try:
             parsed = parse_conversation(document)
             if isinstance(parsed, PromptCompletion):
@@ -155,7 +155,7 @@ class ChatFormat:
     # ---------------------------------------------------------------- text
 
     def _run_template(self, locate: bool = False, **variables: Any) -> tuple[str, list]:
-        """Return the text and the turns of ChatTemplate.render()."""
+        """Call ChatTemplate.render(), and return the text and the answer ranges."""
         return self._template.render({**self._names, "tools": None, "documents": None, **variables}, locate)
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, strict: bool) -> _Rendered:
@@ -194,8 +194,8 @@ class ChatFormat:
         return tokens, targets + [False] * (len(tokens) - len(targets))
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
-        """Return the end of the last special token in the turn [start, stop). In a template with generation
-        blocks, the token may follow `stop` directly."""
+        """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
+        blocks, this token may begin at `stop`."""
         pieces = list(self._special_names.pieces(text[start:stop]))
         tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
         if pieces and not tail.strip():

@@ -27,8 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
 _DATE = datetime(2024, 7, 26)
-"""Date that strftime_now() returns, so that tokens do not depend on the day. The date is Llama 3.1's default. Another date
-requires another _VERSION in format.py, because fingerprints do not contain the date."""
+"""Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default date. If the
+date is changed, _VERSION in format.py must be changed too, because fingerprints do not contain the date."""
 MAX_CHARACTERS = 10_000_000
 """Maximum number of characters that a template may write."""
 OUT_OF_MEMORY = 3
@@ -36,7 +36,7 @@ OUT_OF_MEMORY = 3
 
 
 class _Generation(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which encloses an answer and the end of the turn."""
+    """Jinja extension for {% generation %} ... {% endgeneration %} blocks. A block encloses an answer and its end of turn."""
 
     tags = {"generation"}  # noqa: RUF012  the type is Jinja's
 
@@ -57,7 +57,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _compile(source: str) -> tuple[Template, list[str]]:
-    """Return the compiled template, with the functions that transformers provides, and the names of its variables."""
+    """Compile a template with the functions that transformers provides. Return the template and its variables' names."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -72,7 +72,7 @@ def _compile(source: str) -> tuple[Template, list[str]]:
 def _render(
     template: Template, cpu_s: float, variables: Mapping[str, Any], locate: bool
 ) -> tuple[str, list[tuple[int, int] | None]]:
-    """Return the result of ChatTemplate.render()."""
+    """Render a conversation. ChatTemplate.render() describes the result."""
 
     def rendered(messages: Sequence[Any], add_generation_prompt: bool) -> str:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the default action of its signal, SIGPROF, ends the process

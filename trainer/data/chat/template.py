@@ -1,4 +1,4 @@
-"""Chat templates. Each template is rendered in its own process, whose CPU time and memory sandbox.py limits."""
+"""Chat templates. Each template is rendered in its own process (sandbox.py) with limited CPU time and memory."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ class ChatTemplate:
     _process: subprocess.Popen | None = None
 
     def __init__(self, source: str, cpu_s: float = 10, memory_mib: int = 1024):
-        """cpu_s, memory_mib: limits of each rendering. Raises TemplateFailure if the text is not a valid template."""
+        """cpu_s, memory_mib: limits for each rendering. Raises TemplateFailure if the text is not a valid template."""
         self._source = source
         self._cpu_s, self._memory_mib = cpu_s, memory_mib
         names = self._start()
@@ -38,7 +38,7 @@ class ChatTemplate:
         self.uses_tools = "tools" in names
 
     def _start(self) -> list[str]:
-        """Start the process and return the names in the template."""
+        """Start the process that renders the template. Return the names of the template's variables."""
         command = [sys.executable, "-m", sandbox.__name__, str(self._cpu_s), str(self._memory_mib)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -51,8 +51,9 @@ class ChatTemplate:
                 self._process.kill()
 
     def render(self, variables: Mapping[str, Any], locate: bool) -> tuple[str, list[tuple[int, int] | None]]:
-        """Return the text of a conversation and, if `locate` is true, the (start, stop) of each answer in the text. An entry is
-        None if the template renders the answer differently in a prompt or in a longer conversation. Raises TemplateFailure."""
+        """Return the text of a conversation and, if `locate` is true, the (start, stop) of each answer in the text. A range is
+        None if the conversation up to the start or the end of the answer, rendered alone, is not a prefix of the text. Raises
+        TemplateFailure."""
         if self._process.poll() is not None:  # an earlier conversation exceeded a limit
             self._start()
         return self._request((variables, locate))

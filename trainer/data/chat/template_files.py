@@ -13,7 +13,7 @@ _MAX_BYTES = 1_000_000
 
 
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
-    """Return the Jinja text of a template, and name -> text of its variables. These are None if the tokenizer defines them.
+    """Return the Jinja text of a template, and its variables (name -> text), or None if no tokenizer_config.json defines them.
 
     choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (preferred) or
     tokenizer_config.json. Raises ConfigError if the template cannot be read.
@@ -55,12 +55,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _template(config: dict[str, Any], path: Path) -> str:
-    """Return the template of a tokenizer configuration. From a list of named templates, return the one named default."""
+    """Return the template of a tokenizer configuration. From a list of named templates, return the template "default"."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if not isinstance(named.get("default"), str):
-            raise ConfigError(SETTING, f"{path} has several templates, but none named default")
+            raise ConfigError(SETTING, f'{path} has several templates, but none is named "default"')
         return named["default"]
     if not isinstance(template, str):
         raise ConfigError(SETTING, f"{path} has no chat_template")
@@ -68,7 +68,7 @@ def _template(config: dict[str, Any], path: Path) -> str:
 
 
 def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Return name -> text of every special token, such as bos_token. transformers passes these variables to a template."""
+    """Return the special tokens such as bos_token (name -> text). transformers passes them to a template as variables."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -14,11 +14,11 @@ from trainer.system.logging import progress
 
 
 def fingerprint(source: Source, shape: list, caches: Path) -> str:
-    """Return a hash of the names and contents of the files. shape: other inputs of the store, which are hashed too. caches:
-    folder for the cache of file digests.
+    """Return a hash of `shape` and of the names and contents of the files. shape: other values that determine the store.
+    caches: folder for the cache of file digests.
 
-    If size and modification time of a file match the cache, the file is not read. The cache lists the files in sorted order and
-    is streamed, so that the digests of millions of files are never in memory together.
+    If the cache has an entry for a file with its current size and modification time, the file is not read. The entries are sorted
+    by file name and are streamed, so that the digests of millions of files are never in memory at the same time.
     """
     hasher = hashlib.sha256(json.dumps(shape).encode())
     cache = caches / f"digests-{hashlib.sha256(source.root.encode(errors='surrogateescape')).hexdigest()[:16]}.jsonl"

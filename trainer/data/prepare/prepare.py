@@ -1,4 +1,4 @@
-"""Preparation of a token store from documents. It is parallel, and it resumes after a kill. An existing store is reused.
+"""Preparation of a token store from documents. It is parallel, and resumes if it was killed. An existing store is reused.
 
 The first pass tokenizes each chunk of the source into its own files (tokenize.py, runs.py) and never repeats a finished chunk.
 The second pass writes the documents of all chunks in one shuffled order (shuffle.py). Then the folder of the complete store is
@@ -28,11 +28,11 @@ from trainer.system.files import HashingFile, atomic_folder, file_lock
 def prepare(
     data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] = (0, 1)
 ) -> Path:
-    """Return the folder of the token store of a dataset and a tokenizer. Build the store if it does not exist.
+    """Return the token store folder for a dataset and a tokenizer. Build the store if it does not exist.
 
-    tokenizer: the tokenizer of tokenizer_config, which each worker process loads too. file_shard: (i, n) selects every n-th
-    file from file i on, for one of n nodes. Raises ConfigError if the source has no documents or too many bad documents, or
-    if the store cannot be written.
+    tokenizer: the tokenizer that tokenizer_config describes. Each worker process loads its own copy. file_shard: (i, n) selects
+    every n-th file, starting with file i, so that n nodes can share the work. Raises ConfigError if the source has no documents
+    or too many bad documents, or if the store cannot be written.
     """
     stores = Path(data.store_folder)
     with writing(stores):
@@ -58,7 +58,7 @@ def prepare(
 
 @contextlib.contextmanager
 def writing(stores: Path) -> Iterator[None]:
-    """Context manager that raises a ConfigError about data.store_folder if a file below it cannot be written."""
+    """Context manager that raises a ConfigError about data.store_folder if a file in this folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
 
 
 def _bad_documents(folder: Path) -> Iterator[BadDocument]:
-    """Yield the bad documents of a store, or of all its members."""
+    """Yield the bad documents of a store or, if it is a concatenation of stores, of all its members."""
     members = [Path(member["folder"]) for member in read_description(folder)["members"]]
     return read_bad_documents(store / "bad_documents.jsonl" for store in members or [folder])
 

@@ -1,9 +1,9 @@
-"""Chunks of a store under construction. A chunk contains the tokenized documents of a section of the source in sorted runs, as
-in an external sort. A sorted run is a list of documents that fits in memory and is ordered by random key.
+"""Chunks of a store under construction. A chunk contains the tokenized documents of one section of the source. They are stored
+in sorted runs, as in an external sort. A sorted run is a list of documents that fits in memory and is sorted by random key.
 
     chunk-000000.runs           for each sorted run: keys (uint64), lengths (int64), tokens, and targets (uint8) if any
     chunk-000000.bad_documents  bad documents, one JSON object per line
-    chunk-000000.json           index of the sorted runs and digests of the files; it is written last and marks a finished chunk
+    chunk-000000.json           index of the sorted runs and digests of the files. It is written last, when the chunk is finished
 
 These files are not synced to disk. After a power cut, the digests identify incomplete chunks, which are then rewritten.
 """
@@ -26,9 +26,9 @@ from trainer.system.files import HashingFile, atomic_write, digest_of, read_json
 
 _FILES = ("runs", "bad_documents")
 _RUN_TOKENS = 2**24
-"""Number of tokens after which sorted runs are written. This limit and _RUN_DOCUMENTS bound the memory of a worker process."""
+"""Number of tokens in memory at which sorted runs are written. With _RUN_DOCUMENTS, it bounds the memory of a worker process."""
 _RUN_DOCUMENTS = 2**17
-"""Number of documents after which sorted runs are written."""
+"""Number of documents in memory at which sorted runs are written."""
 
 _SHUFFLE_KEY = 0x6D657368
 """Key of the random order of documents. It is constant, so that the order does not depend on the training seed."""
@@ -40,7 +40,7 @@ class SortedRun:
 
     split: str
     offset: int
-    """Offset of the run in the file, in bytes."""
+    """Byte offset of the run in the file."""
     documents: int
     tokens: int
     has_targets: bool
@@ -84,8 +84,8 @@ def write_chunk(
     results: Iterable[tuple[Encoded, bool] | BadDocument],
     max_bad_documents: int,
 ) -> Chunk:
-    """Write a chunk. results: (document, whether it is held out) or a bad document, in the order of the source. If more than
-    max_bad_documents are bad, the chunk remains unfinished and is returned without runs."""
+    """Write a chunk. results: in source order, either (document, whether it is held out) or a bad document. If there are more
+    than max_bad_documents bad documents, the chunk remains unfinished and is returned without runs."""
     chunk_file(folder, index, "json").unlink(missing_ok=True)
     runs_file, bad_file = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
     runs: list[SortedRun] = []
@@ -150,7 +150,7 @@ class RunReader:
         self._document = self._token = 0  # indices of the next document and token to read
 
     def read_below(self, file: BinaryIO, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return keys, lengths, tokens and targets of the next documents with keys below `limit`. file: the .runs file."""
+        """Read the next documents with keys below `limit`. Return keys, lengths, tokens and targets. file: the .runs file."""
 
         def key(document: int) -> int:
             return int.from_bytes(os.pread(file.fileno(), 8, self._run.offset + 8 * document), "little")

@@ -1,8 +1,8 @@
-"""External sort, which merges the sorted runs of all chunks into the files of a store, in one shuffled order.
+"""External sort that merges the sorted runs of all chunks into the files of a store, in one shuffled order.
 
 Documents are ordered by their random keys in [0, 2**64), and this range is divided into windows. For each window, one contiguous
-slice of every run is read, and the documents of all slices are appended to the files. Thus all disk accesses are large and
-sequential, and memory is bounded by the size of a window for a corpus of any size.
+slice of every run is read, and the documents of all slices are appended to the files in the order of their keys. Thus all disk
+accesses are large and sequential, and memory is bounded by the window size, however large the corpus is.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from trainer.system.files import HashingFile
 _WINDOW_BYTES = 2**27
 _MAX_WINDOW_BYTES = 2**30
 _MAX_WINDOWS = 1024
-"""Approximate maximum number of windows smaller than _MAX_WINDOW_BYTES. A window reads every run, so few windows are faster."""
+"""Approximate maximum number of windows, unless windows would then exceed _MAX_WINDOW_BYTES or _WINDOW_DOCUMENTS. Fewer windows
+are faster, because every run is read for each window."""
 _WINDOW_DOCUMENTS = 2**19
 
 
@@ -29,8 +30,8 @@ def write_split(
     dtype: np.dtype,
     progress: Callable[[int], None],
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Write the files of one split to `folder`. Returns the numbers of tokens and documents, and the sizes and digests of the
-    files. progress: called with the number of tokens of each window."""
+    """Write the files of one split to `folder`. Returns the numbers of tokens and documents, and the size and digest of each
+    file. progress: function that is called with each window's number of tokens."""
     runs = [run for chunk in chunks for run in chunk.runs if run.split == split]
     counts = {"tokens": sum(run.tokens for run in runs), "documents": sum(run.documents for run in runs)}
     names = ["documents", "tokens"]
@@ -53,14 +54,14 @@ def write_split(
 
 
 def _key_limits(num_bytes: int, documents: int) -> list[int]:
-    """Return the exclusive upper limit of the keys of each window."""
+    """Return the exclusive upper key limit of each window."""
     window_bytes = min(max(num_bytes // _MAX_WINDOWS, _WINDOW_BYTES), _MAX_WINDOW_BYTES)
     windows = max(-(-num_bytes // window_bytes), -(-documents // _WINDOW_DOCUMENTS))
     return [2**64 * (i + 1) // windows for i in range(windows)]
 
 
 def _write_window(files: dict[str, HashingFile], slices: list[tuple], end: int) -> int:
-    """Append the documents of a window in the order of their keys. end: number of tokens in the files. Returns the new number."""
+    """Append a window's documents in the order of their keys. end: number of tokens before. Returns the number after."""
     keys, lengths = (np.concatenate([s[i] for s in slices]) for i in (0, 1))
     order = np.argsort(keys, kind="stable")
     offsets = end + np.cumsum(lengths[order])

@@ -1,4 +1,4 @@
-"""First pass of preparing a token store, in which worker processes tokenize each chunk of the corpus into its own files."""
+"""First pass of preparing a token store: worker processes tokenize each chunk of the corpus into its own files."""
 
 import contextlib
 import hashlib
@@ -28,8 +28,8 @@ from trainer.system.process import cores, detach_signals
 CHUNK_BYTES = 4 * 2**20
 _MAX_CHUNK_BYTES = 2**28
 _MAX_CHUNKS = 1024
-"""Approximate maximum number of chunks smaller than _MAX_CHUNK_BYTES of the source. A chunk is the unit of parallel work. A kill
-loses only the chunks in progress."""
+"""Approximate maximum number of chunks, unless chunks would then exceed _MAX_CHUNK_BYTES of the source. A chunk is the unit of
+parallel work. If the process is killed, only the chunks in progress are lost."""
 
 _SHOWN_BAD_DOCUMENTS = 3
 
@@ -41,7 +41,7 @@ def allowed_bad_documents(data: DataConfig) -> int:
 
 
 def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[BadDocument]) -> None:
-    """Raise ConfigError if `count` is larger than the settings allow. The message lists the first bad documents."""
+    """Raise ConfigError if `count` bad documents are more than the settings allow. The message lists the first of them."""
     if count <= allowed_bad_documents(data):
         return
     key = "data.max_bad_documents" if data.on_bad_document == "skip" else "data.on_bad_document"
@@ -63,7 +63,7 @@ class TokenizeJob:
 
 
 def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[Span]]:
-    """Yield, in the order of the files, a list of spans for each chunk. chunk_bytes: approximate total size of the spans."""
+    """Yield each chunk's list of spans, in the order of the files. chunk_bytes: approximate total size of a chunk's spans."""
     chunk: list[Span] = []
     remaining = chunk_bytes
     for path in source.files:
@@ -99,7 +99,7 @@ def _tokenize_in_worker(index: int, spans: list[Span]) -> tuple[int, Chunk]:
 def _tokenize(
     job: TokenizeJob, tokenizer: Tokenizer, encode: Encode, index: int, spans: list[Span]
 ) -> tuple[int, Chunk]:
-    """Tokenize and write a chunk unless its files exist. Returns the number of bytes in its spans, and the chunk."""
+    """Tokenize and write a chunk unless it is already finished. Returns the number of bytes in its spans, and the chunk."""
     chunk = read_chunk(job.folder, index)
     if chunk is None:
         results, dtype = _results(job, encode, spans), token_dtype(tokenizer.vocab_size)
@@ -170,7 +170,7 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
 def _in_order(
     pool: ProcessPoolExecutor, tasks: Iterator[tuple[int, list[Span]]], max_pending: int
 ) -> Iterator[tuple[int, Chunk]]:
-    """Yield the results of the tasks in order. max_pending: maximum number of submitted tasks, which bounds memory."""
+    """Yield the results of the tasks in order. max_pending: maximum number of pending tasks, to bound memory."""
     pending = deque()
     try:
         for task in tasks:

@@ -1,8 +1,8 @@
 """The global order of samples and its partition into microbatches.
 
 A step at cursor c consumes samples [c, c + G) of the global order, where G is the global batch size. They are partitioned into
-microbatches of local_batch_size: at accumulation j, data-parallel rank r of W takes microbatch j * W + r. Neither the order nor
-the content of a step depends on W, so the data state is the cursor plus the sample ranges skipped on purpose.
+microbatches of local_batch_size: at accumulation step j, rank r of W data-parallel ranks takes microbatch j * W + r. Neither the
+order nor the content of a step depends on W, so the data state consists of the cursor and the skipped sample ranges.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from trainer.data.sampling.samples import Samples
 from trainer.system.process import detach_signals
 
 _INDEX_CHUNK = 64
-"""Number of microbatches whose sample indices are computed at once. Permuting a few takes as long as permuting hundreds."""
+"""Number of microbatches whose sample indices are computed at once. Permuting a few indices is as slow as permuting hundreds."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SampleOrder:
     phases determine how datasets are mixed."""
 
     sizes: tuple[int, ...]
-    """Number of samples of each dataset. Sample indices enumerate one dataset after the other."""
+    """Number of samples of each dataset. Sample indices run through the first dataset, then the second, and so on."""
     phases: tuple[MixturePhase, ...]
     seed: int
     shuffle: bool
@@ -73,7 +73,7 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """The partition of a global batch into microbatches of the ranks."""
+    """The partition of a global batch into microbatches, and their assignment to ranks."""
 
     global_batch_size: int
     local_batch_size: int
@@ -87,8 +87,8 @@ class BatchPartition:
         return self.global_batch_size // (self.local_batch_size * self.ranks)
 
     def samples(self, microbatches: np.ndarray) -> np.ndarray:
-        """Return the samples of some of this rank's microbatches, shape (microbatches, local_batch_size), as offsets from the
-        first sample of the first global batch. microbatches: indices of this rank's microbatches, counted from 0."""
+        """Return the samples of the selected microbatches, as offsets from the first sample of the first global batch, shape
+        (microbatches, local_batch_size). microbatches: their indices among this rank's microbatches, counted from 0."""
         first = (microbatches * self.ranks + self.rank) * self.local_batch_size
         return first[:, None] + np.arange(self.local_batch_size)
 
@@ -102,9 +102,9 @@ def _sample_indices(order: SampleOrder, partition: BatchPartition, cursor: int) 
 def training_batches(
     samples: Samples, order: SampleOrder, partition: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches from the cursor on, endlessly. A step consumes `grad_accum` microbatches.
+    """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches.
 
-    The loader has no state to save, because the cursor determines the batches for any number of workers and prefetched batches.
+    The loader has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
     """
     workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
     with warnings.catch_warnings():

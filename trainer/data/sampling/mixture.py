@@ -1,4 +1,4 @@
-"""Mixture of datasets with exact weights. The dataset at a global index is computed without iterating."""
+"""Mixture of datasets with exact weights. The dataset of a sample is computed directly from its global index."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class MixturePhase:
         return dataset[order], count[order]
 
     def consumed(self, num_samples: int) -> np.ndarray:
-        """Return the number of each dataset's samples among the first num_samples samples of the phase, shape (datasets,)."""
+        """Return how many of the phase's first num_samples samples come from each dataset, shape (datasets,)."""
         periods, remainder = divmod(num_samples, PERIOD)
         dataset, _ = self.pattern
         return periods * np.array(self.quotas) + np.bincount(dataset[:remainder], minlength=len(self.quotas))

@@ -24,7 +24,7 @@ class PackedIndex:
     lengths: np.ndarray
     """Number of positions of each span, shape (spans,). The token after a span is the label of its last position."""
     samples: np.ndarray
-    """Index of the first span of each sample, then the number of spans, shape (samples + 1,)."""
+    """Index of the first span of each sample, followed by the total number of spans, shape (samples + 1,)."""
 
 
 def concatenated_ranges(starts: np.ndarray | int, lengths: np.ndarray) -> np.ndarray:
@@ -33,8 +33,9 @@ def concatenated_ranges(starts: np.ndarray | int, lengths: np.ndarray) -> np.nda
 
 
 def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the starts and lengths of the spans of all documents, and the number of incomplete documents. A document of more
-    than seq_len positions becomes several spans ("split"), only its first span ("truncate") or no span ("drop")."""
+    """Return the starts and lengths of the spans of all documents, and the number of documents that were truncated or
+    dropped. long_documents: whether a document of more than seq_len positions is divided into several spans ("split"), reduced to
+    its first span ("truncate") or dropped ("drop")."""
     positions = np.diff(store.documents) - 1  # the last token of a document is only a label
     if long_documents == "split":
         counts = -(-positions // seq_len)
@@ -61,7 +62,7 @@ def has_target(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Return the index of the bin of each span, shape (spans,). lengths: lengths of the spans, at most `capacity` each.
+    """Return the bin index of each span, shape (spans,). lengths: lengths of the spans, at most `capacity` each.
 
     Best-fit decreasing (Johnson 1974, "Fast algorithms for bin packing"): spans are placed in order of decreasing length, each
     into the fullest bin with enough space. Spans of equal length are placed together, so that the time depends on the number of
@@ -144,5 +145,5 @@ def read_packing(folder: Path) -> PackedIndex:
         if (counts["version"], counts["spans"], counts["samples"]) != (VERSION, len(starts), len(samples) - 1):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, EOFError):
-        raise ConfigError("data.store_folder", f"{folder} cannot be read; delete it") from None
+        raise ConfigError("data.store_folder", f"{folder} cannot be read; delete this folder") from None
     return PackedIndex(starts, lengths, samples)

@@ -1,4 +1,4 @@
-"""Keyed permutations of any length, computed for single indices."""
+"""Keyed permutations of any length. The image of an index is computed without storing the permutation."""
 
 from collections.abc import Sequence
 

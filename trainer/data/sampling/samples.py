@@ -1,4 +1,5 @@
-"""Samples of fixed length from a token store. A sample is wrapped, packed, or contains one document."""
+"""Samples of fixed length from a token store. Depending on data.packing, a sample contains a slice of the concatenated documents,
+several packed document spans, or a single span."""
 
 import functools
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Samples(Protocol):
 @dataclass(frozen=True)
 class ConcatSamples:
     """The concatenated tokens of all documents, split every seq_len tokens. Consecutive samples overlap by one token, so that
-    every token except the first is the label of one position. An incomplete last sample is dropped."""
+    every token except the first can be a label. An incomplete last sample is dropped."""
 
     store: TokenStore
     seq_len: int
@@ -64,7 +65,7 @@ class ConcatSamples:
 
 @functools.lru_cache(maxsize=4)
 def _one_document(shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return positions and document indices of a batch whose samples each count as one document. The result is cached, because
+    """Return positions and document indices of a batch in which each sample counts as one document. The result is cached, because
     creating it takes as long as reading the tokens."""
     return torch.arange(shape[1]).repeat(shape[0], 1), torch.zeros(shape, dtype=torch.int64)
 

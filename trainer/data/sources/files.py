@@ -1,4 +1,4 @@
-"""Resolution of data.path: a file, a folder, a glob pattern, or a manifest that lists such paths."""
+"""Resolution of data.path to files. The path is a file, a folder, a glob pattern, or a manifest that lists such paths."""
 
 import glob
 import itertools
@@ -19,7 +19,7 @@ def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
 def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the root folder and the sorted files of data.path. Raises ConfigError if no file matches.
 
-    suffixes: endings of the names of the files that are taken from folders.
+    suffixes: in folders, only files whose names end in one of these suffixes are selected.
     """
     root, files = _from_manifest(path, suffixes) if path.endswith(MANIFEST) else _find(path, suffixes)
     if not files:
@@ -52,7 +52,7 @@ def _raise_unreadable(error: OSError) -> NoReturn:
 
 
 def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the common folder and the files of a manifest.
+    """Return the common parent folder and the paths of the files that a manifest lists.
 
     Each line holds a path or pattern, relative to the manifest's folder. Lines that begin with # are comments.
     """

@@ -17,7 +17,7 @@ Document = str | np.ndarray | dict[str, Any]
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, stop) of a file, which can be read independently. A span contains the documents that begin in it."""
+    """Byte range [start, stop) of a file. It contains the documents that begin in it. Spans can be read independently."""
 
     path: str
     start: int
@@ -30,7 +30,7 @@ class BadDocument:
 
     file: str
     line: int
-    """Number of the line, table row or indexed document, counted from 1. 0 stands for an entire file or an unknown number."""
+    """Number of the line, table row or indexed document, counted from 1. 0 means the entire file or an unknown number."""
     reason: str
 
     def __str__(self) -> str:
@@ -43,26 +43,26 @@ class InvalidDocument(Exception):
 
 class Reader(Protocol):
     def __call__(self, span: Span, transform: Callable[[Any], T]) -> Iterator[T | BadDocument]:
-        """Yield transform(document) for each document of a span, in order. Documents are never empty.
+        """Yield transform(document) for each document of a span, in order. `transform` never receives an empty text or array.
 
-        An InvalidDocument raised by `transform` is yielded as a BadDocument. Raises ConfigError for a fault that concerns
+        An InvalidDocument raised by `transform` is yielded as a BadDocument. Raises ConfigError for a fault that affects
         more than one document, such as a missing column.
         """
 
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a dataset. A Source can be pickled, because worker processes receive it."""
+    """The files of a dataset. A Source can be pickled, so that it can be sent to worker processes."""
 
     root: str
-    """Folder to which file names are relative."""
+    """Common folder of the files. The fingerprint contains file names relative to this folder."""
     files: tuple[str, ...]
-    """Names of the files, sorted so that all nodes agree. Millions of strings need less memory than Paths."""
+    """Paths of the files, sorted so that all nodes use the same order. Strings need less memory than Path objects."""
     splittable: bool
     """Whether uncompressed files can be split into several spans."""
     read: Reader
     auxiliary_files: tuple[str, ...] = ()
-    """Names of files that contain no documents but are needed to read the documents, such as an index."""
+    """Paths of files that contain no documents but are needed to read the documents, such as an index."""
 
     def spans(self, path: str, num_bytes: int, chunk_bytes: int) -> Iterator[Span]:
         """Split a file of num_bytes into spans of at most chunk_bytes, or into a single span if it cannot be split."""

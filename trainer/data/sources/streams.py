@@ -9,8 +9,8 @@ from trainer.config.packages import require_package
 
 COMPRESSED = (".gz", ".zst")
 _READ_BYTES = 2048
-"""Number of compressed bytes that are decompressed at a time. They become at most 64 MiB, because a byte of zstd data
-becomes at most 32,000 bytes."""
+"""Number of compressed bytes that are decompressed at a time. The result is at most 64 MiB, because each byte of
+zstd data decompresses to at most 32,000 bytes."""
 
 
 class BrokenStream(Exception):
@@ -22,8 +22,8 @@ def is_compressed(path: str) -> bool:
 
 
 def open_stream(path: str) -> BinaryIO:
-    """Open a file as a stream of decompressed bytes. Reading raises BrokenStream for bad data. Raises ConfigError if a package is
-    missing."""
+    """Open a file as a stream of decompressed bytes. Raises ConfigError if the package that decompresses it
+    is missing. Reading raises BrokenStream if the compressed data is damaged."""
     if path.endswith(".gz"):
         return io.BufferedReader(_Decompressor(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
     if path.endswith(".zst"):
@@ -34,7 +34,7 @@ def open_stream(path: str) -> BinaryIO:
 
 
 class _Decompressor(io.RawIOBase):
-    """Stream of the concatenated content of all compressed streams in a file."""
+    """Stream of decompressed bytes. The contents of all compressed streams in a file are concatenated."""
 
     def __init__(self, path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]):
         self._file = open(path, "rb")  # noqa: SIM115  closed with this object

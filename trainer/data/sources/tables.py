@@ -1,4 +1,4 @@
-"""Documents from a text column of parquet files or of the Arrow files of Hugging Face's datasets."""
+"""Documents from a text column in parquet files, or in Arrow files that Hugging Face's package `datasets` has written."""
 
 import itertools
 import os
@@ -20,12 +20,12 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Tables:
-    """Reader of tables, in which each row is a document. A span contains the row groups that begin in it."""
+    """Reader of tables. Each row is a document. A span contains the row groups that begin in it."""
 
     format: str
-    """Name of the file format in messages, with its article."""
+    """Name of the file format in messages, with an article, such as "a parquet file"."""
     row_groups: Callable[[Span, "Tables"], Iterator[tuple[int, int, Iterable]]]
-    """Function that yields, for each row group, its offset in bytes, its number of rows, and an iterable of its record batches.
+    """Function that yields, for each row group, its byte offset, its number of rows, and an iterable of its record batches.
     Row groups that begin after the span may be omitted."""
     column: str
     max_bytes: int
@@ -103,7 +103,7 @@ def _arrow_batches(span: Span, table: Tables) -> Iterator[tuple[int, int, Iterab
 
 
 def _validated(batch: Any, name: str) -> Iterator:
-    """Yield the batch. Raises ArrowInvalid for offsets outside the mapped file, which Arrow itself does not check."""
+    """Validate and yield a batch. Raises ArrowInvalid for offsets outside the mapped file. Arrow itself does not check them."""
     arrow = require_package("pyarrow", "data.dataset")
     as_bytes = {
         arrow.string(): arrow.binary(),
@@ -141,7 +141,7 @@ def huggingface(config: DataConfig) -> Source:
 
 
 def _saved_files(config: DataConfig) -> list[str]:
-    """Return the Arrow files of a folder written by save_to_disk."""
+    """Return the paths of the Arrow files in a folder that was written by save_to_disk."""
     folder = config.path
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = _json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
@@ -150,7 +150,7 @@ def _saved_files(config: DataConfig) -> list[str]:
         folder = os.path.join(folder, config.split)
     state = os.path.join(folder, "state.json")
     if not os.path.isfile(state):
-        raise ConfigError("data.path", f"{folder} was not written by datasets' save_to_disk: it has no state.json")
+        raise ConfigError("data.path", f"{folder} has no state.json, so it was not written by save_to_disk")
     try:
         names = [entry["filename"] for entry in _json(state)["_data_files"]]
         if not names or any(os.path.basename(name) != name for name in names):
@@ -172,7 +172,7 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def _cached_files(config: DataConfig) -> list[str]:
-    """Return the Arrow files of a dataset that the package `datasets` finds by its name and caches."""
+    """Load a dataset by name with the package `datasets`, and return the paths of its cached Arrow files."""
     datasets = require_package("datasets", "data.dataset")
     try:
         dataset = datasets.load_dataset(config.path, config.subset or None, split=config.split)

@@ -1,4 +1,4 @@
-"""Documents from text files and JSON lines, plain or compressed."""
+"""Sources of documents in text files and JSON lines files, which may be compressed."""
 
 import codecs
 import json
@@ -24,7 +24,7 @@ _CHUNK_BYTES = 2**20
 
 
 def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
-    """Read a text file, which is one document."""
+    """Read a text file as one document."""
     try:
         with open_stream(span.path) as file:
             content = file.read(max_bytes + 1)
@@ -45,13 +45,13 @@ class JsonLines:
     """Reader of JSON lines: each line is one record. Blank lines are ignored."""
 
     def __init__(self, extract: Callable[[Any], Document], max_bytes: int):
-        """extract: returns the document of a record, or raises InvalidDocument."""
+        """extract: function that returns a record's document or raises InvalidDocument."""
         self._extract = extract
         self._max_bytes = max_bytes
         self._counted = ("", 0, 0)  # file, number of its bytes, number of newlines in them
 
     def _count_newlines(self, path: str, stop: int) -> int:
-        """Return the number of newlines in the first `stop` bytes of a file. A call continues the count of the previous call."""
+        """Return the number of newlines in the first `stop` bytes of a file. Reuse the previous call's count if possible."""
         counted_path, start, count = self._counted
         if path != counted_path or stop < start:
             start = count = 0
@@ -142,7 +142,7 @@ def _text_field(name: str, record: Any) -> str:
 
 
 def python_stdlib(config: DataConfig) -> Source:
-    """Return the source files of the Python standard library. Installed packages differ between nodes and are excluded."""
+    """Return the Python standard library's files as a Source. Installed packages are excluded: they may differ between nodes."""
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     files = (p for p in root.rglob("*.py") if not excluded.intersection(p.relative_to(root).parts))

@@ -1,4 +1,4 @@
-"""Documents of token files from other tools: raw .bin (nanoGPT, llm.c), Megatron's .bin with .idx, and .npy."""
+"""Source of documents in token files that other tools wrote: .bin (nanoGPT, llm.c), .bin with .idx (Megatron) and .npy."""
 
 import bisect
 import os
@@ -34,17 +34,17 @@ def _error(message: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class _Index:
-    """Megatron's index, in which a document consists of sequences."""
+    """Content of a Megatron .idx file. Each document consists of consecutive sequences."""
 
     lengths: np.ndarray
     """Number of tokens of each sequence, shape (sequences,)."""
     pointers: np.ndarray
-    """Offset of each sequence in the .bin file in bytes, shape (sequences,)."""
+    """Byte offset of each sequence in the .bin file, shape (sequences,)."""
     boundaries: np.ndarray
-    """Index of the first sequence of each document, then the number of sequences, shape (documents + 1,)."""
+    """Index of each document's first sequence, shape (documents + 1,). The last element is the number of sequences."""
 
     def start(self, document: int) -> int:
-        """Return the offset of a document in bytes, or a value beyond any file if all sequences are in earlier documents."""
+        """Return a document's byte offset. If all sequences are in earlier documents, return an offset beyond any file's end."""
         sequence = int(self.boundaries[document])
         return int(self.pointers[sequence]) if sequence < len(self.pointers) else 2**63
 
@@ -54,7 +54,7 @@ class _TokenFile:
     tokens: np.ndarray
     """Memory-mapped token ids, shape (tokens,)."""
     start: int
-    """Offset of the first token in bytes."""
+    """Byte offset of the first token."""
     index: _Index | None
 
     def token_at(self, byte: int) -> int:
@@ -75,7 +75,7 @@ def _map(path: str, dtype: str, start: int) -> np.ndarray:
 
 
 def _open(path: str, raw_dtype: str) -> _TokenFile:
-    """Open a token file. Raises ConfigError if the file does not contain tokens."""
+    """Open a token file. Raises ConfigError if the file is not a valid token file."""
     if path.endswith(".npy"):
         return _open_npy(path)
     idx = _index_path(path)
@@ -117,7 +117,7 @@ def _open_npy(path: str) -> _TokenFile:
 
 
 def _read_index(path: str) -> tuple[_Index, str]:
-    """Memory-map a Megatron .idx file, and return it with the type of the tokens."""
+    """Memory-map a Megatron .idx file. Return the index and the dtype of the tokens."""
     with open(path, "rb") as file:
         header = file.read(_IDX_HEADER.size)
     if len(header) < _IDX_HEADER.size or not header.startswith(_IDX_MAGIC):
@@ -153,7 +153,7 @@ def _check_index(index: _Index, file: _TokenFile, path: str) -> None:
 
 
 def _check_width(file: _TokenFile, path: str, vocab_size: int) -> None:
-    """Raise ConfigError if uint32 tokens are read as uint16. Every second value is then the small upper half of a token."""
+    """Raise ConfigError if uint32 tokens are read as uint16. This is assumed if every second uint16 is small."""
     sample = np.asarray(file.tokens[: 2**16])
     upper = sample[1::2]
     if sample.itemsize == 2 and len(upper) >= 32 and upper.max() <= (vocab_size - 1) >> 16 and sample[::2].any():
@@ -163,7 +163,7 @@ def _check_width(file: _TokenFile, path: str, vocab_size: int) -> None:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Reader of token files. A document ends where the index specifies or, if the file has no index, after an EOS."""
+    """Reader of token files. If a file has an index, the index defines the documents. Otherwise, a document ends after an EOS."""
 
     raw_dtype: str
     eos: int
@@ -199,7 +199,7 @@ class TokenFiles:
         return document
 
     def _by_index(self, file: _TokenFile, index: _Index, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield (number from 1, index of the first token, index after the last token) of each document beginning in the span."""
+        """Yield (1-based number, first token's index, index after last token) for each document that begins in the span."""
         documents = range(len(index.boundaries) - 1)
         item, num_bytes = file.tokens.itemsize, file.tokens.nbytes
         for i in documents[bisect.bisect_left(documents, span.start, key=index.start) :]:
@@ -209,7 +209,7 @@ class TokenFiles:
             yield i + 1, start // item, end // item
 
     def _by_eos(self, file: _TokenFile, span: Span) -> Iterator[tuple[int, int, int]]:
-        """Yield (0, index of the first token, index after the last token) of each document beginning in the span."""
+        """Yield (0 as number, first token's index, index after last token) for each document that begins in the span."""
         first, stop = file.token_at(span.start), file.token_at(span.stop)
         if first == stop:
             return
@@ -223,7 +223,7 @@ class TokenFiles:
 
 
 def _document_ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
-    """Yield the end of each document from token `first` on. A document ends after an EOS or at the end of the file."""
+    """Yield the end index of each document from token `first` on. A document ends after an EOS or at the end of the file."""
     end = first
     for start in range(first, len(tokens), _CHUNK_TOKENS):
         for end in (np.flatnonzero(tokens[start : start + _CHUNK_TOKENS] == eos) + (start + 1)).tolist():

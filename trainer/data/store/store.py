@@ -1,6 +1,6 @@
 """The token store: a prepared dataset on disk, read through memory maps. docs/data.md describes its files.
 
-A concatenation of stores is a store that lists its members and contains no tokens.
+A concatenation of stores is itself a store. It lists its member stores and contains no tokens.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class Encoded:
     tokens: np.ndarray
     """Token ids, including BOS and EOS, shape (tokens,)."""
     targets: np.ndarray | None = None
-    """Target mask, uint8 of shape (tokens,), 1 for a target token and otherwise 0. None if all tokens are targets."""
+    """Target mask, uint8, shape (tokens,): 1 for target tokens, 0 for other tokens. None if all tokens are targets."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -69,12 +69,12 @@ class ConcatArray:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """One split of a store, which holds the tokens of its documents one after the other."""
+    """One split of a store. The tokens of its documents are stored consecutively."""
 
     tokens: np.ndarray | ConcatArray
     """Token ids of all documents, shape (tokens,)."""
     documents: np.ndarray
-    """Index of the first token of each document, then the number of tokens, shape (documents + 1,)."""
+    """Index of each document's first token, shape (documents + 1,). The last element is the number of tokens."""
     targets: np.ndarray | ConcatArray | None = None
     """Target mask of all documents, shape (tokens,), in the format of Encoded.targets."""
 
@@ -92,7 +92,7 @@ def write_description(folder: Path, dataset: str, tokenizer: Tokenizer, **conten
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Read store.json. Raises ConfigError if the file is damaged or has another format version."""
+    """Read store.json. Raises ConfigError if the file is damaged or has an unsupported format version."""
     try:
         description = read_json_object(folder / "store.json")
         version = description["version"]
@@ -109,12 +109,12 @@ def _damaged(folder: Path, message: str) -> ConfigError:
 
 
 def store_digest(folder: Path) -> str:
-    """Return a digest of the content of a store: the digest of store.json, which contains the digests of all files."""
+    """Return a digest of a store's content: the digest of store.json, which contains the digests of all other files."""
     return digest((folder / "store.json").read_bytes())
 
 
 def open_store(folder: Path, split: str) -> TokenStore:
-    """Open one split of a store. Raises ConfigError if file sizes do not match store.json. `check_content` checks digests."""
+    """Open one split of a store. Raises ConfigError if file sizes do not match store.json. Digests are not checked."""
     description = read_description(folder)
     try:
         for name, file in description["files"].items():
@@ -147,7 +147,7 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def check_content(folder: Path) -> None:
-    """Read all files of a store and of its members. Raises ConfigError if a digest does not match."""
+    """Check the digests of all files of a store and of its members. Raises ConfigError if a file does not match its digest."""
     description = read_description(folder)
     for split in SPLITS:
         open_store(folder, split)
@@ -169,8 +169,8 @@ def _map(path: Path, dtype: str, length: int) -> np.ndarray:
 
 
 def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
-    """Return the folder of the concatenation of all stores of data.path, ordered by name. The folder's name contains a
-    hash of the members' names and digests. Raises ConfigError for incompatible stores."""
+    """Concatenate all stores found at data.path, in the order of their names, and return the folder of the result. Its name
+    contains a hash of the stores' names and digests. Raises ConfigError if a store was prepared with another tokenizer."""
     folders = _member_folders(data.path)
     descriptions = [read_description(folder) for folder in folders]
     for folder, description in zip(folders, descriptions, strict=True):

@@ -1,4 +1,4 @@
-"""Special tokens that are added after the vocabulary of any tokenizer."""
+"""Tokenizer wrapper that appends special tokens to the vocabulary of any tokenizer."""
 
 import hashlib
 import itertools
@@ -13,7 +13,7 @@ from trainer.data.tokenizer.special_tokens import require_new_name
 
 
 class WithAddedTokens:
-    """A tokenizer with special tokens added after its vocabulary. Encoding a text never yields an added token."""
+    """A tokenizer with special tokens appended to its vocabulary. Encoding text never produces an appended token."""
 
     def __init__(self, base: Tokenizer, names: Sequence[str]):
         """Raises ConfigError for names that are already in use or too short."""

@@ -22,7 +22,7 @@ from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
-"""Path of the byte-pair ranks that scripts/train_tokenizer.py trained on the Python standard library."""
+"""Path of the default rank file. scripts/train_tokenizer.py trained it on the Python standard library."""
 
 # Llama 3 splits text with this pattern before it merges bytes: contractions, words, up to three digits, punctuation, spaces.
 LLAMA3_PATTERN = (
@@ -54,7 +54,7 @@ def _fingerprint(backend: str, content: bytes) -> str:
 
 
 def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Parse a rank file, in which each line holds the bytes of a token in base64, a space, and its rank."""
+    """Parse a rank file. Each line contains a token's bytes in base64, a space and the token's rank."""
     ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -65,7 +65,7 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
         raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: its ranks are not 0, 1, 2, ...")
     if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: it lacks some single bytes")
+        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: some single bytes have no rank")
     return ranks
 
 
@@ -77,10 +77,10 @@ _SPACES, _OTHERS = re.compile(r"\s+"), re.compile(r"\S+")
 
 
 def _long_runs(text: str) -> Iterator[range]:
-    """Yield the sequences of spaces, or of other characters, that are longer than the limit.
+    """Yield the range of each sequence that is longer than _LONGEST_RUN and is all whitespace or has no whitespace.
 
-    Such a sequence contains a position that is a multiple of the limit, so only these positions are examined. Examining every
-    character would take a third as long as encoding.
+    Each such sequence contains a position that is a multiple of _LONGEST_RUN. The search therefore examines only these positions.
+    If it examined every character, it would take a third of the encoding time.
     """
     end = 0
     for position in range(0, len(text), _LONGEST_RUN):
@@ -108,7 +108,7 @@ class TiktokenTokenizer:
     """Byte-pair encoding with Llama 3's split pattern and special tokens."""
 
     def __init__(self, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None):
-        """reuse_reserved_tokens: new name -> reserved token whose id the new name gets."""
+        """reuse_reserved_tokens: new name -> reserved token to rename."""
         content = path.read_bytes()
         ranks = _ranks(content, path)
         special = remap_reserved(_special_tokens(first=len(ranks)), reuse_reserved_tokens or {})
@@ -151,7 +151,7 @@ class TiktokenTokenizer:
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer with a sentencepiece model, such as Llama 2's.
 
-    Encoding yields user-defined pieces wherever they occur in a text, as sentencepiece specifies, but never control pieces.
+    As sentencepiece specifies, encoding yields a user-defined piece wherever its name occurs. It never yields control pieces.
     """
 
     def __init__(self, path: Path):
@@ -166,7 +166,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.bos = processor.bos_id()
         self.eos = processor.eos_id()
         if self.bos < 0 or self.eos < 0:
-            raise ConfigError("tokenizer.path", f"{path} has no BOS token or no EOS token")
+            raise ConfigError("tokenizer.path", f"{path} must define a BOS token and an EOS token")
         self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
         special = self._control | user_defined(content)
         self.special_tokens = {special[token]: token for token in sorted(special)}
@@ -205,7 +205,7 @@ COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_to
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer that a tokenizer.json defines and the package `tokenizers` runs."""
+    """A tokenizer that is defined by a tokenizer.json and run by the package `tokenizers`."""
 
     def __init__(self, path: Path):
         """path: a tokenizer.json or its folder."""
@@ -233,7 +233,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.fingerprint = _fingerprint("huggingface", content + f"{self.bos} {self.eos}".encode())
 
     def _find_token(self, path: Path, role: str, ids: Mapping[str, int]) -> int:
-        """Return the id of a token that a file in the tokenizer's folder names. role: "bos" or "eos"."""
+        """Return the id of the BOS or EOS token, as specified by a file in the tokenizer's folder. role: "bos" or "eos"."""
         for file in _BOS_EOS_FILES:
             config = _json_object(path.with_name(file))
             name = config.get(f"{role}_token")
@@ -264,7 +264,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _piece_bytes(piece: str) -> int:
-    """Return the number of bytes in the text of a sentencepiece token. <0x0A> is one byte, and U+2581 stands for a space."""
+    """Return the number of bytes of text in a sentencepiece token. "<0x0A>" is one byte, and U+2581 represents a space."""
     return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
 
 
@@ -289,7 +289,7 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Load the tokenizer of a configuration. Raises ConfigError if the file cannot be read or does not fit the backend."""
+    """Load the configured tokenizer. Raises ConfigError if its file cannot be read or is invalid for the backend."""
     path = Path(config.path) if config.path else DEFAULT_FILE
     try:
         backend = TOKENIZERS[config.backend]

@@ -13,15 +13,15 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 
 def byte_to_char() -> dict[int, str]:
-    """Return byte -> character of GPT-2's byte-level BPE: printable bytes stay, all other bytes become characters from 256 on."""
+    """Return byte -> character of GPT-2's byte-level BPE. Printable bytes are unchanged. Others become characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in sorted(printable)} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def merges(ranks: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
-    """Yield the merged pairs in the order of their ranks. Rank files list only the results of merges, so the two halves of a
-    token are recovered by applying the merges of lower rank to the bytes of the token."""
+    """Yield the two halves of each merged token, in the order of the tokens' ranks. Rank files list only the merged tokens, so
+    the halves are recovered by applying the merges of lower rank to the token's bytes."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         pieces = [token[i : i + 1] for i in range(len(token))]
         while len(pieces) > 2:

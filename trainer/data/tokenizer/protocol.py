@@ -22,11 +22,11 @@ class Tokenizer(Protocol):
     eos: int
     """Id of the token that is appended to each document."""
     fingerprint: str
-    """Text that identifies the encoding. Tokenizers with equal fingerprints encode every document equally."""
+    """Identifier of the encoding. Tokenizers with equal fingerprints encode every document to the same tokens."""
     files: Mapping[str, bytes]
-    """Name -> content of the files that recreate this tokenizer. `tokenizer.path` must name the first file."""
+    """File name -> content of the files that define this tokenizer. To load it, set tokenizer.path to the first file."""
     special_tokens: Mapping[str, int]
-    """Name -> id of the tokens that do not stand for text."""
+    """Name -> id of each special token."""
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text. Names of special tokens in the text are encoded as plain text, and BOS and EOS are not added."""
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         """Decode tokens to text. A special token becomes its name."""
 
     def text_bytes(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each token's text (0 for special tokens), shape (vocab_size,)."""
+        """Return the number of UTF-8 bytes in each token's text (0 if a token has no text), shape (vocab_size,)."""
 
     def huggingface_files(self) -> dict[str, bytes]:
         """Return name -> content of the files from which Hugging Face's libraries load this tokenizer."""

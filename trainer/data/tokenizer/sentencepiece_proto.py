@@ -1,4 +1,4 @@
-"""Types of the pieces in a sentencepiece model file, which the sentencepiece library does not expose."""
+"""Parser that finds the user-defined pieces in a sentencepiece model file. The sentencepiece library does not expose them."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ _USER_DEFINED = 4
 
 
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    """Return the integer at a position, stored as 7 bits per byte, and the position after it."""
+    """Return the varint at a position, and the position after it. A varint stores 7 bits of an integer per byte."""
     value = shift = 0
     while True:
         byte = data[position]
@@ -32,7 +32,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
 
 
 def user_defined(model: bytes) -> dict[int, str]:
-    """Return id -> name of the user-defined pieces. model: content of a file that sentencepiece accepts."""
+    """Return id -> name of the user-defined pieces. model: content of a valid sentencepiece model file."""
     names = {}
     pieces = (value for field, value in _fields(memoryview(model)) if field == _PIECES)
     for token, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Names of special tokens in text. They are recognized in the text of a template, and escaped in messages."""
+"""Handling of special-token names in text: they are recognized in a template's text and escaped in messages."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -7,21 +7,21 @@ from typing import Any
 from trainer.config import ConfigError
 
 _SPECIAL_LOOKING = r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>|</?s>|<[be]os>|<(?:start|end)_of_turn>"
-"""Pattern of names that stand for special tokens in every template, such as <|im_start|>, <s> and the names in Gemma."""
+"""Pattern of names that are treated as special tokens in every template, such as <|im_start|>, <s> and <start_of_turn>."""
 
 _COMPARED = ("role", "type")
-"""Message fields that templates compare with constants. No separator is added at the ends of these fields."""
+"""Message fields that templates compare with constants. No separator is added at their ends, so that they still match."""
 
 
 def missing_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
-    """Return the special tokens that a template names but the tokenizer does not have, in order of their occurrence."""
+    """Return the names of special tokens that are in a template but not in the tokenizer, in the order in which they occur."""
     return [name for name in dict.fromkeys(re.findall(_SPECIAL_LOOKING, template)) if name not in special_tokens]
 
 
 def remap_reserved(special_tokens: Mapping[str, int], reuse_reserved_tokens: Mapping[str, str]) -> dict[str, int]:
-    """Return `special_tokens`, in which new names replace the names of reserved tokens. Raises ConfigError for invalid names.
+    """Return a copy of `special_tokens` in which some reserved tokens have new names. Raises ConfigError for invalid names.
 
-    reuse_reserved_tokens: new name -> reserved token, such as {"<|im_start|>": "<|reserved_special_token_0|>"}.
+    reuse_reserved_tokens: new name -> reserved token to rename, such as {"<|im_start|>": "<|reserved_special_token_0|>"}.
     """
     key = "tokenizer.reuse_reserved_tokens"
     result = dict(special_tokens)
@@ -30,13 +30,13 @@ def remap_reserved(special_tokens: Mapping[str, int], reuse_reserved_tokens: Map
         if reserved not in reserved_names(special_tokens):
             raise ConfigError(key, f"the tokenizer has no reserved token {reserved}")
         if reserved not in result:
-            raise ConfigError(key, f"{reserved} is reused twice")
+            raise ConfigError(key, f"{reserved} is given two new names")
         result[name] = result.pop(reserved)
     return result
 
 
 def require_new_name(name: str, existing: Collection[str], setting: str) -> None:
-    """Raise ConfigError unless `name` can become the name of a special token."""
+    """Raise ConfigError if `name` cannot be used as the name of a new special token."""
     if name in existing:
         raise ConfigError(setting, f"{name} is already a special token")
     if len(name) < 2:
@@ -49,9 +49,9 @@ def reserved_names(special_tokens: Mapping[str, int]) -> list[str]:
 
 
 class SpecialNames:
-    """Recognition of names of special tokens in text, and escaping of these names in messages.
+    """Recognition of special-token names in text, and escaping of these names in messages.
 
-    A name is escaped by inserting a separator, which is a character that does not occur elsewhere in the conversation.
+    To escape a name, a separator is inserted into it. The separator is a character that the conversation does not contain.
     """
 
     def __init__(self, names: Collection[str], allowed: Collection[str]):
@@ -65,9 +65,9 @@ class SpecialNames:
         self._longest = max(map(len, names), default=0)
 
     def escape(self, value: Any, separator: str, at_ends: bool = True) -> Any:
-        """Return a JSON value with the names of special tokens escaped in all of its texts.
+        """Return a copy of a JSON value in which the special-token names in all strings are escaped.
 
-        at_ends: whether to add separators at the ends of a text that could form a name with adjacent text of the template.
+        at_ends: whether to add separators at the ends of strings that could form a name together with the template's text.
         """
         if isinstance(value, Mapping):
             return {
@@ -97,7 +97,7 @@ class SpecialNames:
         return text[:start] + before + core + after + text[start + len(core) :]
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the non-empty pieces of a text, and whether each piece is or looks like the name of a special token."""
+        """Split a text at special-token names. Yield each non-empty piece, and whether it is, or looks like, such a name."""
         end = 0
         for match in self._pattern.finditer(text):
             if match.start() > end:

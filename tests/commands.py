@@ -1,0 +1,38 @@
+"""Commands of scripts/, called in the process of the tests. Importing torch takes seconds in each new process."""
+
+import contextlib
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+from tests.conftest import ROOT
+from trainer.config.command_line import run_to_end
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+
+
+def run_script(script: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Call the main function of a script with arguments, in the root folder. Return its exit code and output."""
+    main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
+    argv, folder = [script, *map(str, words)], os.getcwd()
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    os.chdir(ROOT)
+    try:
+        with (
+            mock.patch.object(sys, "argv", argv),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            run_to_end(main)
+    except SystemExit as exit:
+        code = exit.code or 0
+    finally:
+        os.chdir(folder)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
