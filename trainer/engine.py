@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.batch import Batch
 from trainer.config import Config
@@ -13,11 +14,13 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.context import shard_sequence
+from trainer.parallel.fsdp import start_microbatch
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_targets
+from trainer.parallel.unsharded import GradientAccumulator
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.device import DTYPES
@@ -65,22 +68,27 @@ class Engine:
         for part in model_parts.values():
             initialize(part, parameter_device, config.run.seed, loaded)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
+        model, training = next(iter(model_parts.values())), config.training
+        if isinstance(model, FSDPModule):
+            start = partial(start_microbatch, model, training.reduce_every_microbatch)
+        else:
+            accumulator = GradientAccumulator(self.parameters.values(), config.optimizer.frees_gradients)
+            start = accumulator.start_microbatch
         self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.batch_group = meshes.data["batch"].get_group()
-        training, cp = config.training, meshes.data["cp"]
+        cp = meshes.data["cp"]
         common = {
-            "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens),
+            "make_head": partial(
+                CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens, compiled=config.compile.enabled
+            ),
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "batch_group": self.batch_group,
             "loss_group": meshes.loss["loss"].get_group(),
         }
         self.forward_backward: Step
         if resolved.dims.pp == 1:
-            (model,) = model_parts.values()
-            self.forward_backward = SpmdStep(
-                model=model, reduce_every_microbatch=training.reduce_every_microbatch, **common
-            )
+            self.forward_backward = SpmdStep(model=model, start_microbatch=start, **common)
         else:
             dtype = DTYPES[training.compute_dtype]
             self.forward_backward = PipelineStep(

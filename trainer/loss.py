@@ -1,6 +1,9 @@
 """Chunked, vocabulary-parallel cross-entropy. The logits exist for only one chunk of tokens at a time. Under tensor
 parallelism, each rank computes only the logits of its own vocabulary rows."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,7 +14,44 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
-"""Number of weight rows whose gradients are accumulated at a time. Products have the weight's dtype and are summed in fp32."""
+"""Number of weight rows whose gradients are accumulated at a time on a CPU."""
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of two matrices to `total`, which is fp32."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        return
+    # The product has the dtype of the factors. Computed a few rows at a time, it needs little memory.
+    for rows, factor in zip(total.split(_ROWS), a.split(_ROWS), strict=True):
+        rows += factor @ b
+
+
+def _loss_and_gradient(
+    hidden: Tensor, weight: Tensor, labels: Tensor, first_row: int, group: ProcessGroup | None, needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed cross-entropy of some tokens and its gradient for the logits, (tokens, rows) in the weight's dtype.
+
+    hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row, group: see
+    _cross_entropy."""
+    logits = F.linear(hidden, weight).float()
+    is_target = (labels != IGNORE_INDEX)[:, None]
+    targets = labels[:, None].where(is_target, 0)
+    losses, normalizers, target_rows, is_local = _cross_entropy(logits, targets, first_row, group)
+    total = (losses * is_target).sum()
+    if not needs_gradient:
+        return total, None
+    if torch.compiler.is_compiling():
+        is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_local, -1)
+        return total, (((logits - normalizers).exp() - is_target_row.float()) * is_target).to(weight.dtype)
+    # In place: a few operations on large tensors.
+    logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -is_local.float()).mul_(is_target)
+    return total, logits.to(weight.dtype)
+
+
+@cache
+def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_loss_and_gradient, fullgraph=True, dynamic=False)
 
 
 def _cross_entropy(
@@ -45,30 +85,30 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, shard: tuple, chunk_tokens: int, needs_gradient: bool
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        shard: tuple[int, ProcessGroup | None],
+        chunk_tokens: int,
+        compiled: bool,
+        needs_gradient: bool,
     ) -> Tensor:
         """hidden: (tokens, dim); weight: this rank's vocabulary rows, (rows, dim); labels: (tokens,). shard: arguments first_row
         and group of _cross_entropy. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
         the ranks is the full gradient."""
+        compute = _compiled_loss_and_gradient() if compiled and shard[1] is None else _loss_and_gradient
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits = F.linear(hidden[chunk], weight).float()  # (chunk, rows)
-            is_target = (labels[chunk] != IGNORE_INDEX)[:, None]
-            targets = labels[chunk][:, None].where(is_target, 0)
-            losses, normalizers, target_rows, is_local = _cross_entropy(logits, targets, *shard)
-            total += (losses * is_target).sum()
+            loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, needs_gradient)
+            total += loss
             if needs_gradient:
-                logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -is_local.float()).mul_(is_target)
-                grad_logits = logits.to(weight.dtype)
-                grad_hidden[chunk] = grad_logits @ weight
-                for first_row in range(0, weight.shape[0], _ROWS):
-                    rows = slice(first_row, first_row + _ROWS)
-                    grad_weight[rows] += grad_logits[:, rows].T @ hidden[chunk]
-                del grad_logits
-            del logits  # before the next chunk's logits are allocated
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+            del grad_logits  # before the next chunk's logits are allocated
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
@@ -80,16 +120,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
         scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, grad_total, out=scaled_weight)
-        return grad_hidden * grad_total, scaled_weight, None, None, None, None
+        return grad_hidden * grad_total, scaled_weight, None, None, None, None, None
 
 
 class CrossEntropyHead:
     """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens."""
 
-    def __init__(self, labels: Tensor, chunk_tokens: int):
-        """labels: (batch, seq). chunk_tokens: number of tokens whose logits exist at the same time."""
+    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False):
+        """labels: (batch, seq). chunk_tokens: number of tokens whose logits exist at the same time. compiled: whether to compile
+        the operations between the matrix products. With tensor parallelism they contain collectives and are not compiled."""
         self.labels = labels
         self.chunk_tokens = chunk_tokens
+        self.compiled = compiled
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
@@ -104,5 +146,11 @@ class CrossEntropyHead:
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
-            hidden.flatten(0, 1), weight, self.labels.flatten(), shard, self.chunk_tokens, needs_gradient
+            hidden.flatten(0, 1),
+            weight,
+            self.labels.flatten(),
+            shard,
+            self.chunk_tokens,
+            self.compiled,
+            needs_gradient,
         )

@@ -34,11 +34,15 @@ def rope_frequencies(sizes: LlamaSizes, device: torch.device) -> Tensor:
     return frequencies * (unscaled + (1 - unscaled) / sizes.rope_factor)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair of neighbouring values in the last dim (Meta's layout). x: (batch, heads, seq, head_dim)."""
-    cos, sin = rope
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate each pair of neighbouring values in the last dim (Meta's layout). x: (batch, seq, heads, head_dim). rope: result of
+    Llama.rope."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # the compiler cannot fuse complex products
+        (even, odd), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
     return rotated.flatten(-2).type_as(x)
 
 
@@ -76,13 +80,13 @@ class Attention(nn.Module):
         self.wo = nn.Linear(sizes.dim, sizes.dim, bias=False)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Any) -> Tensor:
         # -1, not n_heads: under tensor parallelism a rank holds only its own heads.
         q, k, v = (
-            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (batch, local heads, seq, head_dim)
+            w(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, local heads, head_dim)
             for w in (self.wq, self.wk, self.wv)
         )
-        out = self.core(rotate(q, rope), rotate(k, rope), v, mask)
+        out = self.core(*(x.transpose(1, 2) for x in (rotate(q, rope), rotate(k, rope), v)), mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
@@ -115,7 +119,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes)
 
-    def forward(self, h: Tensor, rope: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    def forward(self, h: Tensor, rope: Tensor, mask: Any) -> Tensor:
         h = h + self.attention(self.attention_norm(h), rope, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
@@ -146,11 +150,11 @@ class Llama(nn.Module):
             h = layer(h, rope, mask)
         return self.output(self.norm(h), head)
 
-    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosine and the sine of each pair's angle, shape (batch, 1, seq, head_dim / 2), fp32. Every forward computes
-        them, because a buffer could be damaged by a checkpoint, a cast or a move between devices."""
-        angles = positions[:, None, :, None].float() * rope_frequencies(self.sizes, positions.device)
-        return angles.cos(), angles.sin()
+    def rope(self, positions: Tensor) -> Tensor:
+        """Return the cosine and the sine of each pair's angle, shape (batch, seq, 1, head_dim / 2, 2), fp32. Every forward
+        computes them, because a buffer could be damaged by a checkpoint, a cast or a move between devices."""
+        angles = positions[:, :, None, None].float() * rope_frequencies(self.sizes, positions.device)
+        return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)

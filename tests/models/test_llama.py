@@ -23,14 +23,15 @@ def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 10):
     return tokens, torch.arange(seq).repeat(batch, 1), torch.zeros(batch, seq, dtype=torch.int64)
 
 
-def test_rotation_is_a_complex_product():
-    x = torch.randn(2, 3, 5, 8)
+def test_rotation_is_a_complex_product_eager_and_compiled():
+    x = torch.randn(2, 5, 3, 8)
     frequencies = 1 / 10_000 ** (torch.arange(0, 8, 2) / 8)
     angles = torch.outer(torch.arange(5), frequencies)
-    expected = torch.view_as_real(
-        torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones(5, 4), angles)
-    )
-    torch.testing.assert_close(rotate(x, (angles.cos(), angles.sin())), expected.flatten(-2))
+    factors = torch.polar(torch.ones(5, 4), angles)[:, None]
+    expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * factors)
+    rope = torch.view_as_real(factors)
+    torch.testing.assert_close(rotate(x, rope), expected.flatten(-2))
+    torch.testing.assert_close(torch.compile(rotate, backend="eager")(x, rope), expected.flatten(-2))
 
 
 def test_frequencies_without_scaling():
@@ -62,8 +63,8 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
     x = torch.randn(2, 6, 32)
     _, positions, _ = inputs(SMALL, seq=6)
     rope = build(SMALL).rope(positions)
-    q = rotate(attention.wq(x).view(2, 6, 4, 8).transpose(1, 2), rope)
-    k = rotate(attention.wk(x).view(2, 6, 2, 8).transpose(1, 2), rope).repeat_interleave(2, dim=1)
+    q = rotate(attention.wq(x).view(2, 6, 4, 8), rope).transpose(1, 2)
+    k = rotate(attention.wk(x).view(2, 6, 2, 8), rope).transpose(1, 2).repeat_interleave(2, dim=1)
     v = attention.wv(x).view(2, 6, 2, 8).transpose(1, 2).repeat_interleave(2, dim=1)
     scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     expected = attention.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))

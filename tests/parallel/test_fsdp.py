@@ -116,15 +116,16 @@ def test_resharding_determines_the_number_of_gathers(ranks, setting, gathers):
 
 def precision(dtype):
     model = build(dtype=dtype)
+    parameters = list(model.parameters())
     dtypes = {}
     model.layers["0"].attention.wq.register_forward_hook(
         lambda m, args, out: dtypes.update(wq=(args[0].dtype, out.dtype))
     )
     rope = []
-    model.layers["0"].register_forward_pre_hook(lambda m, args: rope.append(args[1][0].dtype))
+    model.layers["0"].register_forward_pre_hook(lambda m, args: rope.append(args[1].dtype))
     tokens = torch.arange(16)[None]
     model(tokens, tokens, tokens, head=CrossEntropyHead(tokens, 1024)).backward()
-    return dtypes["wq"], rope[0], {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+    return dtypes["wq"], rope[0], {p.dtype for p in parameters}, {p.grad.dtype for p in parameters}
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -217,6 +217,11 @@ class OptimizerConfig:
     """Whether to update each parameter during backward, as soon as its gradient is reduced, and then free the gradient.
     Incompatible with clipping and with skipping steps, because both need the global gradient norm before any update."""
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether each gradient is used and freed during backward, as soon as it is reduced."""
+        return self.in_backward or self.offload == "state_and_gradients"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:

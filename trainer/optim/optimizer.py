@@ -35,8 +35,7 @@ class Optimizer:
         self.replication = torch.tensor(factors, dtype=torch.float32, device=self.device)
         self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
         """Parameter -> torch's optimizer that updates it."""
-        self.frees_gradients = config.in_backward or config.offload == "state_and_gradients"
-        """Whether each gradient is used and freed during backward, as soon as it is reduced."""
+        self.frees_gradients = config.frees_gradients
         self.grad_norms: dict[Tensor, Tensor] = {}
         """Parameter -> norm of its freed gradient."""
         if self.frees_gradients:
@@ -48,6 +47,8 @@ class Optimizer:
 
     @torch.no_grad()
     def _on_grad_ready(self, p: Tensor) -> None:
+        if p.grad is None:
+            return  # more microbatches follow
         (self.grad_norms[p],) = _grad_norms([p])
         self._use_gradient(p)
         p.grad = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import ActivationCheckpointConfig
 
@@ -61,23 +61,31 @@ def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bo
 
 
 def block_forward(
-    forward: Forward, policy: RecomputePolicy, config: ActivationCheckpointConfig, compiled: bool
+    forward: Forward,
+    policy: RecomputePolicy,
+    config: ActivationCheckpointConfig,
+    compiled: bool,
+    checkpoint_outside: bool,
 ) -> Forward:
-    """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded."""
+    """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded.
+    checkpoint_outside: whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the last
+    matrix product, whose result it does not need."""
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":
         forward = recompute_gathers_compiled(forward)
+    outside = checkpoint_outside and compiled
+    if policy == "all" and not outside:
+        forward = checkpointed(forward)
     if compiled:
         forward = torch.compile(forward, fullgraph=True)  # all blocks share one graph
-    if policy == "all":
-        # Outside the compiled block: torch 2.13 fails on DTensors in a checkpoint inside it.
-        forward = checkpointed(forward)
-    return forward
+    return checkpointed(forward) if policy == "all" and outside else forward
 
 
-def checkpointed(forward: Forward, contexts: Callable[[], tuple] = noop_context_fn) -> Forward:
+def checkpointed(forward: Forward, contexts: Callable[[], tuple] | None = None) -> Forward:
     """Return a forward that saves only its inputs and the results that are selected by the context managers of `contexts`."""
+    if contexts is None:  # torch 2.13 cannot compile a checkpoint with noop_context_fn
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
     return lambda *args: checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 

@@ -44,6 +44,13 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     _prefetch([*(others[:1] or [model]), *blocks, *others[1:]], config.fsdp_prefetch)
 
 
+def start_microbatch(model: FSDPModule, reduce_every_microbatch: bool, is_last: bool) -> None:
+    """Prepare the backward of a microbatch. Unless reduce_every_microbatch is true, FSDP accumulates unreduced gradients, and
+    reduces their sum after the last microbatch."""
+    model.set_requires_gradient_sync(is_last or reduce_every_microbatch)
+    model.set_is_last_backward(is_last)
+
+
 def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
     """Return two values of FSDP's reshard_after_forward: for all units except the last one, and for the last one."""
     if config.reshard_after_forward == "default":

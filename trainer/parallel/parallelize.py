@@ -16,6 +16,7 @@ from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.tensor import apply_tensor
+from trainer.parallel.unsharded import cast_parameters
 from trainer.runtime.device import DTYPES
 
 
@@ -37,13 +38,14 @@ def parallelize(
     dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
 
     FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Compilation is applied after tensor
-    parallelism, so that the compiler sees sharded matrices. Full activation checkpointing wraps the compiled block. Every other
-    form of recomputation is compiled together with the block.
+    parallelism, so that the compiler sees sharded matrices. Recomputation is compiled together with the block, except full
+    activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled block.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
+    sharded = shards_parameters(meshes, parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
@@ -59,12 +61,24 @@ def parallelize(
         apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():
-            block.forward = block_forward(block.forward, policies[name], checkpointing, compilation.enabled)
+            block.forward = block_forward(
+                block.forward, policies[name], checkpointing, compilation.enabled, checkpoint_outside=tp.size() > 1
+            )
             if name in offloaded:
                 block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])
-        apply_fsdp(model, plan, meshes.model, parallel, dtype)
+        if sharded:
+            apply_fsdp(model, plan, meshes.model, parallel, dtype)
+        else:
+            cast_parameters(model, plan, DTYPES[dtype])
         model_parts[stage] = model
     return model_parts
+
+
+def shards_parameters(meshes: Meshes, parallel: ParallelConfig) -> bool:
+    """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to offload them, or in a pipeline,
+    whose schedules rely on FSDP to accumulate gradients."""
+    ranks = meshes.model["dp_replicate"].size() * meshes.model["fsdp"].size()
+    return ranks > 1 or parallel.pp > 1 or parallel.cpu_offload
 
 
 def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:

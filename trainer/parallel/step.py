@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 
 from models.spec import Head
 from trainer.batch import IGNORE_INDEX, Batch
@@ -47,15 +46,14 @@ def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> T
 class SpmdStep(Step):
     """A step in which every rank runs the full model on its share of the samples and sequences."""
 
-    model: FSDPModule
-    reduce_every_microbatch: bool
+    model: nn.Module
+    start_microbatch: Callable[[bool], None]
+    """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
         losses = []
         for i, batch in enumerate(microbatches):
-            is_last = i == len(microbatches) - 1
-            self.model.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-            self.model.set_is_last_backward(is_last)
+            self.start_microbatch(i == len(microbatches) - 1)
             loss = self._loss_sum(batch) / num_targets.clamp(min=1)  # a batch may be all padding
             loss.backward()
             losses.append(loss.detach())

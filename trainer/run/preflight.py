@@ -35,7 +35,7 @@ def minimum_memory(config: Config, count: int) -> tuple[int, int]:
     state are counted. count: number of parameters of the rank."""
     optimizer = config.optimizer
     parameter, moments = _parameter_and_moment_bytes(config)
-    gradient = 0 if optimizer.in_backward or optimizer.offload == "state_and_gradients" else parameter
+    gradient = 0 if optimizer.frees_gradients else parameter
     if config.parallel.cpu_offload:
         return 0, count * (2 * parameter + moments)
     if optimizer.offload == "none":

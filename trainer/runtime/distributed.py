@@ -187,5 +187,6 @@ def clone_store() -> dist.Store:
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of a tensor over the ranks of a group, as a new tensor."""
     total = tensor.clone()
-    dist.all_reduce(total, group=group)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
     return total

@@ -1,0 +1,72 @@
+"""Training without FSDP, on a rank that shares its parameters with no other data-parallel rank."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.spec import ParallelPlan
+from trainer.parallel.activation_checkpoint import Forward
+
+
+def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> None:
+    """Make the forward of each block, and of each module in plan.fsdp_units, compute with parameters of this dtype, in place.
+
+    Each forward casts the module's parameters. The results replace the parameters in the module until its next forward, because
+    recomputation in backward uses them too. Gradients flow to the original parameters, in the original dtype."""
+    if all(p.dtype == dtype for p in model.parameters()):
+        return
+    outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]
+    for module in (*model.get_submodule(plan.blocks).children(), *outside_blocks):
+        module.forward = _cast_forward(module, dtype)
+
+
+def _cast_forward(module: nn.Module, dtype: torch.dtype) -> Forward:
+    forward = module.forward
+    originals: list[tuple[dict, str, nn.Parameter]] = []
+
+    def casting_forward(*args: Any, **kwargs: Any) -> Tensor:
+        if not originals:  # not earlier, because the parameters are allocated after this function is created
+            originals.extend(
+                (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+            )
+        for parameters, name, p in originals:
+            parameters[name] = p.to(dtype)
+        return forward(*args, **kwargs)
+
+    return casting_forward
+
+
+class GradientAccumulator:
+    """Accumulator of the gradients of several microbatches in fp32, as FSDP does it. Autograd alone would add them in the
+    parameter's dtype, and would run the optimizer's hooks after every microbatch."""
+
+    def __init__(self, parameters: Iterable[Tensor], frees_gradients: bool):
+        """frees_gradients: whether hooks of the optimizer use and free each gradient during backward. Create the accumulator
+        before the optimizer, whose hooks must run after those of the accumulator."""
+        self.is_last = True
+        self.sums: dict[Tensor, Tensor] = {}
+        """Parameter -> sum of its gradients of the microbatches so far, in fp32."""
+        for p in parameters:
+            if frees_gradients or p.dtype != torch.float32 or isinstance(p, DTensor):
+                p.register_post_accumulate_grad_hook(self._accumulate)
+
+    def start_microbatch(self, is_last: bool) -> None:
+        """Prepare the backward of a microbatch. is_last: whether it is the last microbatch of the step."""
+        self.is_last = is_last
+
+    @torch.no_grad()
+    def _accumulate(self, p: Tensor) -> None:
+        if p in self.sums:
+            self.sums[p] += p.grad
+        elif not self.is_last:
+            self.sums[p] = p.grad.float()
+        if not self.is_last:
+            p.grad = None
+            return
+        gradient = self.sums.pop(p, p.grad)
+        if isinstance(p, DTensor):  # the gradient of a replicated norm is a sum over the ranks of the tp axis
+            gradient = gradient.redistribute(placements=p.placements)
+        p.grad = gradient.to(p.dtype)
