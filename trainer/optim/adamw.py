@@ -86,7 +86,7 @@ class _MixedPrecisionAdamW(torch.optim.AdamW):
         torch._fused_adamw_(
             [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]], [], [step],
             lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=self.found_inf,
+            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
         )  # fmt: skip
         for name, value in values.items():
             if f"{name}_scale" in stored:

@@ -38,6 +38,8 @@ class Optimizer:
         self.frees_gradients = config.frees_gradients
         self.grad_norms: dict[Tensor, Tensor] = {}
         """Parameter -> norm of its freed gradient."""
+        self.grad_scale: Tensor | None = None
+        """Number by which the next update divides all gradients, or None."""
         if self.frees_gradients:
             for p in self.names:
                 p.register_post_accumulate_grad_hook(self._on_grad_ready)
@@ -65,25 +67,20 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
-        """Scale the gradients so that their global norm is at most max_norm, unless max_norm is None. Return two scalars: the
-        norm before scaling, and the number of ranks on which `vote` is true."""
+        """Make the next update scale the gradients so that their global norm is at most max_norm, unless max_norm is None. Return
+        two scalars: the norm before scaling, and the number of ranks on which `vote` is true."""
         norms = [self.grad_norms[p] for p in self.names] if self.frees_gradients else _grad_norms(self.names)
         # One all-reduce for all layouts: ranks that hold the same values contribute equal shares of their squared norm.
         local = (torch.stack(norms).square() / self.replication).sum()
         squared, votes = sum_over(torch.stack([local, torch.full_like(local, vote)]), dist.group.WORLD).unbind()
         norm = squared.sqrt()
-        if max_norm is not None:
-            # Multiply in any case, because a condition would need a host synchronization.
-            self._scale_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.grad_scale = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
         return norm, votes
-
-    def _scale_gradients(self, factor: Tensor) -> None:
-        torch._foreach_mul_([to_local(p.grad) for p in self.names], factor)
 
     def step(self, skip: Tensor) -> None:
         """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change."""
         for optimizer in set(self.optimizer_of.values()):
-            _step(optimizer, skip.to(self.replication))
+            _step(optimizer, skip.to(self.replication), self.grad_scale)
 
     def state(self) -> dict[str, Tensor]:
         """Return "<parameter>/<quantity>" -> state tensor, not a copy. Hyperparameters are omitted, because they are settings."""
@@ -145,25 +142,17 @@ class CpuOffload(Optimizer):
     def _use_gradient(self, p: Tensor) -> None:
         self.arrivals[p] = self.transfer.copy([self.gradients[p]], [to_local(p.grad)])
 
-    def _scale_gradients(self, factor: Tensor) -> None:
-        if not self.frees_gradients:
-            super()._scale_gradients(factor)
-            return
-        factor = factor.cpu()
-        for p, gradient in self.gradients.items():
-            self.arrivals[p].synchronize()
-            gradient.mul_(factor)
-
     @torch.no_grad()
     def step(self, skip: Tensor) -> None:
         if not self.frees_gradients:
             for p in self.names:
                 self._use_gradient(p)
         skip = skip.float().cpu()
+        grad_scale = None if self.grad_scale is None else self.grad_scale.cpu()
         for p, master in self.masters.items():
             self.arrivals[p].synchronize()
             master.grad = self.gradients[p].float()
-            _step(self.optimizer_of[p], skip)
+            _step(self.optimizer_of[p], skip, grad_scale)
             master.grad = None
             result = self.results[p].copy_(master) if p in self.results else master
             returned = self.transfer.copy([to_local(p.detach())], [result])
@@ -197,9 +186,11 @@ def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm([to_local(p.grad) for p in parameters], 2, dtype=torch.float32)
 
 
-def _step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Run torch's optimizer. skip: fp32 scalar; parameters and state do not change if it is 1."""
-    optimizer.found_inf = skip  # the protocol of torch.amp.GradScaler, which the fused kernels implement
+def _step(optimizer: torch.optim.Optimizer, skip: Tensor, grad_scale: Tensor | None = None) -> None:
+    """Run torch's optimizer. skip: fp32 scalar; parameters and state do not change if it is 1. grad_scale: fp32 scalar by which
+    the gradients are divided."""
+    # The protocol of torch.amp.GradScaler, which the fused kernels implement.
+    optimizer.found_inf, optimizer.grad_scale = skip, grad_scale
     optimizer.step()
 
 

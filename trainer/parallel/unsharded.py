@@ -48,7 +48,7 @@ class GradientAccumulator:
         before the optimizer, whose hooks must run after those of the accumulator."""
         self.is_last = True
         self.sums: dict[Tensor, Tensor] = {}
-        """Parameter -> sum of its gradients of the microbatches so far, in fp32."""
+        """Parameter -> sum of its gradients of the microbatches so far. A sum of several gradients is fp32."""
         for p in parameters:
             if frees_gradients or p.dtype != torch.float32 or isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(self._accumulate)
@@ -59,14 +59,14 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def _accumulate(self, p: Tensor) -> None:
+        gradient, p.grad = p.grad, None
         if p in self.sums:
-            self.sums[p] += p.grad
-        elif not self.is_last:
-            self.sums[p] = p.grad.float()
+            total = self.sums.pop(p)
+            # The sum of two gradients needs no fp32 copy: addition rounds only its result.
+            gradient = (total if self.is_last else total.float()).add_(gradient)
         if not self.is_last:
-            p.grad = None
+            self.sums[p] = gradient
             return
-        gradient = self.sums.pop(p, p.grad)
         if isinstance(p, DTensor):  # the gradient of a replicated norm is a sum over the ranks of the tp axis
             gradient = gradient.redistribute(placements=p.placements)
         p.grad = gradient.to(p.dtype)
