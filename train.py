@@ -59,6 +59,9 @@ def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # no rank survives a launcher that is killed
     config = config_from_command_line(sys.argv[1:])
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # torch reads this when it is imported. Segments that can grow leave less unused GPU memory between allocations.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     code = 1
     try:
         code = run(config)

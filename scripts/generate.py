@@ -118,7 +118,7 @@ def main() -> None:
     add("--top-p", type=probability, default=1.0, metavar="P", help="nucleus sampling: total probability of candidates")
     add("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the sampling")
     add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
-    add("--device", choices=["auto", "cpu"], default="auto", help="device of the model")
+    add("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device of the model")
     args = parser.parse_args()
     if (args.prompt is None) != args.chat:
         parser.error("expected either --prompt TEXT or --chat")

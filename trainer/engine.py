@@ -37,7 +37,7 @@ def build_model_parts(
         meshes,
         config.parallel,
         config.activation_checkpoint,
-        config.compile,
+        resolved.compiled,
         config.training.compute_dtype,
         config.data.document_mask,
         attention_backend,
@@ -79,9 +79,7 @@ class Engine:
         self.batch_group = meshes.data["batch"].get_group()
         cp = meshes.data["cp"]
         common = {
-            "make_head": partial(
-                CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens, compiled=config.compile.enabled
-            ),
+            "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens, compiled=resolved.compiled),
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "batch_group": self.batch_group,
             "loss_group": meshes.loss["loss"].get_group(),

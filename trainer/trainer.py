@@ -71,7 +71,10 @@ class Trainer:
             self.metrics.close()
         folder = run_folder(self.config)
         if state.step < steps:
-            logging.info(f"stopped at step {state.step} (checkpoint saved); rerun the same command to resume")
+            saved = "checkpoint saved); rerun the same command to resume"
+            if not self.config.checkpoint.enabled:
+                saved = "no checkpoint saved, because [checkpoint] enabled = false)"
+            logging.info(f"stopped at step {state.step} ({saved}")
             return
         if self.config.checkpoint.export_huggingface:
             export_run(folder)

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.llama.sizes import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
-from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.parallelize import configure_compiler
 
@@ -20,7 +20,7 @@ def gathers(recompute):
         SIZES,
         ParallelConfig(tp=2),
         checkpointing=ActivationCheckpointConfig(recompute_all_gather=recompute),
-        compilation=CompileConfig(enabled=True),
+        compiled=True,
     )
     batch = inputs(SIZES)
     counts = []

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from models.llama.model import Llama
 from models.llama.plan import plan
 from models.llama.sizes import LlamaSizes
-from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
@@ -20,7 +20,7 @@ def build_model_parts(
     sizes: LlamaSizes,
     config: ParallelConfig,
     checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig(),  # noqa: B008  (frozen)
-    compilation: CompileConfig = CompileConfig(),  # noqa: B008
+    compiled: bool = False,
     dtype: str = "fp32",
 ) -> tuple[dict[Stage, Llama], Meshes]:
     """Return this rank's stages of the model, with initial weights."""
@@ -28,7 +28,7 @@ def build_model_parts(
     with torch.device("meta"):
         model = Llama(sizes)
     stages = stages_of_rank(partition_blocks(model, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
-    settings = (stages, meshes, config, checkpointing, compilation, dtype)
+    settings = (stages, meshes, config, checkpointing, compiled, dtype)
     model_parts = parallelize(
         lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, attention_backend=CPU_BACKEND
     )

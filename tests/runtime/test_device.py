@@ -9,8 +9,30 @@ from trainer.runtime import device as devices
 
 def test_a_node_without_gpus_uses_its_cpu(monkeypatch):
     monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    monkeypatch.setattr(devices, "has_gpu_driver", lambda: False)
     assert devices.select_device("auto") == torch.device("cpu")
     assert devices.communication_backend(torch.device("cpu")) == "gloo"
+
+
+@pytest.mark.parametrize(("choice", "driver"), [("auto", True), ("gpu", True), ("gpu", False)])
+def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch, choice, driver):
+    """Otherwise a large model would train on the CPU, because the driver is too old or torch is built for CPUs."""
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    monkeypatch.setattr(devices, "has_gpu_driver", lambda: driver)
+    with pytest.raises(ConfigError) as error:
+        devices.select_device(choice)
+    assert error.value.message.startswith(f"this node has {'a' if driver else 'no'} GPU driver, ")
+    assert error.value.message.endswith(
+        "finds no GPU; install a build for this driver, or train on the CPU with --run.device cpu"
+    )
+    assert devices.select_device("cpu") == torch.device("cpu")
+
+
+def test_hidden_gpus_are_no_driver(monkeypatch):
+    monkeypatch.setattr(devices.os.path, "exists", lambda path: path == "/dev/kfd")
+    assert devices.has_gpu_driver()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not devices.has_gpu_driver()
 
 
 def test_more_ranks_than_gpus_are_rejected(monkeypatch):
@@ -27,7 +49,8 @@ def test_more_ranks_than_gpus_are_rejected(monkeypatch):
 def test_peak_flops_are_looked_up_by_the_full_device_name(monkeypatch):
     for name, peak in {
         "NVIDIA H200": 989.4e12,
-        "NVIDIA H200 NVL": None,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA H300": None,
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
     }.items():
         monkeypatch.setattr(devices, "name", lambda device, name=name: name)

@@ -71,12 +71,16 @@ class CheckpointManager:
         self.writer.close()
 
     def due(self, step: int) -> bool:
+        if not self.config.enabled:
+            return False
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
 
     def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
         """Wait for the save in flight, start a new save, and return the results of successful saves. suspect: whether a
         non-finite loss or gradient norm suggests that the parameters are corrupted. A suspect save is deferred to the next step.
         At the last step, it is not deferred, but no checkpoint is deleted. Raises SaveFailed like `poll`."""
+        if not self.config.enabled:
+            return []
         results = self.wait()
         self._deferred = suspect and not last
         if self._deferred:

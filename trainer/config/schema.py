@@ -49,6 +49,7 @@ FIXED = Constraint(fixed_on_resume=True)
 PER_NODE = Constraint(per_node=True)
 PIPELINE = Constraint(used_with="[parallel] pp > 1")
 SELECTIVE = Constraint(used_with="[activation_checkpoint] mode = selective")
+SAVING = Constraint(used_with="[checkpoint] enabled")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
@@ -72,8 +73,8 @@ class RunConfig:
     """Seed of the initial weights and of the sample order."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Whether to make results bitwise reproducible, at some cost of speed on GPUs. "auto" means "on" on CPUs, "off" on GPUs."""
-    device: Literal["auto", "cpu"] = "auto"
-    """Device to train on. "auto": each rank's GPU, or the CPU on a machine without GPUs."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """Device to train on. "auto": each rank's GPU, or the CPU on a machine without GPUs. "gpu": each rank's GPU, or an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,13 +295,16 @@ class ActivationCheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    enabled: bool = False
-    """Whether to compile each block with torch.compile."""
+    enabled: Literal["auto"] | bool = "auto"
+    """Whether to compile each block and the loss with torch.compile. "auto": on GPUs, if the machine has a C compiler and the
+    pipeline schedule allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    interval_steps: StepsOrZero = 500
+    enabled: bool = True
+    """Whether to save checkpoints. false: a stopped run is lost, which suits measurements and trials."""
+    interval_steps: Annotated[StepsOrZero, SAVING] = 500
     """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
     async_mode: Literal["off", "thread", "process"] = "off"
     """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread", "process": training waits
@@ -321,7 +325,7 @@ class CheckpointConfig:
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
     """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
-    export_huggingface: bool = False
+    export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step."""
 
 
@@ -333,7 +337,7 @@ class EvaluationConfig:
     """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
-    keep_best_on: str = ""
+    keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled")] = ""
     """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept."""
 
 

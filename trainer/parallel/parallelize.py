@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.spec import ParallelPlan
-from trainer.config import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
@@ -27,7 +27,7 @@ def parallelize(
     meshes: Meshes,
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
-    compilation: CompileConfig,
+    compiled: bool,
     dtype: str,
     document_mask: bool,
     attention_backend: AttentionBackend,
@@ -35,7 +35,8 @@ def parallelize(
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
-    dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention ends at document boundaries.
+    compiled: whether to compile each block. dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention
+    ends at document boundaries.
 
     FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Compilation is applied after tensor
     parallelism, so that the compiler sees sharded matrices. Recomputation is compiled together with the block, except full
@@ -52,9 +53,7 @@ def parallelize(
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
-        policies = {
-            str(index): recompute_policy(index, checkpointing, gathers, compilation.enabled) for index in stage.blocks
-        }
+        policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
@@ -62,7 +61,7 @@ def parallelize(
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():
             block.forward = block_forward(
-                block.forward, policies[name], checkpointing, compilation.enabled, checkpoint_outside=tp.size() > 1
+                block.forward, policies[name], checkpointing, compiled, checkpoint_outside=tp.size() > 1
             )
             if name in offloaded:
                 block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])

@@ -1,11 +1,13 @@
 """Validation of parallel layouts for a model, a sequence length and the installed version of torch."""
 
-from typing import Any
+import os
+import shutil
+from typing import Any, Literal
 
 import torch
 
 from models.spec import ParallelPlan
-from trainer.config import ActivationCheckpointConfig, CompileConfig, ConfigError, ParallelConfig, TrainingConfig
+from trainer.config import ActivationCheckpointConfig, ConfigError, ParallelConfig, TrainingConfig
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 
@@ -30,19 +32,29 @@ def check_divisibility(
         raise ConfigError("parallel.tp", f"must divide {local}; or set sequence_parallel = false")
 
 
+def resolve_compilation(choice: Literal["auto"] | bool, parallel: ParallelConfig, on_gpu: bool) -> bool:
+    """Return whether blocks are compiled. choice: value of the setting."""
+    if choice != "auto":
+        return choice
+    splits_backward = parallel.pp > 1 and SCHEDULES[parallel.pipeline_schedule].splits_backward
+    has_compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))))
+    return on_gpu and has_compiler and not splits_backward
+
+
 def check_supported(
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
-    compilation: CompileConfig,
     training: TrainingConfig,
     on_gpu: bool,
+    compiled: bool,
 ) -> None:
-    """Raise ConfigError for incompatible settings. Settings of features that are off are not checked."""
-    if checkpointing.mode == "budget" and not compilation.enabled:
+    """Raise ConfigError for incompatible settings. Settings of features that are off are not checked. compiled: whether blocks
+    are compiled."""
+    if checkpointing.mode == "budget" and not compiled:
         raise ConfigError("activation_checkpoint.mode", "needs [compile] enabled = true to apply the budget")
     if parallel.tp > 1 and parallel.async_tensor_parallel:
         requirements = {
-            "[compile] enabled = true": compilation.enabled,
+            "[compile] enabled = true": compiled,
             "sequence_parallel = true": parallel.sequence_parallel,
             "GPUs": on_gpu,
         }
@@ -60,7 +72,7 @@ def check_supported(
     if schedule.splits_backward and torch.__version__ < (2, 13):
         # 2.11 cannot split a backward that contains Python autograd functions, such as those of DTensor and the loss.
         raise ConfigError("parallel.pipeline_schedule", f"needs torch >= 2.13, but {torch.__version__} is installed")
-    if schedule.splits_backward and compilation.enabled:
+    if schedule.splits_backward and compiled:
         message = "computes gradients of inputs and weights separately, which torch.compile does not support"
         raise ConfigError("parallel.pipeline_schedule", message)
     if schedule.splits_backward and checkpointing.mode == "selective":

@@ -86,7 +86,7 @@ def strip_file_settings(config: Config) -> Config:
         tokenizer=TokenizerConfig(),
         data=DataConfig(document_mask=config.data.document_mask),
         evaluation=EvaluationConfig(),
-        compile=CompileConfig(),
+        compile=CompileConfig(enabled=False),
         parallel=replace(config.parallel, async_tensor_parallel=False),
     )
 

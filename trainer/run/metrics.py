@@ -108,6 +108,8 @@ class Metrics:
             "memory_peak_gib": devices.memory_peak(self.device) / GIB,
             "memory_min_gib": self.memory_min / GIB,
         }
+        if reserved := devices.memory_reserved(self.device):
+            record["memory_reserved_gib"] = reserved / GIB
         if peak_flops := devices.peak_flops(self.device, training.compute_dtype):
             record["mfu_percent"] = 100 * flops / peak_flops
         self.log_event(record)

@@ -73,6 +73,8 @@ def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> in
 def check_disk(config: Config, num_parameters: int, step: int) -> None:
     """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. step: number of completed steps."""
     folder, checkpoint, steps = run_folder(config) / "checkpoints", config.checkpoint, config.training.steps
+    if not checkpoint.enabled:
+        return
     num_bytes = num_parameters * state_bytes(config)
     remaining = remaining_checkpoints(checkpoint, step, steps)
     free, existing = run_on_rank_0(lambda: (shutil.disk_usage(folder).free, len(list_checkpoints(folder))))

@@ -18,7 +18,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks
-from trainer.parallel.validate import check_divisibility, check_supported
+from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
 from trainer.runtime import device as devices
 
 
@@ -33,6 +33,8 @@ class ResolvedRun:
     parameter_names: frozenset[str]
     """Names of the complete model's parameters."""
     num_parameters: int
+    compiled: bool
+    """Whether blocks and loss are compiled."""
     grad_accum: int
     """Number of microbatches per step on each rank."""
     flops_per_token: int
@@ -54,7 +56,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     training = config.training
     plan = spec.plan(sizes)
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
-    check_supported(config.parallel, config.activation_checkpoint, config.compile, training, on_gpu)
+    compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
+    check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     model = _meta_model(spec.model, sizes)
@@ -90,6 +93,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         stages=partition_blocks(model, plan, config.parallel),
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
         parameter_names=parameter_names(spec, sizes),
+        compiled=compiled,
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
         flops_per_token=model.flops_per_token(training.seq_len),

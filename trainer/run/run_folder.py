@@ -153,7 +153,7 @@ def log_summary(
     dims, training = resolved.dims, config.training
     logging.info(
         f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
-        f"{training.compute_dtype} on {dims.world_size} x {devices.name(device)} "
+        f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}"
     )
     logging.info(

@@ -37,6 +37,12 @@ _H100_HOST = {"host_memory_gib": 250, "host_memory_bandwidth": 77e9, "pcie_bandw
 _H100 = _H100_HOST | {"flops": _H100_FLOPS, "intra_node_bandwidth": 450e9, "inter_node_bandwidth": 50e9}
 _H100_PCIE_FLOPS = {"bf16": 756e12, "fp32": 51e12}
 _H100_PCIE = _H100 | {"flops": _H100_PCIE_FLOPS, "intra_node_bandwidth": 64e9, "inter_node_bandwidth": 25e9}
+_H20_FLOPS = {"bf16": 148e12, "fp32": 44e12}
+_H20 = _H100 | {"flops": _H20_FLOPS}
+_NVL_FLOPS = {"bf16": 835e12, "fp32": 60e12}
+_NVL = _H100_PCIE | {"flops": _NVL_FLOPS}
+_MI300X_FLOPS = {"bf16": 1307.4e12, "fp32": 163.4e12}
+_MI300X = _H100_HOST | {"flops": _MI300X_FLOPS, "intra_node_bandwidth": 448e9, "inter_node_bandwidth": 50e9}
 _B200_FLOPS = {"bf16": 2250e12, "fp32": 75e12}
 _B200 = _H100 | {"flops": _B200_FLOPS, "intra_node_bandwidth": 900e9, "host_memory_bandwidth": 90e9}
 
@@ -50,6 +56,12 @@ ACCELERATORS = {
     "NVIDIA H100 80GB HBM3": AcceleratorSpec(**_H100, memory_gib=79.1, memory_bandwidth=3.35e12),
     "NVIDIA H100 PCIe": AcceleratorSpec(**_H100_PCIE, memory_gib=79.1, memory_bandwidth=2.0e12),
     "NVIDIA H200": AcceleratorSpec(**_H100, memory_gib=139.8, memory_bandwidth=4.8e12),
+    "NVIDIA H100 NVL": AcceleratorSpec(**_NVL, memory_gib=93.1, memory_bandwidth=3.9e12),
+    "NVIDIA H200 NVL": AcceleratorSpec(**_NVL, memory_gib=139.8, memory_bandwidth=4.8e12),
+    "NVIDIA GH200 480GB": AcceleratorSpec(**_H100, memory_gib=94.5, memory_bandwidth=4.0e12, gpus_per_node=1),
+    "NVIDIA H20": AcceleratorSpec(**_H20, memory_gib=95.1, memory_bandwidth=4.0e12),
+    "AMD Instinct MI300X": AcceleratorSpec(**_MI300X, memory_gib=191.7, memory_bandwidth=5.3e12),
+    "AMD Instinct MI325X": AcceleratorSpec(**_MI300X, memory_gib=255.7, memory_bandwidth=6.0e12),
     "NVIDIA B200": AcceleratorSpec(**_B200, memory_gib=178.3, memory_bandwidth=8e12),
 }
 

@@ -18,6 +18,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Value of a dtype setting -> torch's dtype."""
 
 
+DeviceChoice = Literal["auto", "gpu", "cpu"]
+
+
+def has_gpu_driver() -> bool:
+    """Return whether the driver of NVIDIA's or AMD's GPUs is loaded, and no environment variable hides the GPUs."""
+    hidden = any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
+    return not hidden and any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
+
+
 def gpu_count() -> int:
     """Return the number of GPUs of this node."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -27,8 +36,8 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
-    """Return the device of this rank and make it current. Raise ConfigError if the node has more ranks than GPUs."""
+def select_device(choice: DeviceChoice) -> torch.device:
+    """Return the device of this rank and make it current. Raise ConfigError like `require_enough_gpus`."""
     require_enough_gpus(choice, local_world_size())
     if choice == "cpu" or not gpu_count():
         return torch.device("cpu")
@@ -37,9 +46,18 @@ def select_device(choice: Literal["auto", "cpu"]) -> torch.device:
     return device
 
 
-def require_enough_gpus(choice: Literal["auto", "cpu"], ranks: int) -> None:
-    """Raise ConfigError if this node has GPUs, but fewer GPUs than ranks."""
-    if choice != "cpu" and 0 < gpu_count() < ranks:
+def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
+    """Raise ConfigError if this node has GPUs, but fewer GPUs than ranks, or if torch cannot use its GPUs."""
+    if choice == "cpu":
+        return
+    if not gpu_count() and (choice == "gpu" or has_gpu_driver()):
+        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built for CPUs"
+        if torch.version.hip:
+            build = f"is built for ROCm {torch.version.hip}"
+        found = "this node has a GPU driver, but" if has_gpu_driver() else "this node has no GPU driver, and"
+        message = f"{found} torch {torch.__version__} ({build}) finds no GPU; install a build for this driver"
+        raise ConfigError("", f"{message}, or train on the CPU with --run.device cpu")
+    if 0 < gpu_count() < ranks:
         message = f"NGPU={ranks}: this node has only {gpu_count()} GPUs; reduce NGPU, or train on the CPU with --run.device cpu"
         raise ConfigError("", message)
 
@@ -112,6 +130,11 @@ def memory_now(device: torch.device) -> int:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
     return _largest_resident()
+
+
+def memory_reserved(device: torch.device) -> int | None:
+    """Return the number of bytes of GPU memory that PyTorch's allocator holds, or None on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
 
 def memory_free(device: torch.device) -> int | None:
