@@ -75,7 +75,7 @@ def formula(mode, recompute, ranks):
         return matmuls + (2 * tokens * h / ranks + lse) + reduce_scatters + output
     norms = 2 * (8 * tokens * h + 4 * tokens) / ranks
     gathered = 2 * 2 * tokens * h / (ranks if recompute else 1)
-    attention = 2 * tokens * (h + 2 * k + 2 * h) / ranks + lse
+    attention = 2 * tokens * (2 * h + 2 * k) / ranks + lse
     gated = 2 * 2 * tokens * f / ranks
     return norms + gathered + attention + gated
 

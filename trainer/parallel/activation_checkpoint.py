@@ -65,7 +65,7 @@ def block_forward(
     policy: RecomputePolicy,
     config: ActivationCheckpointConfig,
     compiled: bool,
-    checkpoint_outside: bool,
+    checkpoint_outside: bool = False,
 ) -> Forward:
     """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded.
     checkpoint_outside: whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the last
