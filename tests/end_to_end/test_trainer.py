@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scripts.parity import LIMITS, deviations, within
+from tests.conftest import tiny_run
 from tests.training_runs import (
     hash_of,
     largest_deviation,
@@ -23,6 +24,12 @@ from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.system import logging
 from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
 from trainer.testing.ranks import RankError
+
+
+@pytest.fixture(scope="module")
+def tiny(corpus, tmp_path_factory):
+    """Arguments of a tiny run whose global batch of 16 has two microbatches for each of eight ranks."""
+    return tiny_run(tmp_path_factory, corpus, 16)
 
 
 def run(ranks, size, argv, folder, *extra):
