@@ -22,13 +22,18 @@ def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"), 200)
 
 
-@pytest.fixture(scope="session")
-def tiny(corpus, tmp_path_factory) -> list[str]:
-    """Command-line arguments of a run that takes a second: two layers, sequences of 32 tokens, a global batch of 8."""
+def tiny_run(tmp_path_factory, corpus: Path, global_batch_size: int) -> list[str]:
+    """Return the command-line arguments of a run that takes a second: two layers, sequences of 32 tokens."""
     folder = tmp_path_factory.mktemp("tiny")
-    settings = {"steps": 4, "interval_steps": 0, "global_batch_size": 8, "stores": folder / "stores"}
+    settings = {"steps": 4, "interval_steps": 0, "global_batch_size": global_batch_size, "stores": folder / "stores"}
     (folder / "tiny.toml").write_text(CONFIG.format(corpus=corpus, **settings))
     return ["--config", str(folder / "tiny.toml")]
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus, tmp_path_factory) -> list[str]:
+    """Command-line arguments of a tiny run with a global batch of 8."""
+    return tiny_run(tmp_path_factory, corpus, 8)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ MODELS_TO_CONVERT = {
     "llama 3.1, scaled": {"model.size": "8b", "model.name": "llama3.1", "original_seq_len": 16},
     "llama 3.2, scaled and tied": {"model.size": "1b", "model.name": "llama3.2", "original_seq_len": 16},
 }
-SMALL = {"dim": 64, "hidden_dim": 96, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048}
+SMALL = {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 2048}
 
 
 def flags_of(model):
@@ -46,7 +46,7 @@ def flags_of(model):
 
 
 def trained(ranks, tiny, folder, model, size, *layout):
-    """Train a model with at least four layers for two steps and return the checkpoint."""
+    """Train a model of two layers for two steps and return the checkpoint."""
     tiny_flags = [*tiny[:2], "--training.steps", "2", "--run.output_folder", str(folder), "--run.name", "run"]
     (folder / "base.toml").write_text(Path(tiny[1]).read_text().replace("overrides =", "# overrides ="))
     argv = ["--config", str(folder / "base.toml"), *tiny_flags[2:], *flags_of(model), *layout]

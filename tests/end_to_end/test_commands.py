@@ -212,7 +212,7 @@ def test_an_unwritable_run_folder_is_an_error_before_training(tiny, tmp_path):
     (tmp_path / "outputs" / "tiny").unlink()
     (tmp_path / "outputs" / "tiny").mkdir()
     (tmp_path / "outputs" / "tiny" / "checkpoints").touch()
-    done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="2")
+    done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="1")
     assert (done.returncode, done.stdout) == (2, "")
     origin = '[run] output_folder = "outputs" (default)'
     assert done.stderr == f"{origin}: outputs/tiny/checkpoints cannot be written (File exists)\n"

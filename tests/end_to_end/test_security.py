@@ -143,8 +143,15 @@ def test_a_file_outside_the_checkpoint_is_not_exported(ranks, trained, tmp_path)
             ranks(1).run(export_run, run)
 
 
-def with_index(ranks, folder, change):
-    path = ranks(1).run(save, folder, 3)[0]
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """A checkpoint of two tensors."""
+    return ranks(1).run(save, tmp_path_factory.mktemp("saved"), 3)[0]
+
+
+def with_index(saved, folder, change):
+    """Copy a checkpoint to a folder and change its index."""
+    path = shutil.copytree(saved, folder / saved.name)
     index = json.loads((path / "index.json").read_text())
     change(index, path)
     (path / "index.json").write_text(json.dumps(index))
@@ -152,12 +159,12 @@ def with_index(ranks, folder, change):
 
 
 @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", "..", "", ".", "a/../../b", 3, None])
-def test_an_index_that_names_a_path_outside_its_folder_is_refused(ranks, tmp_path, file):
+def test_an_index_that_names_a_path_outside_its_folder_is_refused(ranks, saved, tmp_path, file):
     def change(index, path):
         shutil.copy(path / "rank-00000.safetensors", path.parent / "elsewhere.safetensors")
         index["model/w"]["chunks"][0]["file"] = file
 
-    with_index(ranks, tmp_path / "c", change)
+    with_index(saved, tmp_path / "c", change)
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json names .*, which is not a plain file name"):
         ranks(1).run(find_and_load, tmp_path / "c")
 
@@ -178,43 +185,43 @@ def test_an_index_that_names_a_path_outside_its_folder_is_refused(ranks, tmp_pat
         ("chunks", [{"file": "x", "offsets": [0, 0], "shape": [4, 1]}]),
     ],
 )
-def test_an_invalid_index_is_refused(ranks, tmp_path, key, value):
-    with_index(ranks, tmp_path / "c", lambda index, path: index["model/w"].update({key: value}))
+def test_an_invalid_index_is_refused(ranks, saved, tmp_path, key, value):
+    with_index(saved, tmp_path / "c", lambda index, path: index["model/w"].update({key: value}))
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json is not a valid index of tensors"):
         ranks(1).run(find_and_load, tmp_path / "c")
 
 
-def test_a_chunk_that_is_missing_in_its_file_is_refused(ranks, tmp_path):
+def test_a_chunk_that_is_missing_in_its_file_is_refused(ranks, saved, tmp_path):
     def change(index, path):
         index["model/w"]["chunks"][0]["file"] = "index.json"
 
-    with_index(ranks, tmp_path / "c", change)
+    with_index(saved, tmp_path / "c", change)
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json: "):
         ranks(1).run(find_and_load, tmp_path / "c")
 
 
-def test_a_shape_that_differs_from_the_model_allocates_no_memory(ranks, tmp_path):
+def test_a_shape_that_differs_from_the_model_allocates_no_memory(ranks, saved, tmp_path):
     def change(index, path):
         index["model/w"].update({"shape": [2**60], "chunks": [{"file": "x", "offsets": [0], "shape": [2**60]}]})
 
-    with_index(ranks, tmp_path / "c", change)
+    with_index(saved, tmp_path / "c", change)
     with pytest.raises(RankError, match=rf"model/w has shape \[{2**60}\], expected \[{len(TENSORS['model/w'])}\]"):
         ranks(1).run(find_and_load, tmp_path / "c")
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "train_state.json", "index.json"])
-def test_a_huge_file_is_not_read(ranks, tmp_path, file):
-    path = ranks(1).run(save, tmp_path / "c", 3)[0]
+def test_a_huge_file_is_not_read(ranks, saved, tmp_path, file):
+    path = shutil.copytree(saved, tmp_path / "c" / saved.name)
     with (path / file).open("r+b") as opened:
-        opened.truncate(2**31)  # a sparse file: it takes no disk
+        opened.truncate(2**30 + 1)  # a sparse file: it takes no disk
     if file != manifest.NAME:
         update_manifest(path)
     with pytest.raises(RankError, match=r"all 1 checkpoints are damaged|is larger than the limit of 1073741824 bytes"):
         ranks(1).run(find_and_load, tmp_path / "c")
 
 
-def test_links_in_a_checkpoint_are_refused(ranks, tmp_path):
-    path = ranks(1).run(save, tmp_path / "c", 3)[0]
+def test_links_in_a_checkpoint_are_refused(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / saved.name)
     shutil.move(path / "rank-00000.safetensors", tmp_path / "elsewhere")
     (path / "rank-00000.safetensors").symlink_to(tmp_path / "elsewhere")
     assert manifest.find_damage(path) == "rank-00000.safetensors is a symbolic link"

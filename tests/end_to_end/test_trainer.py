@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from scripts.parity import LIMITS, deviations, within
+from tests.conftest import tiny_run
 from tests.training_runs import (
     hash_of,
     largest_deviation,
@@ -25,6 +26,12 @@ from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags
 from trainer.testing.ranks import RankError
 
 
+@pytest.fixture(scope="module")
+def tiny(corpus, tmp_path_factory):
+    """Arguments of a tiny run whose global batch of 16 has two microbatches for each of eight ranks."""
+    return tiny_run(tmp_path_factory, corpus, 16)
+
+
 def run(ranks, size, argv, folder, *extra):
     return ranks(size).run(train, [*argv, "--run.output_folder", str(folder.parent), "--run.name", folder.name, *extra])
 
@@ -35,23 +42,23 @@ def assert_same_run(reference, other):
         assert largest_deviation(records(reference), records(other), key) < limit
 
 
-DEEP = ["--model.overrides.n_layers", "8"]
-"""Blocks for four ranks with two pipeline stages each."""
+def depth(n_layers):
+    return ["--model.overrides.n_layers", str(n_layers)]
 
 
 def ranks_and_flags(text):
-    """Return the number of ranks and the flags of a layout as scripts/parity.py writes it, with the model that it needs and the
-    smallest number of microbatches that accumulates gradients."""
+    """Return the number of ranks and the flags of a layout as scripts/parity.py writes it, with the smallest number of
+    microbatches that accumulates gradients."""
     layout = Layout.parse(text)
-    config = load_config([*DEEP, *flags(layout.settings), "--training.global_batch_size", "16"])
-    batch, _ = batch_settings(config, factor=1 if "pp=" in text else 2)
-    return num_ranks(config.parallel), [*(DEEP if "pp=" in text else []), *flags(layout.settings | batch)]
+    config = load_config([*flags(layout.settings), "--training.global_batch_size", "16"])
+    batch, _ = batch_settings(config, factor=1 if config.parallel.pp > 1 else 2)
+    return num_ranks(config.parallel), flags(layout.settings | batch)
 
 
-def run_in_layout(ranks, argv, folder, text, extra):
-    """Run the deep model in a layout."""
+def run_four_blocks(ranks, argv, folder, text, extra):
+    """Run a model in a layout of at most four pipeline stages."""
     size, layout_flags = ranks_and_flags(text)
-    run(ranks, size, argv, folder, *extra, *(layout_flags if "pp=" in text else [*DEEP, *layout_flags]))
+    run(ranks, size, argv, folder, *depth(4), *extra, *layout_flags)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +68,8 @@ def on_one_rank(ranks, tiny, tmp_path_factory):
 
     def run_once(*extra):
         if extra not in folders:
-            run(ranks, 1, tiny, folder / str(len(folders)), "--training.local_batch_size", "16", *extra)
             folders[extra] = folder / str(len(folders))
+            run(ranks, 1, tiny, folders[extra], "--training.local_batch_size", "16", *extra)
         return folders[extra]
 
     return run_once
@@ -85,10 +92,12 @@ def test_a_compiled_layout_has_the_losses_of_one_rank(ranks, tiny, tmp_path, on_
 
 
 def assert_like_one_rank(ranks, tiny, folder, on_one_rank, text):
-    size, extra = ranks_and_flags(text)
-    run(ranks, size, tiny, folder, *extra)
-    deep = DEEP if "pp=" in text else []
-    reference = records(on_one_rank(*deep, *flags(Layout.parse(text).single_rank_settings)))
+    """Train three steps, with two blocks for each rank of the pipeline."""
+    size, layout_flags = ranks_and_flags(text)
+    layout = Layout.parse(text)
+    common = [*depth(2 * int(layout.settings.get("parallel.pp", 1))), "--training.steps", "3"]
+    run(ranks, size, tiny, folder, *common, *layout_flags)
+    reference = records(on_one_rank(*common, *flags(layout.single_rank_settings)))
     deviation = deviations(reference, records(folder))
     assert within(deviation, LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
 
@@ -167,10 +176,10 @@ def test_resume_on_another_world_size_sees_the_same_batches(ranks, tiny, tmp_pat
 )
 def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path, saved_by, loaded_by):
     extra = ["--training.steps", "6", "--checkpoint.interval_steps", "3"]
-    run_in_layout(ranks, tiny, tmp_path / "run", saved_by, extra)
+    run_four_blocks(ranks, tiny, tmp_path / "run", saved_by, extra)
     before = records(tmp_path / "run")
     kill_after(tmp_path / "run", 3)
-    run_in_layout(ranks, tiny, tmp_path / "run", loaded_by, extra)
+    run_four_blocks(ranks, tiny, tmp_path / "run", loaded_by, extra)
     assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
 
 
@@ -179,8 +188,8 @@ def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path
 )
 def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_rank, text):
     extra = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
-    run_in_layout(ranks, tiny, tmp_path / "run", text, extra)
-    one, other = records(on_one_rank(*DEEP, *extra), "eval"), records(tmp_path / "run", "eval")
+    run_four_blocks(ranks, tiny, tmp_path / "run", text, extra)
+    one, other = records(on_one_rank(*depth(4), *extra), "eval"), records(tmp_path / "run", "eval")
     assert [(r["step"], r["num_targets"]) for r in other] == [(2, 11 * 32), (4, 11 * 32)]
     assert largest_deviation(one, other, "loss") < 5e-6
 
@@ -188,36 +197,36 @@ def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_
 LAYOUTS = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_replicate=2 dp_shard=2", "cp=2"]
 
 
-def resumed_hashes(argv):
-    """Return the hash of each full tensor of this rank after resuming, by name."""
-    return {name: hash_of({name: tensor}) for name, tensor in trainer_from(argv).engine.tensors().items()}
+def hashes_of_resumed_runs(argv, folder):
+    """Return a hash of each full tensor of this rank, by name, after resuming each run of a folder."""
+    runs = ([*argv, "--run.output_folder", str(folder), "--run.name", str(i)] for i in range(len(LAYOUTS)))
+    tensors = (trainer_from(run).engine.tensors() for run in runs)
+    return [{name: hash_of({name: tensor}) for name, tensor in of_run.items()} for of_run in tensors]
 
 
 @pytest.fixture(scope="module")
 def saved_in_every_layout(ranks, tiny, tmp_path_factory):
-    """A folder with one run per layout, saved after two steps."""
-    folder = tmp_path_factory.mktemp("layouts")
+    """A folder with one run per layout, saved after two steps, and the hashes of the tensors of each checkpoint, by name."""
+    folder, hashes = tmp_path_factory.mktemp("layouts"), []
     for i, text in enumerate(LAYOUTS):
-        run_in_layout(ranks, tiny, folder / str(i), text, ["--training.steps", "2"])
-    return folder
+        run_four_blocks(ranks, tiny, folder / str(i), text, ["--training.steps", "2"])
+        path = folder / str(i) / "checkpoints" / "step-00000002"
+        index = read_index(path)
+        tensors = {name: read_tensor(path, name, index[name]) for name in index if not name.startswith("rng/")}
+        hashes.append({name: hash_of({name: tensor}) for name, tensor in tensors.items()})
+    return folder, hashes
 
 
 @pytest.mark.parametrize("loaded_by", LAYOUTS)
 def test_any_layout_loads_exactly_what_any_other_saved(ranks, tiny, saved_in_every_layout, loaded_by):
-    for i in range(len(LAYOUTS)):
-        size, layout_flags = ranks_and_flags(loaded_by)
-        argv = [*tiny, *(layout_flags if "pp=" in loaded_by else [*DEEP, *layout_flags]), "--training.steps", "4"]
-        argv += ["--run.output_folder", str(saved_in_every_layout), "--run.name", str(i)]
-        found = {}
-        for hashes in ranks(size).run(resumed_hashes, argv):
-            found |= hashes
-        path = saved_in_every_layout / str(i) / "checkpoints" / "step-00000002"
-        index = read_index(path)
-        expected = {
-            name: hash_of({name: read_tensor(path, name, index[name])}) for name in index if not name.startswith("rng/")
-        }
-        assert len(expected) > 200
-        assert found == expected, LAYOUTS[i]
+    folder, expected = saved_in_every_layout
+    size, layout_flags = ranks_and_flags(loaded_by)
+    of_ranks = ranks(size).run(
+        hashes_of_resumed_runs, [*tiny, *depth(4), *layout_flags, "--training.steps", "4"], folder
+    )
+    for saved_by, hashes, stored in zip(LAYOUTS, zip(*of_ranks, strict=True), expected, strict=True):
+        assert len(stored) > 100
+        assert {name: value for of_rank in hashes for name, value in of_rank.items()} == stored, saved_by
 
 
 def test_a_run_can_be_extended(ranks, tiny, tmp_path):

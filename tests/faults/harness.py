@@ -15,10 +15,11 @@ from pathlib import Path
 
 import xxhash
 
-from tests.training_runs import read_tensor
+from tests.training_runs import read_tensor, train
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.checkpoint.storage import read_index
+from trainer.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -192,13 +193,15 @@ def have_ended(pids: Sequence[int], within_s: float) -> bool:
 class FaultHarness:
     """A corpus, a configuration, runs of it, and the checkpoints of reference runs without faults."""
 
-    def __init__(self, folder: Path, soak_minutes: float = 60.0):
+    def __init__(self, folder: Path, soak_minutes: float = 60.0, steps: int = STEPS, interval: int = INTERVAL):
+        """steps, interval: of each run, and between its checkpoints."""
         self.folder = folder
         self.soak_minutes = soak_minutes
+        self.steps = steps
         self.config = folder / "tiny.toml"
         self.runs: list[TrialRun] = []
         self.references: dict[tuple, dict[int, str]] = {}
-        settings = {"steps": STEPS, "interval_steps": INTERVAL, "global_batch_size": 8, "stores": folder / "stores"}
+        settings = {"steps": steps, "interval_steps": interval, "global_batch_size": 8, "stores": folder / "stores"}
         self.config.parent.mkdir(parents=True, exist_ok=True)
         self.config.write_text(CONFIG.format(corpus=write_corpus(folder / "corpus", 200), **settings))
 
@@ -226,8 +229,8 @@ class FaultHarness:
         key = (ranks, *flags)
         if key not in self.references:
             name = self.fresh(f"reference-{len(self.references)}")
-            result = self.run(name, ranks, flags).wait()
-            expect(result.code == 0, f"the reference run exited with {result.code}: {result.err[-300:]}")
+            words = ["--config", str(self.config), "--run.output_folder", str(self.folder / "runs"), "--run.name", name]
+            LocalRanks(ranks).run(train, [*words, *flags])
             self.references[key] = digests(self.folder / "runs" / name)
         return self.references[key]
 

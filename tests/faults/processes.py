@@ -36,7 +36,7 @@ def kill_at_random_time(
     harness.reference(2, flags)
     run = harness.run(harness.fresh(name), 2, flags)
     run.wait_for_step(1)
-    time.sleep(rng.uniform(0, 2.5))
+    time.sleep(rng.uniform(0, harness.steps / 48))
     start = time.monotonic()
     for pid in victims(run):
         kill(pid, signal.SIGKILL)
@@ -78,7 +78,7 @@ def case_3(harness: FaultHarness, rng: SeededRandom) -> None:
 def case_4(harness: FaultHarness, rng: SeededRandom) -> None:
     flags = mode_flags("process")
     run = harness.run(harness.fresh("case-4"), 2, flags, {"kind": "slow", "rank": "all", "seconds": 0.05})
-    run.wait_for_step(rng.randrange(2, 60))
+    run.wait_for_step(rng.randrange(2, harness.steps // 2))
     writers = run.writer_pids()
     expect(len(writers) == 2, f"{len(writers)} writer processes")
     os.kill(rng.choice(writers), signal.SIGKILL)
@@ -141,9 +141,9 @@ def case_8(harness: FaultHarness, rng: SeededRandom) -> None:
 def case_9(harness: FaultHarness, rng: SeededRandom) -> None:
     """Hang one rank in a step, or in every third trial when the ranks wait for each other at the end of the run."""
     rank, at_end = rng.randrange(2), rng.trial % 3 == 2
-    fault = {"kind": "hang_at_end" if at_end else "hang", "rank": rank, "step": rng.randrange(5, 60)}
+    fault = {"kind": "hang_at_end" if at_end else "hang", "rank": rank, "step": rng.randrange(5, harness.steps // 2)}
     flags = ["--resilience.hang_timeout_s", "4"]
-    result = harness.run(harness.fresh("case-9"), 2, flags, fault).wait()  # torchrun kills the hung rank after 30 s
+    result = harness.run(harness.fresh("case-9"), 2, flags, fault, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").wait()
     expect(result.code == 1, f"exited with {result.code}")
     if at_end:
         expect(f"rank {rank} has sent no heartbeat for" in result.err, f"rank not reported: {result.err}")

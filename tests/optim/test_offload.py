@@ -25,20 +25,19 @@ def argv(tiny, folder, name, *more, interval=2):
     return [*tiny, "--run.output_folder", str(folder), "--run.name", name, *schedule, *more]
 
 
-@pytest.mark.parametrize("offload", ["state", "state_and_gradients"])
 @pytest.mark.parametrize("layout", [[], ["--parallel.tp", "2", "--training.local_batch_size", "2"]])
-def test_a_run_with_offloaded_state_equals_one_without_after_resuming_on_other_ranks(
-    ranks, tiny, tmp_path, offload, layout
-):
+def test_runs_with_offloaded_state_equal_one_without_after_resuming_on_other_ranks(ranks, tiny, tmp_path, layout):
     """Two steps on 2 ranks and two on 4, with clipped gradients. The learning rates are compared too."""
-    results, learning_rates = [], []
-    for name, more in (("plain", []), ("offloaded", ["--optimizer.offload", offload])):
-        args = argv(tiny, tmp_path, name, *layout, *more, "--training.max_norm", "0.5", "--metrics.interval_steps", "1")
+    results, learning_rates = {}, {}
+    for offload in ("none", "state", "state_and_gradients"):
+        args = argv(tiny, tmp_path, offload, *layout, "--optimizer.offload", offload, "--training.max_norm", "0.5")
+        args += ["--metrics.interval_steps", "1"]
         ranks(2).run(train, [*args, "--training.steps", "2"])
-        results.append(ranks(4).run(train, [*args, "--training.steps", "4"])[0].weights)
-        learning_rates.append([record["learning_rate"] for record in records(tmp_path / name)])
-    assert results[0] == results[1]
-    assert learning_rates[0] == learning_rates[1] and len(learning_rates[0]) == 4
+        results[offload] = ranks(4).run(train, [*args, "--training.steps", "4"])[0].weights
+        learning_rates[offload] = [record["learning_rate"] for record in records(tmp_path / offload)]
+    assert results["none"] == results["state"] == results["state_and_gradients"]
+    assert learning_rates["none"] == learning_rates["state"] == learning_rates["state_and_gradients"]
+    assert len(learning_rates["none"]) == 4
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ def test_updates_are_close_to_those_with_fp32_moments_and_identical_in_host_memo
             name,
             *WIDE,
             *more,
+            "--training.local_batch_size",
+            "4",
             "--metrics.interval_steps",
             "1",
         ]
@@ -142,6 +144,8 @@ def test_8bit_moments_take_a_quarter_of_the_memory():
         "512",
         "--model.overrides.hidden_dim",
         "1024",
+        "--model.overrides.n_layers",
+        "2",
     ]
     fp32, eight_bits = (
         simulate([(load_config([*args, *m]), 0)], 2, on_gpu=True)[0].by_category for m in ((), EIGHT_BITS)

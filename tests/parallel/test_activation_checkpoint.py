@@ -83,22 +83,19 @@ def formula(mode, recompute, ranks):
 MODES = [("none", False), ("none", True), ("selective", True), ("full", True)]
 
 
+def bytes_saved_in_every_mode():
+    return {
+        (mode, recompute): bytes_saved_by_a_block(ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute))
+        for mode, recompute in MODES
+    }
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("mode", "recompute"), MODES)
-def test_activation_memory_of_a_block_equals_the_formula(ranks, size, mode, recompute):
-    saved = ranks(size).run(
-        bytes_saved_by_a_block, ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute)
-    )
-    assert set(saved) == {formula(mode, recompute, size)}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_recomputing_gathers_saves_the_difference_between_gathered_inputs_and_their_shards(ranks, size):
-    saved, recomputed = (
-        ranks(size).run(bytes_saved_by_a_block, ActivationCheckpointConfig(recompute_all_gather=recompute))[0]
-        for recompute in (False, True)
-    )
-    assert saved - recomputed == 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
+def test_activation_memory_of_a_block_equals_the_formula_in_every_mode(ranks, size):
+    for saved in ranks(size).run(bytes_saved_in_every_mode):
+        assert saved == {mode: formula(*mode, size) for mode in MODES}
+        gathered_inputs_without_their_shards = 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
+        assert saved["none", False] - saved["none", True] == gathered_inputs_without_their_shards
 
 
 def gradients(checkpointing):
@@ -107,6 +104,10 @@ def gradients(checkpointing):
     with Recorder() as recorder:
         model(*batch, head=CrossEntropyHead(batch[0].roll(-1, 1), 1024)).backward()
     return {name: p.grad for name, p in model.named_parameters()}, recorder.op_counts["mm"]
+
+
+def gradients_of_each(checkpointings):
+    return [gradients(checkpointing) for checkpointing in checkpointings]
 
 
 SELECTIONS = {
@@ -122,8 +123,9 @@ SELECTIONS = {
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_gradients_are_bitwise_identical_and_unsaved_matmuls_are_recomputed(ranks, name):
     checkpointing, recomputed_matmuls = SELECTIONS[name]
-    expected, matmuls = ranks(1).run(gradients, ActivationCheckpointConfig())[0]
-    actual, matmuls_with_recomputation = ranks(1).run(gradients, checkpointing)[0]
+    ((expected, matmuls), (actual, matmuls_with_recomputation)) = ranks(1).run(
+        gradients_of_each, [ActivationCheckpointConfig(), checkpointing]
+    )[0]
     assert matmuls_with_recomputation - matmuls == recomputed_matmuls
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
 

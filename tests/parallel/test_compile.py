@@ -16,6 +16,8 @@ SIZES = LlamaSizes(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, v
 
 def gathers(recompute):
     """Return the all-gathers over tp in forward and backward of a compiled model, its gradients, and the number of graphs."""
+    counters.clear()
+    torch._dynamo.reset()
     model = build_model(
         SIZES,
         ParallelConfig(tp=2),
@@ -38,10 +40,14 @@ def gathers(recompute):
     return counts, gradients, counters["stats"]["unique_graphs"]
 
 
+def gathers_of_both():
+    return gathers(False), gathers(True)
+
+
 def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks):
-    saved, saved_gradients, graphs = ranks(2).run(gathers, False)[0]
-    recomputed, recomputed_gradients, _ = ranks(2).run(gathers, True)[0]
-    assert graphs == 1
+    results = ranks(2).run(gathers_of_both)[0]
+    (saved, saved_gradients, graphs), (recomputed, recomputed_gradients, recomputed_graphs) = results
+    assert graphs == recomputed_graphs == 1
     assert recomputed[0] == saved[0]
     assert recomputed[1] - saved[1] == 2 * SIZES.n_layers
     model = reference(SIZES)

@@ -22,10 +22,10 @@ def pairs(tmp_path_factory):
 
 
 def run(ranks, size, tiny, pairs, folder, *flags):
-    """Train three steps, each on all documents, and return the records."""
+    """Train three steps, each on all documents in several microbatches, and return the records."""
     data_flags = ["--data.dataset", "tokens", "--data.path", str(pairs), "--data.held_out_fraction", "0"]
     argv = [*tiny, *data_flags, "--run.output_folder", str(folder.parent), "--run.name", folder.name]
-    ranks(size).run(train, [*argv, "--training.steps", "3", "--model.overrides.n_layers", "4", *flags])
+    ranks(size).run(train, [*argv, "--training.steps", "3", "--training.local_batch_size", "8", *flags])
     return records(folder)
 
 

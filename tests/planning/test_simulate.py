@@ -1,28 +1,29 @@
 """Simulated memory and traffic against real gloo ranks."""
 
-import pickle
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
 import pytest
 
-from tests.conftest import ROOT
+import trainer.planning.simulate
 from tests.optim.test_offload import IN_BACKWARD
 from trainer.config.load import load_config
-from trainer.planning.simulate import simulate
+from trainer.planning.simulate import Simulation, simulate
 from trainer.testing.allocations import measure
 
-MODEL = [
+TWO_BLOCKS = [
     *("--config", "train_configs/debug.toml", "--training.seq_len", "128"),
-    *("--training.local_batch_size", "2", "--model.overrides.dim", "256", "--model.overrides.n_layers", "4"),
+    *("--training.local_batch_size", "2", "--model.overrides.dim", "256", "--model.overrides.n_layers", "2"),
 ]
-"""Large enough that scalars and the document masks do not matter."""
+"""A model large enough that scalars and the document masks do not matter."""
+MODEL = [*TWO_BLOCKS[:-1], "4"]
 
 EIGHT = ["--training.global_batch_size", "8"]
 
 
-def planned(size, *flags, ranks=(0,), on_gpu=False):
-    config = load_config([*MODEL, *flags])
+def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL):
+    config = load_config([*model, *flags])
     return simulate([(config, rank) for rank in ranks], size, on_gpu)
 
 
@@ -38,8 +39,8 @@ def planned(size, *flags, ranks=(0,), on_gpu=False):
     ],
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
-    measured = ranks(size).run(measure, [*MODEL, *EIGHT, *layout], 8)
-    for plan in planned(size, *EIGHT, *layout, ranks=range(size)):
+    measured = ranks(size).run(measure, [*TWO_BLOCKS, *EIGHT, *layout], 4)
+    for plan in planned(size, *EIGHT, *layout, ranks=range(size), model=TWO_BLOCKS):
         real = measured[plan.rank]
         assert plan.peak == pytest.approx(real.total(), rel=0.03)
         for category, num_bytes in plan.by_category.items():
@@ -62,9 +63,11 @@ def test_microbatches_that_are_not_simulated_are_counted():
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_a_partly_simulated_pipeline_equals_the_complete_one(schedule):
     """Only the tokens themselves differ."""
-    flags = ["--parallel.pp", "2", "--parallel.pipeline_schedule", schedule, "--training.global_batch_size", "24"]
+    flags = ["--parallel.pp", "2", "--parallel.pipeline_schedule", schedule, "--training.global_batch_size", "16"]
     partial = planned(2, *flags, ranks=(0, 1))
-    complete = [complete_pipeline([*MODEL, *flags], rank) for rank in (0, 1)]
+    # In new processes, as simulate() does it.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver"), max_tasks_per_child=1) as pool:
+        complete = list(pool.map(complete_pipeline, 2 * [[*MODEL, *flags]], (0, 1)))
     for a, b in zip(partial, complete, strict=True):
         assert a.peak == pytest.approx(b.peak, rel=5e-3)
         assert a.flops == pytest.approx(b.flops)
@@ -72,15 +75,10 @@ def test_a_partly_simulated_pipeline_equals_the_complete_one(schedule):
             assert a.traffic[key].num_bytes == pytest.approx(calls.num_bytes, abs=100), key
 
 
-def complete_pipeline(argv, rank):
-    program = (
-        "import pickle, sys; from trainer.planning import simulate; from trainer.config.load import load_config\n"
-        "simulate._num_simulated = lambda config, resolved: 12\n"
-        "plan = simulate._simulate((load_config(sys.argv[2:]), int(sys.argv[1])), world_size=2, on_gpu=False)\n"
-        "sys.stdout.buffer.write(pickle.dumps(plan))"
-    )
-    command = [sys.executable, "-c", program, str(rank), *argv]
-    return pickle.loads(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+def complete_pipeline(argv, rank) -> Simulation:
+    """Simulate all eight microbatches."""
+    with mock.patch.object(trainer.planning.simulate, "_num_simulated", lambda config, resolved: 8):
+        return trainer.planning.simulate._simulate((load_config(argv), rank), world_size=2, on_gpu=False)
 
 
 def test_traffic_is_recorded_by_axis():

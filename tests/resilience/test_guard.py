@@ -217,6 +217,7 @@ def test_a_run_without_a_checkpoint_to_roll_back_to_stops(ranks, tiny, tmp_path)
 
 def test_a_spike_is_skipped_or_rolled_back(ranks, tiny, tmp_path):
     flags = ["--training.steps", "40", "--checkpoint.interval_steps", "10", "--metrics.interval_steps", "100"]
+    flags += ["--training.local_batch_size", "4"]
     skipped = run(
         ranks, 2, tiny, tmp_path / "s", *flags, "--resilience.on_loss_spike", "skip", faulty_steps=(38,), scale=1e4
     )

@@ -5,7 +5,7 @@ import pytest
 from scripts.dev.memory_ablation import TECHNIQUES, cumulative
 from tests.commands import run_script
 
-SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
+SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "256"]
 
 
 def memory_ablation(*argv):
