@@ -236,6 +236,12 @@ def test_a_run_can_be_extended(ranks, tiny, tmp_path):
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
+def test_a_run_without_checkpoints_saves_nothing(ranks, tiny, tmp_path):
+    run(ranks, 1, tiny, tmp_path / "run", "--checkpoint.enabled", "false", "--checkpoint.interval_steps", "1")
+    assert records(tmp_path / "run")[-1]["step"] == 4
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
 def test_settings_changed_since_the_checkpoint_are_logged(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run")
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor, nn
 
+from trainer.parallel.tensor import kept_ties
 from trainer.runtime.dtensor import local_region
 
 ROWS_PER_SEED = 1024
@@ -21,7 +22,8 @@ def initialize(model: nn.Module, device: torch.device, seed: int, loaded: Collec
     Each group of ROWS_PER_SEED rows of a parameter has its own CPU generator, seeded by (seed, name, group). So a rank draws only
     the groups of its shard, and the weights do not depend on the layout, the world size or the device.
     """
-    model.to_empty(device=device)
+    with kept_ties(model):
+        model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
             if name in loaded:
