@@ -1,6 +1,6 @@
 """Engine that holds one rank's model and optimizer, and runs optimizer steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -69,11 +69,13 @@ class Engine:
             initialize(part, parameter_device, config.run.seed, loaded)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         model, training = next(iter(model_parts.values())), config.training
+        self.gradient_sums: Mapping[Tensor, Tensor] = {}
+        """Parameter -> sum of the gradients of earlier microbatches, which FSDP or the parameter's grad does not contain."""
         if isinstance(model, FSDPModule):
             start = partial(start_microbatch, model, training.reduce_every_microbatch)
         else:
             accumulator = GradientAccumulator(self.parameters.values(), config.optimizer.frees_gradients)
-            start = accumulator.start_microbatch
+            start, self.gradient_sums = accumulator.start_microbatch, accumulator.sums
         self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.batch_group = meshes.data["batch"].get_group()

@@ -112,7 +112,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
         offloaded = on_gpu and config.parallel.cpu_offload
         recorder = Recorder(on_gpu)
         _register_preallocated(recorder, engine, fake, on_gpu, offloaded, buffers)
-        _annotate_sharded_grads(engine, recorder, offloaded)
+        _annotate_grads(engine, recorder, offloaded)
         batches = _Microbatches([_batch(config) for _ in range(simulated)], recorder, simulated if pipelined else count)
         if pipelined:
             schedule = engine.forward_backward.schedule
@@ -203,10 +203,12 @@ def _register_preallocated(
             recorder.register(tensor, "", host=False)
 
 
-def _annotate_sharded_grads(engine: Engine, recorder: Recorder, offloaded: bool) -> None:
-    """Register hooks that label the reduced gradients. offloaded: whether FSDP copies the gradients to host memory."""
+def _annotate_grads(engine: Engine, recorder: Recorder, offloaded: bool) -> None:
+    """Register hooks that label summed and reduced gradients. offloaded: whether FSDP copies the gradients to host memory."""
 
     def label(parameter: Tensor) -> None:
+        if parameter in engine.gradient_sums:
+            recorder.label(engine.gradient_sums[parameter], "gradients")
         if parameter.grad is not None:
             recorder.label(parameter.grad, "gradients", offloaded)
             if offloaded:

@@ -92,6 +92,13 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
     """Measure the memory of `repeats` steps after a warm-up step. Return category -> number of bytes, at the memory peak of
     the step with the lowest peak. Every rank must call this."""
     engine, step = build_step(load_config(argv))
+
+    def label_sum(parameter: Tensor) -> None:
+        if parameter in engine.gradient_sums:
+            _label(engine.gradient_sums[parameter], "gradients")
+
+    for parameter in engine.parameters.values():
+        parameter.register_post_accumulate_grad_hook(label_sum)
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 
     def measured() -> Counter[str]:
