@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -172,6 +173,18 @@ def test_new_embedding_rows_are_the_mean_of_the_stored_rows(ranks, tiny, tmp_pat
             torch.testing.assert_close(weight[-37:], mean.expand(37, -1), rtol=0, atol=1e-7)
         else:
             assert torch.equal(weight, expected[name])
+
+
+def calls_that_read_all_rows(argv):
+    with mock.patch("trainer.checkpoint.weights.read_rows", side_effect=read_rows) as read:
+        trainer_from(argv)
+    return read.call_count
+
+
+def test_only_one_rank_reads_all_rows_of_a_vocabulary_that_grows(ranks, tiny, tmp_path, hf_model):
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(hf_model)]
+    argv += ["--model.overrides.vocab_size", "2050", "--checkpoint.resize_embeddings", "true"]
+    assert ranks(2).run(calls_that_read_all_rows, argv) == [2, 0]  # the embedding and the output
 
 
 def memory_of_loading(argv, folder):
@@ -370,11 +383,11 @@ def test_tensors_that_contradict_the_config_are_refused(hf_model, tmp_path, tens
 
 def test_tensors_that_the_model_computes_or_ties_are_ignored(hf_model, tmp_path):
     frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
-    weights = HfModelFolder(hf_model, MODELS["llama3"])
-    embedding = weights.rows("tok_embeddings.weight", 0, weights.sizes.vocab_size)
+    original = HfModelFolder(hf_model, MODELS["llama3"])
+    embedding = original.rows("tok_embeddings.weight", 0, original.sizes.vocab_size)
     folder = changed_model(hf_model, tmp_path / "model", frequencies | {HEAD: embedding}, tie_word_embeddings=True)
     index = HfModelFolder(folder, MODELS["llama3"]).index
-    assert set(index) == set(weights.index) - {"output.weight"}
+    assert set(index) == set(original.index) - {"output.weight"}
     folder = changed_model(hf_model, tmp_path / "bf16", {HEAD: embedding.bfloat16()}, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=f"{HEAD} differs from {EMBEDDING}"):
         HfModelFolder(folder, MODELS["llama3"])

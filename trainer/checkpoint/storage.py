@@ -283,7 +283,7 @@ def read_regions(
                     if (part.dtype, part.shape) != (index[name].dtype, region.shape):
                         raise CorruptError(f"{chunk.file}: {key} has another dtype or shape than in {INDEX}")
                     region.copy_(part)
-            except (SafetensorError, OSError, ValueError) as error:
+            except (SafetensorError, OSError, ValueError, IndexError) as error:
                 raise CorruptError(f"{chunk.file}: {error}") from None
 
 
