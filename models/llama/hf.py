@@ -97,9 +97,10 @@ def sizes_from_hf(config: Mapping[str, Any]) -> LlamaSizes:
     values = _values(config, _FIELDS, _NO_DEFAULT)
     values.setdefault("n_kv_heads", values["n_heads"])
     values.setdefault("norm_eps", 1e-6)  # transformers has this default
-    rope = _first(config.get("rope_parameters"), config.get("rope_scaling"), {})
+    rope_key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    rope = _first(config.get(rope_key), {})
     if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_scaling {text_of(rope)}: must be null or an object")
+        raise ValueError(f"{rope_key} {text_of(rope)}: must be null or an object")
     values["rope_theta"] = _first(rope.get("rope_theta"), config.get("rope_theta"), 10_000.0)
     rope_type = _first(rope.get("rope_type"), rope.get("type"), "default")
     if rope_type not in ("default", "llama3"):

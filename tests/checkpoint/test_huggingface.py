@@ -310,6 +310,7 @@ SCALING = hf_config(LLAMA3_1["8b"], 128)["rope_scaling"]
         ({"rope_theta": -math.inf}, f"rope_theta -Infinity must be {NUMBER}"),
         ({"rope_theta": [1]}, f"rope_theta [1] must be {NUMBER}"),
         ({"rope_scaling": "llama3"}, 'rope_scaling "llama3": must be null or an object'),
+        ({"rope_parameters": [1]}, "rope_parameters [1]: must be null or an object"),
         ({"rope_scaling": SCALING | {"factor": NAN}}, f"factor NaN must be {NUMBER}"),
         ({"rope_scaling": SCALING | {"factor": None}}, "factor is missing"),
         ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "high_freq_factor 4.0 must be above low_freq_factor 4"),
@@ -412,6 +413,10 @@ def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
         ({"seq_len": "long"}, "model.json does not describe a model"),
         ({"seq_len": -1}, "model.json does not describe a model"),
         ({"special_token_ids": []}, "model.json does not describe a model"),
+        ({"tokenizer": "default"}, "model.json does not describe a model"),
+        ({"tokenizer": "x", "tokenizer_files": ["x"]}, "model.json does not describe a model"),
+        ({"extra_special_tokens": [1]}, "model.json does not describe a model"),
+        ({"reuse_reserved_tokens": {"<|a|>": None}}, "model.json does not describe a model"),
     ],
 )
 def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_model, tmp_path, change, problem):

@@ -29,7 +29,7 @@ from trainer.checkpoint.storage import (
     write_safetensors,
 )
 from trainer.config import ConfigError
-from trainer.data.tokenizer.backends import COMPANION_FILES
+from trainer.data.tokenizer.backends import COMPANION_FILES, TOKENIZERS
 from trainer.system.files import atomic_folder, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
@@ -76,6 +76,11 @@ class ModelMetadata:
                 manifest.require_plain_filename(name, MODEL_FILE)
             types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
             if not all(isinstance(values[name], type_) for name, type_ in types.items()) or values["seq_len"] < 1:
+                raise ValueError
+            names = (*values["extra_special_tokens"], *values["reuse_reserved_tokens"].values())
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError
+            if values["tokenizer"] and not (values["tokenizer"] in TOKENIZERS and values["tokenizer_files"]):
                 raise ValueError
             return cls(**values)
         except (ValueError, TypeError, KeyError):
