@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
+import torch
 from torch import Generator, Tensor
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -68,6 +70,8 @@ class HuggingFace:
 
     name: Callable[[str], str]
     """Function (parameter name) -> its name in Hugging Face's format."""
+    is_buffer: Callable[[str], bool]
+    """Function (tensor name in Hugging Face's format) -> whether the model computes the tensor, so it is no parameter."""
     is_rope_permuted: Callable[[str], bool]
     """Function (parameter name) -> whether Hugging Face's format has the parameter's rows in another order within each head."""
     permute_to_hf: Callable[[Tensor, int], Tensor]
@@ -78,6 +82,8 @@ class HuggingFace:
     """Function (sizes, seq_len) -> the fields of config.json that depend on the model."""
     sizes: Callable[[Mapping[str, Any]], Any]
     """Function (content of config.json) -> sizes. Raises ValueError for an unsupported model."""
+    seq_len: Callable[[Mapping[str, Any]], int]
+    """Function (content of config.json) -> context window in tokens. Raises ValueError if it is not valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +95,10 @@ class ModelSpec:
     sizes: Mapping[str, Any]
     plan: Callable[[Any], ParallelPlan]
     huggingface: HuggingFace
+
+
+@lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second
+def meta_model(build: Callable[[Any], Model], sizes: Any) -> Model:
+    """Return the complete model on the meta device. The model is cached, so callers must not change it."""
+    with torch.device("meta"):
+        return build(sizes)

@@ -5,7 +5,6 @@
 Exit code: 0 if all common steps have bitwise identical losses, 1 if not, 2 if a run cannot be read.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.config.render import differing_settings
-from trainer.system.files import read_json_object
+from trainer.system.files import read_json_lines, read_json_object
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
@@ -29,16 +28,9 @@ def differences(a: Path, b: Path) -> Iterator[str]:
 
 
 def losses(run: Path) -> dict[int, Any]:
-    """Return step -> logged loss. If the run was killed while it wrote the last line, that line is ignored."""
-    result = {}
-    for line in _read(run / "metrics.jsonl").splitlines():
-        try:
-            record = json.loads(line)
-            if record["kind"] == "train":
-                result[record["step"]] = record["loss"]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return result
+    """Return step -> logged loss."""
+    records = _read(run / "metrics.jsonl", lambda path: list(read_json_lines(path)))
+    return {r["step"]: r["loss"] for r in records if r.get("kind") == "train" and r.keys() >= {"step", "loss"}}
 
 
 def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:

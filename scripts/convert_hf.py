@@ -13,12 +13,11 @@ from tqdm import tqdm
 
 from models import MODELS
 from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.huggingface import HfModelFolder, import_folder
+from trainer.checkpoint.huggingface import HfModelFolder, import_folder, require_new_folder
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config.command_line import Arguments, die, positive_float, run_to_end
 from trainer.config.fields import did_you_mean
-from trainer.run.resolve import parameter_names
 from trainer.runtime.device import DTYPES
 from trainer.system.units import GIB
 
@@ -35,10 +34,9 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
         die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
     folder = HfModelFolder(source, MODELS[family or next(iter(MODELS))])
     family = family or next((n for n, s in MODELS.items() if folder.sizes in s.sizes.values()), next(iter(MODELS)))
-    names = parameter_names(MODELS[family], folder.sizes)
-    total = sum(path.stat().st_size for path in set(folder.files.values()))
+    total = sum(tensor.num_bytes for tensor in folder.index.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        import_folder(folder, family, names, out, shard_bytes, bar.update)
+        import_folder(folder, family, out, shard_bytes, bar.update)
 
 
 def main() -> None:
@@ -60,6 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     shard_bytes = int(args.shard_gib * GIB)
     try:
+        require_new_folder(args.out)
         if args.command == "to-hf":
             to_hf(args.source, args.out, args.dtype, shard_bytes)
         else:

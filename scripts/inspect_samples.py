@@ -3,11 +3,9 @@
     python scripts/inspect_samples.py outputs/debug 100
 
 Each line describes one sample: position in the global order, dataset, index in the dataset, beginning of the text. The script
-reads the order from config.toml, the step's first sample from metrics.jsonl, and skipped samples from the newest checkpoint.
+reads the order from config.toml, and the samples of each step from metrics.jsonl.
 """
 
-import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -15,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from trainer.checkpoint.commit import latest_per_step
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
@@ -23,39 +20,39 @@ from trainer.data.build import open_datasets
 from trainer.data.datasets import dataset_configs, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.system.files import read_json_lines
 
 _TEXT_LENGTH = 60
 """Maximum number of characters to print of each text."""
 
 
-def samples_of_step(run: Path, step: int, seq_len: int) -> range:
-    """Return the samples that a step consumed, as a range of positions in the global order. Raises ConfigError."""
-    records = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    consumed = [(0, 0), *((r["step"], r["tokens_seen"] // seq_len) for r in records if r["kind"] == "train")]
-    for (first, before), (last, after) in itertools.pairwise(consumed):
-        if first < step <= last:
-            batch_size, remainder = divmod(after - before, last - first)
-            if remainder:
-                raise ConfigError("", f"the batch size changed between the logged steps {first} and {last}")
-            start = before + (step - 1 - first) * batch_size
-            return range(start, start + batch_size)
-    last_step = consumed[-1][0]
+def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
+    """Return the cursor positions of the samples that a step consumed, and the samples that the run had skipped before. Raises
+    ConfigError if metrics.jsonl has no valid record of this step."""
+    path, last_step = run / "metrics.jsonl", 0
+    try:
+        for record in read_json_lines(path):
+            if record["kind"] != "train":
+                continue
+            last_step = record["step"]
+            if record["first_step"] <= step <= last_step:
+                stop = record["cursor"] - (last_step - step) * record["global_batch_size"]
+                skipped_samples = tuple((first, end) for first, end in record["skipped_samples"])
+                return np.arange(stop - record["global_batch_size"], stop), skipped_samples
+    except OSError as error:
+        raise ConfigError("", f"{path} cannot be read ({error.strerror})") from None
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError("", f"{path} has a record of kind train that is not valid") from None
     raise ConfigError("", f"{run}: metrics.jsonl has no record of step {step}; the last record is of step {last_step}")
-
-
-def skipped_samples(run: Path) -> tuple[tuple[int, int], ...]:
-    checkpoints = latest_per_step(run / "checkpoints")
-    ranges = json.loads((checkpoints[0] / "train_state.json").read_text())["skipped_samples"] if checkpoints else []
-    return tuple(map(tuple, ranges))
 
 
 def print_samples(run: Path, step: int) -> None:
     config = load_config(["--config", str(run / "config.toml")])
     seq_len, data = config.training.seq_len, config.data
-    consumed = np.array(samples_of_step(run, step, seq_len))
+    consumed, skipped_samples = samples_of_step(run, step)
     tokenizer = load_tokenizer(config.tokenizer)
     datasets = open_datasets(data, {}, prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
-    order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples(run))
+    order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples)
     starts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
     for position, index in zip(order.global_index(consumed).tolist(), order(consumed).tolist(), strict=True):
         dataset = int(np.searchsorted(starts, index, side="right")) - 1

@@ -11,7 +11,6 @@ exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting 
     python scripts/parity.py --config my.toml --layout "tp=2 pp=2 activation_checkpoint.mode=full" --layout "cp=4"
 """
 
-import json
 import os
 import shutil
 import signal
@@ -39,6 +38,7 @@ from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
+from trainer.system.files import read_json_lines
 from trainer.testing.layouts import (
     LAYOUT_SECTIONS,
     PARITY_MATRIX,
@@ -116,10 +116,9 @@ class Runs:
         """Return the metrics of all steps. Raises RankError."""
         try:
             LocalRanks(ranks).run(train, self.flags(settings | {"run.name": "run"}), inject_error)
-            lines = (self.folder / "run" / "metrics.jsonl").read_text().splitlines()
+            return [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
         finally:
             shutil.rmtree(self.folder / "run", ignore_errors=True)
-        return [record for record in map(json.loads, lines) if record["kind"] == "train"]
 
     def reference(self, layout: Layout, **overrides: str) -> list[dict]:
         """Return the metrics of the reference run on one rank. It uses `overrides`, and the layout's settings that change the

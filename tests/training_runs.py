@@ -1,7 +1,6 @@
 """Complete runs of the Trainer on gloo ranks, and readers of their results."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from trainer.run.run_folder import resume_point
 from trainer.run.training_data import TrainingData
 from trainer.runtime.device import rng_state
 from trainer.state import TrainState
+from trainer.system.files import read_json_lines
 from trainer.trainer import Trainer
 
 
@@ -93,8 +93,7 @@ def microbatches_of_step(results: list[Result], step: int) -> list[str]:
 
 
 def records(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    return [record for record in read_json_lines(folder / "metrics.jsonl") if record["kind"] == kind]
 
 
 def largest_deviation(reference: list[dict], other: list[dict], key: str) -> float:

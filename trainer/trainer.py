@@ -96,15 +96,20 @@ class Trainer:
         """Log, evaluate and save, each only if it is due. outcome: outcome of the step, or None if nothing is due."""
         step = self.state.step
         if self.metrics.due(step):
-            self.metrics.log_step(self.state, outcome, self._lr(step), int(num_targets.item()))
+            self._log_step(outcome, num_targets)
             if straggler := self.stragglers.compare():
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
         if last or self.checkpoints.due(step):
+            if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
+                self._log_step(outcome, num_targets)
             self.save(outcome, last)
         else:
             self.metrics.log_saves(self.checkpoints.poll())
+
+    def _log_step(self, outcome: StepOutcome, num_targets: Tensor) -> None:
+        self.metrics.log_step(self.state, outcome, self._lr(self.state.step), int(num_targets.item()))
 
     def evaluate(self) -> None:
         """Evaluate on every evaluation dataset."""

@@ -1,11 +1,13 @@
 """Llama in Hugging Face's format: parameter names, the order of rows under rotary embeddings, and config.json."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from models.llama.sizes import LlamaSizes
+from models.llama.sizes import LlamaSizes, require, text_of
+from models.spec import SizeError
 
 _NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -38,7 +40,6 @@ _SCALING = {
     "rope_high_freq_factor": "high_freq_factor",
     "original_seq_len": "original_max_position_embeddings",
 }
-_EXPECTED = {int: ("an integer", (int,)), float: ("a number", (int, float)), bool: ("true or false", (bool,))}
 _NO_DEFAULT = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")
 _REQUIRED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
@@ -49,6 +50,11 @@ def hf_name(name: str) -> str:
         _, index, inner = module.split(".", 2)
         return f"model.layers.{index}.{_NAMES[inner]}.{leaf}"
     return f"{_NAMES[module]}.{leaf}"
+
+
+def is_buffer(hf_name: str) -> bool:
+    """Return whether the tensor contains the rotary frequencies, which old versions of transformers saved."""
+    return hf_name.endswith("rotary_emb.inv_freq")
 
 
 def is_rope_permuted(name: str) -> bool:
@@ -84,28 +90,51 @@ def hf_config(sizes: LlamaSizes, seq_len: int) -> dict[str, Any]:
 
 
 def sizes_from_hf(config: Mapping[str, Any]) -> LlamaSizes:
-    """Return the sizes that a config.json describes. Raises ValueError or SizeError for an unsupported model."""
+    """Return the sizes that a config.json describes. Raises ValueError for an unsupported model."""
     for key, value in _REQUIRED.items():
         if config.get(key, value) != value:
-            raise ValueError(f"{key} {config[key]!r}: this model supports only {value!r}")
-    missing = [_FIELDS[name] for name in _NO_DEFAULT if config.get(_FIELDS[name]) is None]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing")
-    values = {name: config[hf] for name, hf in _FIELDS.items() if config.get(hf) is not None}
-    for name, value in values.items():
-        expected, types = _EXPECTED[LlamaSizes.__annotations__[name]]
-        if type(value) not in types:
-            raise ValueError(f"{_FIELDS[name]} {value!r}: expected {expected}")
+            raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
+    values = _values(config, _FIELDS, _NO_DEFAULT)
     values.setdefault("n_kv_heads", values["n_heads"])
     values.setdefault("norm_eps", 1e-6)  # transformers has this default
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    values["rope_theta"] = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    rope = _first(config.get(rope_key), {})
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"{rope_key} {text_of(rope)}: must be null or an object")
+    values["rope_theta"] = _first(rope.get("rope_theta"), config.get("rope_theta"), 10_000.0)
+    rope_type = _first(rope.get("rope_type"), rope.get("type"), "default")
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope_type {rope_type!r}: this model supports only default and llama3")
+        raise ValueError(f"rope_type {text_of(rope_type)}: this model supports only default and llama3")
     if rope_type == "llama3":
-        values |= {name: type(getattr(LlamaSizes, name))(rope[hf]) for name, hf in _SCALING.items()}
-    sizes = LlamaSizes(**values)
-    if config.get("head_dim") not in (None, sizes.head_dim):
-        raise ValueError(f"head_dim {config['head_dim']}: must be hidden_size / num_attention_heads = {sizes.head_dim}")
+        values |= _values(rope, _SCALING, _SCALING)
+    try:
+        sizes = LlamaSizes(**values)
+    except SizeError as error:
+        keys = _FIELDS | _SCALING
+        raise ValueError(re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))) from None
+    head_dim = config.get("head_dim")
+    if head_dim not in (None, sizes.head_dim):
+        message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
+        raise ValueError(f"head_dim {text_of(head_dim)}: {message}")
     return sizes
+
+
+def seq_len_from_hf(config: Mapping[str, Any]) -> int:
+    """Return the context window of the model that a config.json describes. Raises SizeError."""
+    seq_len = _first(config.get("max_position_embeddings"), 2048)  # transformers has this default
+    require("max_position_embeddings", seq_len, int)
+    return seq_len
+
+
+def _values(config: Mapping[str, Any], keys: Mapping[str, str], required: Collection[str]) -> dict[str, Any]:
+    """Return the values in a configuration, by name of the size. keys: name of the size -> key. Null stands for no value. Raises
+    ValueError if a value of the required sizes is missing."""
+    values = {name: config[key] for name, key in keys.items() if config.get(key) is not None}
+    if missing := [keys[name] for name in required if name not in values]:
+        raise ValueError(f"{missing[0]} is missing")
+    return values
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)

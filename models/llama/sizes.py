@@ -1,9 +1,31 @@
 """Named sizes of the Llama families, with the dimensions that Meta published."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from models.spec import SizeError
+
+# The upper limits keep arithmetic in range: of int64 for the bytes of a matrix, and of fp32 for the rotary frequencies.
+_RULES: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    int: ("an integer from 1 to 2**24", lambda value: type(value) is int and 1 <= value <= 2**24),
+    float: ("a number from 1e-30 to 1e30", lambda value: type(value) in (int, float) and 1e-30 <= value <= 1e30),
+    bool: ("true or false", lambda value: type(value) is bool),
+}
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a configuration file as the file writes it, in at most 40 characters."""
+    return f"{json.dumps(value):.40}"
+
+
+def require(name: str, value: Any, type_: type) -> None:
+    """Raise SizeError if the value is not of this type or out of range."""
+    rule, holds = _RULES[type_]
+    if not holds(value):
+        raise SizeError(f"{name} {text_of(value)} must be {rule}", name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +51,10 @@ class LlamaSizes:
     """Sequence length of the original training, before the frequencies were scaled. It is used only if rope_factor is not 1."""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "original_seq_len"):
-            if not 1 <= getattr(self, name) < 2**31:
-                raise SizeError(f"{name} {getattr(self, name)} must be at least 1 and below 2**31", name)
-        for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq_factor"):
-            if getattr(self, name) <= 0:
-                raise SizeError(f"{name} {getattr(self, name)} must be above 0", name)
+        for field in fields(self):
+            require(field.name, getattr(self, field.name), field.type)
+        if self.n_layers > 1024:  # building a layer takes some milliseconds
+            raise SizeError(f"n_layers {self.n_layers} must be at most 1024", "n_layers")
         if self.dim % self.n_heads:
             raise SizeError(f"n_heads {self.n_heads} must divide dim {self.dim}", "n_heads", "dim")
         if self.head_dim % 2:

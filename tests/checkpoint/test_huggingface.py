@@ -1,19 +1,24 @@
 """Export to and import from Hugging Face format."""
 
 import json
+import math
+import re
 import shutil
 import struct
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, sizes_from_hf
+from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, seq_len_from_hf, sizes_from_hf
 from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.commands import run_script
+from tests.end_to_end.test_security import update_manifest
 from tests.training_runs import full, train, trainer_from
+from trainer.checkpoint import manifest
 from trainer.checkpoint.export import HfExport, export_run, is_export_of
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.checkpoint.storage import read_index, read_rows
@@ -21,7 +26,6 @@ from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.run.resolve import parameter_names
 from trainer.runtime.device import memory_now, memory_peak
 from trainer.runtime.dtensor import to_local
 from trainer.testing.allocations import build_step
@@ -102,8 +106,7 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
 
     # The import is bitwise identical, also from several small files.
     folder = HfModelFolder(tmp_path / "out", MODELS["llama3"])
-    names = parameter_names(MODELS["llama3"], folder.sizes)
-    import_folder(folder, "llama3", names, tmp_path / "back", 2**18, lambda n: None)
+    import_folder(folder, "llama3", tmp_path / "back", 2**18, lambda n: None)
     assert torch.equal(native_logits(tmp_path / "back", TOKENS), native_logits(checkpoint, TOKENS))
     HfExport(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
     again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
@@ -115,19 +118,17 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
 
 def test_an_imported_model_gives_the_same_logits_as_transformers(hf_model, tmp_path):
     folder = HfModelFolder(hf_model, MODELS["llama3"])
-    import_folder(
-        folder, "llama3", parameter_names(MODELS["llama3"], folder.sizes), tmp_path / "c", GIB, lambda n: None
-    )
+    import_folder(folder, "llama3", tmp_path / "c", GIB, lambda n: None)
     assert_same_logits(native_logits(tmp_path / "c", TOKENS), hf_logits(hf_model, TOKENS))
 
 
 def source_and_parameters(hf_model, tmp_path, imported):
     """Return the folder of the model, or a checkpoint imported from it, and its parameters."""
     folder = HfModelFolder(hf_model, MODELS["llama3"])
-    names = parameter_names(MODELS["llama3"], folder.sizes)
     if imported:
-        import_folder(folder, "llama3", names, tmp_path / "imported", GIB, lambda n: None)
-    return tmp_path / "imported" if imported else hf_model, {name: folder.rows(name, 0, 10**9) for name in names}
+        import_folder(folder, "llama3", tmp_path / "imported", GIB, lambda n: None)
+    source = tmp_path / "imported" if imported else hf_model
+    return source, {name: folder.rows(name, 0, stored.shape[0]) for name, stored in folder.index.items()}
 
 
 def initial_weights(argv):
@@ -172,6 +173,18 @@ def test_new_embedding_rows_are_the_mean_of_the_stored_rows(ranks, tiny, tmp_pat
             torch.testing.assert_close(weight[-37:], mean.expand(37, -1), rtol=0, atol=1e-7)
         else:
             assert torch.equal(weight, expected[name])
+
+
+def calls_that_read_all_rows(argv):
+    with mock.patch("trainer.checkpoint.weights.read_rows", side_effect=read_rows) as read:
+        trainer_from(argv)
+    return read.call_count
+
+
+def test_only_one_rank_reads_all_rows_of_a_vocabulary_that_grows(ranks, tiny, tmp_path, hf_model):
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--checkpoint.init_from", str(hf_model)]
+    argv += ["--model.overrides.vocab_size", "2050", "--checkpoint.resize_embeddings", "true"]
+    assert ranks(2).run(calls_that_read_all_rows, argv) == [2, 0]  # the embedding and the output
 
 
 def memory_of_loading(argv, folder):
@@ -277,21 +290,42 @@ def test_rope_permutation_round_trips():
     assert permute_to_hf(rows, 8)[:8, 0].tolist() == [0, 4, 8, 12, 2, 6, 10, 14]
 
 
+INTEGER, NUMBER, NAN = "an integer from 1 to 2**24", "a number from 1e-30 to 1e30", math.nan
+SCALING = hf_config(LLAMA3_1["8b"], 128)["rope_scaling"]
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral': this model supports only 'llama'"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers 'two': expected an integer"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps '1e-5': expected a number"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings 1: expected true or false"),
+        ({"model_type": "mistral"}, 'model_type "mistral": this model supports only "llama"'),
+        ({"num_hidden_layers": "two"}, f'num_hidden_layers "two" must be {INTEGER}'),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 must be at most 1024"),
+        ({"num_key_value_heads": 2.0}, f"num_key_value_heads 2.0 must be {INTEGER}"),
+        ({"rms_norm_eps": "1e-5"}, f'rms_norm_eps "1e-5" must be {NUMBER}'),
+        ({"rms_norm_eps": NAN}, f"rms_norm_eps NaN must be {NUMBER}"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings 1 must be true or false"),
         ({"vocab_size": None}, "vocab_size is missing"),
-        ({"attention_bias": True}, "attention_bias True: this model supports only False"),
+        ({"attention_bias": True}, "attention_bias true: this model supports only false"),
+        ({"rope_theta": 10**400}, f"rope_theta 1{'0' * 39} must be {NUMBER}"),
+        ({"rope_theta": -math.inf}, f"rope_theta -Infinity must be {NUMBER}"),
+        ({"rope_theta": [1]}, f"rope_theta [1] must be {NUMBER}"),
+        ({"rope_scaling": "llama3"}, 'rope_scaling "llama3": must be null or an object'),
+        ({"rope_parameters": [1]}, "rope_parameters [1]: must be null or an object"),
+        ({"rope_scaling": SCALING | {"factor": NAN}}, f"factor NaN must be {NUMBER}"),
+        ({"rope_scaling": SCALING | {"factor": None}}, "factor is missing"),
+        ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "high_freq_factor 4.0 must be above low_freq_factor 4"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, 'rope_type "yarn": this model supports only default and llama3'),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_type 'yarn': this model supports only default and llama3",
+            {"rope_scaling": {"rope_type": ["llama3"]}},
+            'rope_type ["llama3"]: this model supports only default and llama3',
         ),
         ({"head_dim": 7}, "head_dim 7: must be hidden_size / num_attention_heads = 16"),
-        ({"hidden_size": 130}, "n_heads 8 must divide dim 130"),
+        ({"hidden_size": 130}, "num_attention_heads 8 must divide hidden_size 130"),
+        ({"max_position_embeddings": "long"}, f'max_position_embeddings "long" must be {INTEGER}'),
+        ({"max_position_embeddings": [4]}, f"max_position_embeddings [4] must be {INTEGER}"),
+        ({"max_position_embeddings": math.inf}, f"max_position_embeddings Infinity must be {INTEGER}"),
+        ({"max_position_embeddings": -1}, f"max_position_embeddings -1 must be {INTEGER}"),
+        ({"max_position_embeddings": 10**30}, f"max_position_embeddings {10**30} must be {INTEGER}"),
     ],
 )
 def test_unsupported_config_is_rejected(tmp_path, change, problem):
@@ -300,6 +334,102 @@ def test_unsupported_config_is_rejected(tmp_path, change, problem):
     with pytest.raises(ConfigError) as error:
         HfModelFolder(tmp_path, MODELS["llama3"])
     assert error.value.message == f"{tmp_path}/config.json: {problem}"
+
+
+def test_null_in_the_config_stands_for_the_default():
+    config = hf_config(LLAMA2["7b"], 128) | {"max_position_embeddings": None, "rope_theta": None, "rope_scaling": None}
+    assert sizes_from_hf(config) == LLAMA2["7b"] and seq_len_from_hf(config) == 2048
+
+
+# ------------------------------------------------------------ tensors that are not those of the model
+
+
+def changed_model(hf_model, folder, tensors=None, **config):
+    """Copy a model into one file. tensors: name -> new tensor, or None to remove the tensor. config: changed values."""
+    stored = {name: tensor for path in hf_model.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    stored = {name: tensor for name, tensor in (stored | (tensors or {})).items() if tensor is not None}
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(json.loads((hf_model / "config.json").read_text()) | config))
+    return folder
+
+
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+KEY, BIAS = "model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "problem"),
+    [
+        ({}, {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight is not a parameter of this model; "),
+        ({}, {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing; "),
+        ({}, {"num_key_value_heads": 2}, f"{KEY} has shape [16, 32], expected [8, 32]; "),
+        ({}, {"vocab_size": 2000}, f"{EMBEDDING} has shape [2048, 32], expected [2000, 32]; {HEAD} has "),
+        ({}, {"tie_word_embeddings": True}, f"{HEAD} differs from {EMBEDDING}, but config.json ties the two tensors"),
+        ({BIAS: torch.ones(32)}, {}, f"{BIAS} is not a parameter of this model"),
+        ({NORM: torch.ones(32).long()}, {}, f"{NORM} has dtype torch.int64, expected torch.float32"),
+        ({NORM: torch.ones(32, 1)}, {}, f"{NORM} has shape [32, 1], expected [32]"),
+        ({NORM: torch.ones(32, dtype=torch.int16)}, {}, f"model.safetensors: {NORM} has the unsupported dtype I16"),
+        ({HEAD: None}, {}, f"{HEAD} is missing"),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(hf_model, tmp_path, tensors, config, problem):
+    folder = changed_model(hf_model, tmp_path / "model", tensors, **config)
+    code, line = script("from-hf", folder, tmp_path / "out")
+    assert code == 2 and not (tmp_path / "out").exists()
+    assert f"{folder}: {problem}" in line
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        WeightSource(folder)  # for checkpoint.init_from and generate.py
+
+
+def test_tensors_that_the_model_computes_or_ties_are_ignored(hf_model, tmp_path):
+    frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
+    original = HfModelFolder(hf_model, MODELS["llama3"])
+    embedding = original.rows("tok_embeddings.weight", 0, original.sizes.vocab_size)
+    folder = changed_model(hf_model, tmp_path / "model", frequencies | {HEAD: embedding}, tie_word_embeddings=True)
+    index = HfModelFolder(folder, MODELS["llama3"]).index
+    assert set(index) == set(original.index) - {"output.weight"}
+    folder = changed_model(hf_model, tmp_path / "bf16", {HEAD: embedding.bfloat16()}, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match=f"{HEAD} differs from {EMBEDDING}"):
+        HfModelFolder(folder, MODELS["llama3"])
+
+
+def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
+    folder = changed_model(hf_model, tmp_path / "model")
+    save_file({NORM: torch.ones(32)}, folder / "more.safetensors")
+    weight_map = {HEAD: "model.safetensors", NORM: "more.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=f"model.safetensors and more.safetensors both contain {NORM}"):
+        HfModelFolder(folder, MODELS["llama3"])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sizes": {"n_layers": 1}}, "model/layers.1.attention.wk.weight is not a parameter of this model"),
+        ({"sizes": {"n_kv_heads": 2}}, "model/layers.0.attention.wk.weight has shape [16, 32], expected [8, 32]"),
+        ({"sizes": {"n_layers": 2.0}}, f"model.json: n_layers 2.0 must be {INTEGER}"),
+        ({"sizes": {"layers": 2}}, "model.json does not list the sizes of llama3"),
+        ({"seq_len": "long"}, "model.json does not describe a model"),
+        ({"seq_len": -1}, "model.json does not describe a model"),
+        ({"special_token_ids": []}, "model.json does not describe a model"),
+        ({"tokenizer": "default"}, "model.json does not describe a model"),
+        ({"tokenizer": "x", "tokenizer_files": ["x"]}, "model.json does not describe a model"),
+        ({"extra_special_tokens": [1]}, "model.json does not describe a model"),
+        ({"reuse_reserved_tokens": {"<|a|>": None}}, "model.json does not describe a model"),
+    ],
+)
+def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_model, tmp_path, change, problem):
+    folder, checkpoint = HfModelFolder(hf_model, MODELS["llama3"]), tmp_path / "c"
+    import_folder(folder, "llama3", checkpoint, GIB, lambda n: None)
+    model = json.loads((checkpoint / "model.json").read_text())
+    model |= change | ({"sizes": model["sizes"] | change["sizes"]} if "sizes" in change else {})
+    (checkpoint / "model.json").write_text(json.dumps(model))
+    update_manifest(checkpoint)
+    code, line = script("to-hf", checkpoint, tmp_path / "out")
+    assert code == 2 and f"{checkpoint}: {problem}" in line
+    with pytest.raises(RankError, match=re.escape(problem)):
+        ranks(1).run(WeightSource, checkpoint)
 
 
 # ------------------------------------------------------------ untrusted folders
@@ -319,14 +449,14 @@ def test_index_with_a_path_out_of_its_folder_is_rejected(tmp_path, file):
         HfModelFolder(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
 
 
-def test_links_are_rejected_except_into_the_cache_of_hugging_face(tmp_path):
+def test_links_are_rejected_except_into_the_cache_of_hugging_face(hf_model, tmp_path):
     (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots").mkdir()
     snapshot = tmp_path / "snapshots" / "1"
-    snapshot.mkdir(parents=True)
-    folder = folder_of(snapshot, {"model.norm.weight": "model.safetensors"})
+    folder = changed_model(hf_model, snapshot)
     shutil.move(folder / "model.safetensors", tmp_path / "blobs" / "0a")
     (folder / "model.safetensors").symlink_to("../../blobs/0a")
-    assert list(HfModelFolder(folder, MODELS["llama3"]).index(["norm.weight"])) == ["norm.weight"]
+    assert "norm.weight" in HfModelFolder(folder, MODELS["llama3"]).index
     (folder / "model.safetensors").unlink()
     shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to("../../elsewhere")
@@ -373,6 +503,16 @@ def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
         2,
         "--family lama3: expected one of llama2, llama3, llama3.1, llama3.2; did you mean 'llama3'?",
     )
+    assert script("from-hf", hf_model, tmp_path / "x", "--shard-gib", "1e300") == (
+        2,
+        "argument --shard-gib: 1e300: expected a number above 0 and at most 1e15",
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    for command, source in (("to-hf", tmp_path / "c"), ("to-hf", tmp_path / "missing"), ("from-hf", hf_model)):
+        for out in (tmp_path / "c" / "out", tmp_path / "link" / "a" / "out"):
+            inside = f"{out} is inside the checkpoint {tmp_path}/c, which new files would damage; choose another path"
+            assert script(command, source, out) == (2, inside)
+    assert manifest.find_damage(tmp_path / "c") == ""
     shard = next((tmp_path / "c").glob("model-*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
     code, line = script("to-hf", tmp_path / "c", tmp_path / "y")

@@ -73,13 +73,13 @@ COMBINATIONS = {
     "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected an integer",
     "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",
     "--model.overrides.norm_eps true": "--model.overrides.norm_eps true: expected a number",
-    "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be at least 1 and below 2**31",
+    "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be an integer from 1 to 2**24",
     "--model.overrides.n_heads 7 --model.overrides.rope_theta 1e4": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
     "--model.overrides.n_heads 128": (
         "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary embeddings rotate pairs"
     ),
     "--model.overrides.n_kv_heads 3": "--model.overrides.n_kv_heads 3: n_kv_heads 3 must divide n_heads 8",
-    "--model.overrides.rope_factor -1": "--model.overrides.rope_factor -1: rope_factor -1.0 must be above 0",
+    "--model.overrides.rope_factor -1": "--model.overrides.rope_factor -1: rope_factor -1.0 must be a number from 1e-30 to 1e30",
     "--model.overrides.vocab_size 1000": (
         "--model.overrides.vocab_size 1000: the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000"
     ),

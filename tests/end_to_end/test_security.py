@@ -5,16 +5,19 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoint.test_commit import TENSORS, load, save
 from tests.test_layering import SOURCES, name_of
 from tests.training_runs import train
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.export import export_run
-from trainer.checkpoint.manifest import File, Manifest
+from trainer.checkpoint.manifest import CorruptError, File, Manifest
+from trainer.checkpoint.storage import Chunk, TensorMetadata, read_index, read_regions
 from trainer.config import ConfigError
 from trainer.testing.ranks import RankError
 
@@ -189,6 +192,41 @@ def test_an_invalid_index_is_refused(ranks, saved, tmp_path, key, value):
     with_index(saved, tmp_path / "c", lambda index, path: index["model/w"].update({key: value}))
     with pytest.raises(RankError, match=r"ConfigError: .*index\.json is not a valid index of tensors"):
         ranks(1).run(find_and_load, tmp_path / "c")
+
+
+def boxes(*boxes):
+    return [{"file": "x", "offsets": offsets, "shape": shape} for offsets, shape in boxes]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "valid"),
+    [
+        ([4, 4], boxes(([0, 0], [2, 4]), ([2, 0], [2, 4])), True),
+        ([4, 4], boxes(([0, 0], [3, 1]), ([0, 1], [1, 3]), ([1, 1], [3, 3]), ([3, 0], [1, 1])), True),
+        ([4, 4], boxes(([0, 0], [2, 4]), ([0, 0], [2, 4])), False),
+        ([4, 4], boxes(([0, 0], [3, 4]), ([2, 0], [1, 4])), False),
+        ([4, 4], boxes(([0, 0], [2, 4]), ([3, 0], [2, 4])), False),
+        ([4, 4], boxes(([0, 0], [3, 1]), ([0, 1], [1, 3]), ([1, 1], [3, 3]), ([2, 0], [1, 1])), False),
+        ([0, 4], boxes(([0, 0], [0, 4])), True),
+        ([0, 4], [], True),
+        ([], boxes(([], [])), True),
+        ([], boxes(([], []), ([], [])), False),
+        ([1] * 9, boxes(([0] * 9, [1] * 9)), False),
+    ],
+)
+def test_the_chunks_of_an_index_cover_the_tensor_exactly_once(tmp_path, shape, chunks, valid):
+    (tmp_path / "index.json").write_text(json.dumps({"w": {"dtype": "float32", "shape": shape, "chunks": chunks}}))
+    with nullcontext() if valid else pytest.raises(CorruptError, match=r"index\.json is not a valid index of tensors"):
+        assert read_index(tmp_path)["w"].shape == tuple(shape)
+
+
+@pytest.mark.parametrize("stored", [torch.zeros(4, 2).long(), torch.zeros(4, 1), torch.zeros(2, 2), torch.zeros(8)])
+def test_a_file_whose_tensor_differs_from_the_index_is_refused(tmp_path, stored):
+    save_file({"w": stored}, tmp_path / "x")
+    index = {"w": TensorMetadata(torch.float32, (4, 2), (Chunk("x", (0, 0), (4, 2)),))}
+    for rows in (4, 2):
+        with pytest.raises(CorruptError, match=r"^x: "):
+            read_regions(tmp_path, index, {"w": (torch.zeros(rows, 2), (4 - rows, 0))})
 
 
 def test_a_chunk_that_is_missing_in_its_file_is_refused(ranks, saved, tmp_path):

@@ -19,6 +19,7 @@ from tests.training_runs import read_tensor, train
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.checkpoint.storage import read_index
+from trainer.system.files import read_json_lines
 from trainer.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -150,9 +151,8 @@ class TrialRun:
     def step(self) -> int:
         """Return the last recorded step."""
         try:
-            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-            return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
-        except (FileNotFoundError, ValueError):
+            return max((record["step"] for record in read_json_lines(self.folder / "metrics.jsonl")), default=0)
+        except FileNotFoundError:
             return 0
 
     def wait_for_step(self, step: int) -> None:

@@ -1,5 +1,6 @@
 """Generation: identical with and without a KV cache, on one and several ranks, here and in transformers."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,14 @@ def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
         ),
     ):
         assert script(*words) == (2, "", line)
+
+
+def test_a_tokenizer_configuration_that_is_not_utf_8_is_one_line(ranks, chat_run, tmp_path):
+    folder = Path(shutil.copytree(chat_run / "huggingface", tmp_path / "model"))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_bytes(b'{"chat_template": "\xff"}')
+    with pytest.raises(RankError, match=f"ConfigError: .*{folder}/tokenizer_config.json is not a JSON object"):
+        ranks(1).run(generated, folder, PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.commands import run_script
 from tests.faults.harness import write_corpus
@@ -22,7 +25,7 @@ def consumed(argv):
 
 
 def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_path):
-    """Two datasets, a batch size that changes at step 3, and records of every second step."""
+    """Two datasets. The run is killed at step 4, resumes from step 2 with another batch size, and is killed at step 5."""
     for name, seed in (("a", 1), ("b", 2)):
         write_corpus(tmp_path / name, 60, seed)
     lines = Path(tiny[1]).read_text().splitlines()
@@ -30,9 +33,13 @@ def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_pa
     remaining = "\n".join(line for line in lines if not line.startswith(("dataset", "path", "interval_steps")))
     (tmp_path / "two.toml").write_text(remaining.replace("[data]", two))
     argv = ["--config", str(tmp_path / "two.toml"), "--run.output_folder", str(tmp_path), "--run.name", "run"]
-    argv += ["--metrics.interval_steps", "2", "--training.global_batch_size"]
-    (steps,) = ranks(1).run(consumed, [*argv, "8", "--training.steps", "2"])
-    steps += ranks(1).run(consumed, [*argv, "4", "--training.steps", "4"])[0]
+    argv += ["--metrics.interval_steps", "9", "--checkpoint.interval_steps", "2", "--training.global_batch_size"]
+    (steps,) = ranks(1).run(consumed, [*argv, "8", "--training.steps", "4"])
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    steps[2:] = ranks(1).run(consumed, [*argv, "4", "--training.steps", "5"])[0]
+    (tmp_path / "run" / "checkpoints" / "step-00000005" / "train_state.json").write_text("{")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
     tokenizer = load_tokenizer(TokenizerConfig())
     printed = []
     for step, tokens in enumerate(steps, start=1):
@@ -40,8 +47,16 @@ def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_pa
         assert (code, err) == (0, "")
         printed += [line.split(maxsplit=3) for line in lines]
         assert [line[3] for line in printed[-len(tokens) :]] == [repr(tokenizer.decode(row)[:60]) for row in tokens]
-    assert [int(position) for position, *_ in printed] == list(range(24))
-    assert [name for _, name, *_ in printed].count("a") == 18
+    assert [int(position) for position, *_ in printed] == list(range(28))
+    assert [name for _, name, *_ in printed].count("a") == 21
+
+
+@pytest.mark.parametrize("record", ['{"kind": "train"}', '{"kind": "train", "step": 1, "first_step": null}'])
+def test_a_record_that_is_not_valid_is_one_line(ranks, tiny, tmp_path, record):
+    ranks(1).run(train, [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"])
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(record)
+    assert script(tmp_path / "run", 1) == (2, [], f"{path} has a record of kind train that is not valid")
 
 
 def test_a_step_without_a_record_is_an_error(ranks, tiny, tmp_path):

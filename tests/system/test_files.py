@@ -14,11 +14,18 @@ from trainer.system.files import (
     atomic_write,
     digest_of,
     is_temporary,
+    read_json_lines,
     try_lock,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 CONTEXT = multiprocessing.get_context("fork")
+
+
+def test_lines_that_are_not_json_objects_are_ignored(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n\xff\n\n[1]\n' + b"[" * 100_000 + b'\n{"a": 2}\r\n{"a"')
+    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 2}]
 
 
 def _hold_lock(path, ready, release, remove):

@@ -235,20 +235,9 @@ def load_into(
     cast: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast: whether
-    to convert stored tensors that have another dtype. Raises a ConfigError that lists `problems` and mismatched tensors."""
-    problems = [*problems]
-    for name, tensor in tensors.items():
-        stored = index.get(name)
-        if stored is None:
-            problems.append(f"{name} is missing")
-        elif stored.shape != tuple(tensor.shape):
-            problems.append(f"{name} has shape {list(stored.shape)}, expected {list(tensor.shape)}")
-        elif stored.dtype != tensor.dtype and not cast:
-            problems.append(f"{name} has dtype {stored.dtype}, expected {tensor.dtype}")
-    if problems:
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
+    """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast and problems: as
+    in require_match. Raises ConfigError."""
+    require_match(folder, index, tensors, cast=cast, problems=problems)
     damage, targets = "", {}
     for name, tensor in tensors.items():
         local, _, offset = local_region(tensor)
@@ -262,6 +251,25 @@ def load_into(
         raise
     if damage := first_problem(damage):
         raise ConfigError("", f"{folder}: {damage}")
+
+
+def require_match(
+    folder: Path, index: Mapping[str, TensorMetadata], tensors: Tensors, *, cast: bool, problems: Sequence[str] = ()
+) -> None:
+    """Raise a ConfigError that lists `problems`, and the tensors that are missing in the index or differ from it in shape or
+    dtype. cast: whether a stored tensor may have another dtype, if both are floating-point dtypes."""
+    problems = [*problems]
+    for name, tensor in tensors.items():
+        stored = index.get(name)
+        if stored is None:
+            problems.append(f"{name} is missing")
+        elif stored.shape != tuple(tensor.shape):
+            problems.append(f"{name} has shape {list(stored.shape)}, expected {list(tensor.shape)}")
+        elif stored.dtype != tensor.dtype and not (cast and stored.dtype.is_floating_point):
+            problems.append(f"{name} has dtype {stored.dtype}, expected {tensor.dtype}")
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
 
 
 def first_problem(problem: str) -> str:

@@ -20,11 +20,11 @@ from trainer.checkpoint.huggingface import (
     Progress,
     group_by_file,
     layer_order,
+    model_index,
     read_in_chunks,
-    require_empty,
 )
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorWrite, read_index, read_rows, write_safetensors
+from trainer.checkpoint.storage import TensorWrite, read_rows, write_safetensors
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -51,10 +51,9 @@ class HfExport:
                 raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
             self.spec, self.sizes = model.spec_and_sizes()
             self.files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-            stored = read_index(checkpoint).items()
+            self.index = model_index(checkpoint, self.spec, self.sizes)
         except CorruptError as damage:
             raise ConfigError("", f"{checkpoint}: {damage}") from None
-        self.index = {name.removeprefix("model/"): tensor for name, tensor in stored if name.startswith("model/")}
         if model.tokenizer:
             self.files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
         if (checkpoint / CHAT_TEMPLATE).exists():
@@ -63,11 +62,8 @@ class HfExport:
     def num_bytes(self) -> int:
         return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
 
-    def write(self, out: Path, shard_bytes: int, progress: Progress, replace: bool = False) -> None:
-        """Write the export to `out`, with safetensors files of at most shard_bytes. Raises ConfigError if `out` is not empty and
-        `replace` is false."""
-        if not replace:
-            require_empty(out)
+    def write(self, out: Path, shard_bytes: int, progress: Progress) -> None:
+        """Write the export to `out`, with safetensors files of at most shard_bytes. Replaces `out`."""
         with atomic_folder(out) as folder:
             self._write_weights(folder, shard_bytes, progress)
             config = self.spec.huggingface.config(self.sizes, self.model.seq_len)
@@ -78,7 +74,7 @@ class HfExport:
                 (folder / name).write_bytes(content)
 
     def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
-        entries = [self._entry(name, progress) for name in sorted(self.index, key=layer_order)]
+        entries = [self._entry(key, progress) for key in sorted(self.index, key=layer_order)]
         groups = group_by_file(entries, shard_bytes)
         metadata = {"format": "pt", _SOURCE: digest_of(self.checkpoint / manifest.NAME)}
         weight_map = {}
@@ -90,11 +86,16 @@ class HfExport:
             text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", text)
 
-    def _entry(self, name: str, progress: Progress) -> TensorWrite:
-        hf, head_dim, stored = self.spec.huggingface, self.sizes.head_dim, self.index[name]
+    def _entry(self, key: str, progress: Progress) -> TensorWrite:
+        hf, head_dim, name, stored = (
+            self.spec.huggingface,
+            self.sizes.head_dim,
+            key.removeprefix("model/"),
+            self.index[key],
+        )
 
         def read(start: int, stop: int) -> Tensor:
-            rows = read_rows(self.checkpoint, f"model/{name}", stored, start, stop)
+            rows = read_rows(self.checkpoint, key, stored, start, stop)
             return hf.permute_to_hf(rows, head_dim) if hf.is_rope_permuted(name) else rows
 
         pieces = partial(read_in_chunks, read, stored.shape, self.dtype, head_dim, progress)
@@ -147,7 +148,7 @@ def export_run(run_folder: Path, skip_existing: bool = False) -> None:
         newest = latest_per_step(run_folder / "checkpoints")[0]
         if skip_existing and is_export_of(out, newest):
             return
-        HfExport(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None, replace=True)
+        HfExport(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
     except (OSError, CorruptError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"

@@ -3,19 +3,20 @@ so memory use does not grow with the size of the model. Each rank reads only its
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
-from models.spec import ModelSpec, SizeError
+from models.spec import ModelSpec, SizeError, meta_model
 from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.manifest import CorruptError, Manifest
 from trainer.checkpoint.storage import (
     DTYPE_OF,
@@ -24,10 +25,11 @@ from trainer.checkpoint.storage import (
     TensorMetadata,
     TensorWrite,
     index_text,
+    read_index,
     write_safetensors,
 )
 from trainer.config import ConfigError
-from trainer.data.tokenizer.backends import COMPANION_FILES
+from trainer.data.tokenizer.backends import COMPANION_FILES, TOKENIZERS
 from trainer.system.files import atomic_folder, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
@@ -35,6 +37,8 @@ MODEL_FILE = "model.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
+_ROWS = 4096
+"""Maximum number of rows to compare at once."""
 _LARGEST_JSON = 2**28
 
 Progress = Callable[[int], None]
@@ -70,6 +74,14 @@ class ModelMetadata:
                 values[setting] = tuple(values[setting])
             for name in values["tokenizer_files"]:
                 manifest.require_plain_filename(name, MODEL_FILE)
+            types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
+            if not all(isinstance(values[name], type_) for name, type_ in types.items()) or values["seq_len"] < 1:
+                raise ValueError
+            names = (*values["extra_special_tokens"], *values["reuse_reserved_tokens"].values())
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError
+            if values["tokenizer"] and not (values["tokenizer"] in TOKENIZERS and values["tokenizer_files"]):
+                raise ValueError
             return cls(**values)
         except (ValueError, TypeError, KeyError):
             raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
@@ -81,8 +93,24 @@ class ModelMetadata:
         spec = MODELS[self.family]
         try:
             return spec, type(next(iter(spec.sizes.values())))(**self.sizes)
-        except (SizeError, TypeError) as error:
+        except SizeError as error:
             raise CorruptError(f"{MODEL_FILE}: {error}") from None
+        except TypeError:  # a name is missing or unknown
+            raise CorruptError(f"{MODEL_FILE} does not list the sizes of {self.family}") from None
+
+
+def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
+    """Return tensor name -> metadata of the model's parameters in a checkpoint. Raises CorruptError, or a ConfigError that lists
+    the tensors that are not those of the model."""
+    index = {name: stored for name, stored in read_index(checkpoint).items() if name.startswith("model/")}
+    parameters = {f"model/{name}": p for name, p in meta_model(spec.model, sizes).named_parameters()}
+    _require_parameters(checkpoint, index, parameters)
+    return index
+
+
+def _require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:
+    unknown = [f"{name} is not a parameter of this model" for name in index if name not in parameters]
+    require_match(folder, index, parameters, cast=True, problems=unknown)
 
 
 # ---------------------------------------------------------------- reading
@@ -92,7 +120,8 @@ class HfModelFolder:
     """A folder with a model in Hugging Face format."""
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        """Raises ConfigError if the folder contains no model in this format, or a model of another architecture."""
+        """Raises ConfigError if the folder contains no model in this format, a model of another architecture, or tensors that
+        are not those of the model."""
         self.folder = folder
         self.spec = spec
         if not os.path.exists(folder / "config.json"):
@@ -101,10 +130,11 @@ class HfModelFolder:
         try:
             self.config = self._json("config.json")
             self.sizes = spec.huggingface.sizes(self.config)
-            self.files = self._files()
+            self.seq_len = spec.huggingface.seq_len(self.config)
+            self.index = self._index(self._stored())
         except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             raise ConfigError("", f"{folder}/config.json: {error}") from None
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -130,37 +160,56 @@ class HfModelFolder:
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
 
-    def _files(self) -> dict[str, Path]:
-        """Return tensor name in Hugging Face's format -> path of the file that contains the tensor."""
+    def _stored(self) -> dict[str, TensorMetadata]:
+        """Return tensor name in Hugging Face's format -> dtype, shape and file."""
+        files = {"": "model.safetensors"}
         if (self.folder / "model.safetensors.index.json").exists():
-            weights = self._json("model.safetensors.index.json").get("weight_map")
-            if not isinstance(weights, dict):
+            files = self._json("model.safetensors.index.json").get("weight_map")
+            if not isinstance(files, dict):
                 raise CorruptError("model.safetensors.index.json has no weight_map")
-            return {name: self._inside(file) for name, file in weights.items()}
-        path = self._inside("model.safetensors")
-        with _open_tensors(path) as tensors:
-            return dict.fromkeys(tensors.keys(), path)
-
-    def index(self, names: Iterable[str]) -> dict[str, TensorMetadata]:
-        """Return parameter name of this project -> dtype, shape and chunks. Raises ConfigError for missing parameters."""
-        index = {}
-        for name in names:
-            hf_name = self.spec.huggingface.name(name)
-            if hf_name not in self.files:
-                raise ConfigError("", f"{self.folder} contains no tensor {hf_name}")
-            path = self.files[hf_name]
+        stored: dict[str, TensorMetadata] = {}
+        for path in sorted({self._inside(file) for file in files.values()}):
             with _open_tensors(path) as tensors:
-                try:
-                    tensor = tensors.get_slice(hf_name)
-                    shape, dtype = tuple(tensor.get_shape()), DTYPE_OF[tensor.get_dtype()]
-                except (SafetensorError, KeyError) as error:
-                    raise ConfigError("", f"{path}: cannot read {hf_name}: {error}") from None
-            index[name] = TensorMetadata(dtype, shape, (Chunk(path.name, (0,) * len(shape), shape),))
-        return index
+                for name in sorted(tensors.keys()):
+                    if name in stored:
+                        raise CorruptError(f"{stored[name].chunks[0].file} and {path.name} both contain {name}")
+                    tensor = tensors.get_slice(name)
+                    shape = tuple(tensor.get_shape())
+                    if tensor.get_dtype() not in DTYPE_OF:
+                        raise CorruptError(f"{path.name}: {name} has the unsupported dtype {tensor.get_dtype()}")
+                    chunk = Chunk(path.name, (0,) * len(shape), shape)
+                    stored[name] = TensorMetadata(DTYPE_OF[tensor.get_dtype()], shape, (chunk,))
+        return stored
+
+    def _index(self, stored: dict[str, TensorMetadata]) -> dict[str, TensorMetadata]:
+        """Return parameter name of this project -> dtype, shape and file. stored: result of _stored. Raises a ConfigError that
+        lists the tensors that are not those of the model."""
+        hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
+        stored = {name: tensor for name, tensor in stored.items() if not hf.is_buffer(name)}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        expected = {hf.name(name): parameter for parameter, name in names.items()}
+        tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
+        _require_parameters(self.folder, stored, expected | tied)
+        for name, parameter in tied.items():
+            original = hf.name(names[parameter])
+            if not self._equal(name, stored[name], original, stored[original]):
+                raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
+        return {name: stored[hf.name(name)] for name in names.values()}
+
+    def _equal(self, name_a: str, a: TensorMetadata, name_b: str, b: TensorMetadata) -> bool:
+        """Return whether two stored tensors of the same shape have the same dtype and content."""
+        with _open_tensors(self._path(a)) as file_a, _open_tensors(self._path(b)) as file_b:
+            tensor_a, tensor_b = file_a.get_slice(name_a), file_b.get_slice(name_b)
+            chunks = (slice(start, start + _ROWS) for start in range(0, a.shape[0], _ROWS))
+            return a.dtype == b.dtype and all(torch.equal(tensor_a[rows], tensor_b[rows]) for rows in chunks)
+
+    def _path(self, tensor: TensorMetadata) -> Path:
+        return self.folder / tensor.chunks[0].file
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows [start, stop) of a parameter, in the row order of this project."""
-        with _open_tensors(self.files[self.spec.huggingface.name(name)]) as tensors:
+        with _open_tensors(self._path(self.index[name])) as tensors:
             return self.read(tensors, name, (slice(start, stop),))
 
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
@@ -213,23 +262,24 @@ def layer_order(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
 
-def require_empty(folder: Path) -> None:
-    """Raise ConfigError if the folder exists and is not empty."""
+def require_new_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder exists and is not empty, or if it is inside a checkpoint."""
+    for outer in folder.resolve().parents:
+        if (outer / manifest.NAME).exists() and (outer / INDEX).exists():
+            message = f"{folder} is inside the checkpoint {outer}, which new files would damage; choose another path"
+            raise ConfigError("", message)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("", f"{folder} exists and is not an empty folder; choose another path")
 
 
-def import_folder(
-    folder: HfModelFolder, family: str, names: Iterable[str], out: Path, shard_bytes: int, progress: Progress
-) -> None:
-    """Write the model and tokenizer of a Hugging Face folder as a checkpoint. Weights keep their stored precision. names: names
-    of all parameters. Raises ConfigError if `out` is not empty or a parameter is missing."""
+def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: int, progress: Progress) -> None:
+    """Write the model and tokenizer of a Hugging Face folder as a checkpoint. Weights keep their stored precision. Replaces
+    `out`."""
     entries = []
-    for name, stored in folder.index(sorted(names, key=layer_order)).items():
-        dtype, shape, read = stored.dtype, stored.shape, partial(folder.rows, name)
+    for name in sorted(folder.index, key=layer_order):
+        dtype, shape, read = folder.index[name].dtype, folder.index[name].shape, partial(folder.rows, name)
         pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
         entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
-    require_empty(out)
     with atomic_folder(out) as unfinished:
         files, stored = {}, {}
         for i, group in enumerate(group_by_file(entries, shard_bytes)):
@@ -239,9 +289,8 @@ def import_folder(
                 e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
             }
         tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
-        seq_len = int(folder.config.get("max_position_embeddings", 2048))
         ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
-        model = ModelMetadata(family, asdict(folder.sizes), seq_len, "", tuple(tokenizer_files), ids, {}, ())
+        model = ModelMetadata(family, asdict(folder.sizes), folder.seq_len, "", tuple(tokenizer_files), ids, {}, ())
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         contents |= {name: folder.content(name) for name in tokenizer_files}
         for name, content in contents.items():

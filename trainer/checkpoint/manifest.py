@@ -93,7 +93,7 @@ def require_plain_filename(name: Any, by: str) -> str:
     """Return the name. Raises CorruptError if it is not a plain file name. by: path of the file that contains the name."""
     plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
     if not plain or not name or Path(name).name != name:
-        raise CorruptError(f"{by} names {name!r}, which is not a plain file name")
+        raise CorruptError(f"{by} names {name!r:.100}, which is not a plain file name")
     return name
 
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from trainer.system.files import HashingFile
 
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30
+_MAX_DIMS = 8
 
 # torch dtype -> safetensors dtype (https://github.com/huggingface/safetensors, "Format").
 SAFETENSORS_NAMES = {
@@ -134,6 +136,10 @@ class TensorMetadata:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def index_text(index: Mapping[str, TensorMetadata]) -> str:
     entries = {name: asdict(stored) for name, stored in index.items()}
@@ -223,13 +229,25 @@ def _stored(raw: Mapping[str, Any]) -> TensorMetadata:
         manifest.require_plain_filename(chunk.file, INDEX)
         if not len(chunk.offsets) == len(chunk.shape) == len(shape):
             raise ValueError
-    if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
+    corners: Counter[tuple[int, ...]] = Counter()
+    for chunk in chunks:
+        corners.update(_corners(chunk.offsets, chunk.shape))
+    if corners != _corners((0,) * len(shape), shape):
         raise ValueError
     return TensorMetadata(_DTYPES[raw["dtype"]], shape, chunks)
 
 
+def _corners(offsets: Sequence[int], shape: Sequence[int]) -> Counter[tuple[int, ...]]:
+    """Return corner of a box -> sign. The signs alternate along each edge. Boxes cover a larger box exactly once if and only if
+    the sums of their signs equal those of the larger box, because two functions with the same mixed derivative are equal."""
+    corners: Counter[tuple[int, ...]] = Counter()
+    for ends in itertools.product((0, 1), repeat=len(shape)):
+        corners[tuple(o + n * end for o, n, end in zip(offsets, shape, ends, strict=True))] += (-1) ** sum(ends)
+    return corners
+
+
 def _integers(raw: Any) -> tuple[int, ...]:
-    if not all(type(n) is int and 0 <= n < 2**63 for n in raw):
+    if len(raw) > _MAX_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in raw):
         raise ValueError
     return tuple(raw)
 
@@ -261,8 +279,11 @@ def read_regions(
             try:
                 # The file is opened for each chunk, because mapped pages of an open file count as memory of the process.
                 with safe_open(folder / chunk.file, framework="pt") as tensors:
-                    target[_ranges(common, offset)].copy_(read(tensors, key, ranges))
-            except (SafetensorError, OSError, ValueError) as error:
+                    part, region = read(tensors, key, ranges), target[_ranges(common, offset)]
+                    if (part.dtype, part.shape) != (index[name].dtype, region.shape):
+                        raise CorruptError(f"{chunk.file}: {key} has another dtype or shape than in {INDEX}")
+                    region.copy_(part)
+            except (SafetensorError, OSError, ValueError, IndexError) as error:
                 raise CorruptError(f"{chunk.file}: {error}") from None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from models import MODELS
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors
-from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata
+from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, model_index
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_regions, read_rows, read_slice
+from trainer.checkpoint.storage import TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import did_you_mean
-from trainer.runtime.distributed import run_on_rank_0
+from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
 from trainer.system.files import folder_error
@@ -40,12 +41,13 @@ class WeightSource:
                 if problem := resume.verify(folder):
                     raise CorruptError(problem)
                 self.spec, self.sizes = ModelMetadata.read(folder).spec_and_sizes()
-                self.index = read_index(folder)
+                self.index, self.read = model_index(folder, self.spec, self.sizes), read_slice
             except CorruptError as damage:
                 raise ConfigError("", f"{folder}: {damage}") from None
         elif (folder / "config.json").exists():
             self.hf_folder = HfModelFolder(folder, spec or next(iter(MODELS.values())))
-            self.spec, self.sizes = self.hf_folder.spec, self.hf_folder.sizes
+            self.spec, self.sizes, self.read = self.hf_folder.spec, self.hf_folder.sizes, self.hf_folder.read
+            self.index = {f"model/{name}": stored for name, stored in self.hf_folder.index.items()}
         else:
             message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
             raise ConfigError("", f"{folder} {message}")
@@ -56,34 +58,41 @@ class WeightSource:
         resize: whether the vocabulary may be larger than the stored one. Additional rows are set to the mean of the stored rows
         (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
         """
-        if self.hf_folder is None:
-            index, read = self.index, read_slice
-        else:
-            index = {f"model/{name}": stored for name, stored in self.hf_folder.index(parameters).items()}
-            read = self.hf_folder.read
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
-        for name in [name for name in wanted if resize and self._is_smaller(index.get(name), wanted[name])]:
-            try:
-                self._load_resized(name, index[name], wanted.pop(name), read)
-            except CorruptError as damage:
-                raise ConfigError("", f"{self.folder}: {damage}") from None
-        commit.load_into(self.folder, index, wanted, read, cast=True)
+        grown = {name for name, parameter in wanted.items() if self._is_smaller(self.index.get(name), parameter)}
+        # Only rank 0 reads all rows, and all ranks ask for the mean: a rank may have no row, or no part of the parameter.
+        for name in sorted(set().union(*all_gather_objects(grown))) if resize else ():
+            mean = run_on_rank_0(partial(self._mean_row, name))
+            if name in grown:
+                self._load_resized(name, wanted.pop(name), mean)
+        commit.load_into(self.folder, self.index, wanted, self.read, cast=True)
 
     def _is_smaller(self, stored: TensorMetadata | None, parameter: Tensor) -> bool:
         old, new = stored.shape if stored else (), tuple(parameter.shape)
         return old[:1] == (self.sizes.vocab_size,) and old[1:] == new[1:] and old[0] < new[0]
 
+    def _mean_row(self, name: str) -> Tensor:
+        """Return the mean of the rows of a stored parameter, fp64. Raises ConfigError."""
+        stored = self.index[name]
+        num_rows, sums = stored.shape[0], torch.zeros(stored.shape[1:], dtype=torch.float64)
+        try:
+            for start in range(0, num_rows, _ROWS):
+                stop = min(start + _ROWS, num_rows)
+                sums += read_rows(self.folder, name, stored, start, stop, self.read).double().sum(0)
+        except CorruptError as damage:
+            raise ConfigError("", f"{self.folder}: {damage}") from None
+        return sums / num_rows
+
     @torch.no_grad()
-    def _load_resized(self, name: str, stored: TensorMetadata, parameter: Tensor, read: Read) -> None:
-        """Load this rank's rows of a parameter that has more rows than the stored tensor."""
+    def _load_resized(self, name: str, parameter: Tensor, mean: Tensor) -> None:
+        """Load this rank's rows of a parameter that has more rows than the stored tensor. mean: value of the additional rows."""
         local, _, offset = local_region(parameter)
-        read_regions(self.folder, {name: stored}, {name: (local, offset)}, read)
-        num_stored = stored.shape[0]
-        sums = torch.zeros(stored.shape[1:], dtype=torch.float64)
-        for start in range(0, num_stored, _ROWS):
-            sums += read_rows(self.folder, name, stored, start, min(start + _ROWS, num_stored), read).double().sum(0)
+        try:
+            read_regions(self.folder, self.index, {name: (local, offset)}, self.read)
+        except CorruptError as damage:
+            raise ConfigError("", f"{self.folder}: {damage}") from None
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-        local[max(0, num_stored - offset[0]) :].copy_((sums / num_stored)[columns].to(local.dtype))
+        local[max(0, self.index[name].shape[0] - offset[0]) :].copy_(mean[columns].to(local.dtype))
 
 
 def resolve_checkpoint(folder: Path) -> Path:

@@ -84,7 +84,7 @@ def _number(kind: type[int] | type[float], constraint: Constraint, expected: str
 
 positive_int = _number(int, Constraint(min=1), "an integer of at least 1")
 non_negative_int = _number(int, Constraint(min=0), "an integer of at least 0")
-positive_float = _number(float, Constraint(exclusive_min=0), "a number above 0")
+positive_float = _number(float, Constraint(exclusive_min=0, max=1e15), "a number above 0 and at most 1e15")
 non_negative_float = _number(float, Constraint(min=0), "a number of at least 0")
 
 

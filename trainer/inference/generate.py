@@ -174,6 +174,6 @@ def _load_tokenizer(folder: Path, weights: WeightSource) -> tuple[Tokenizer, str
         metadata = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
     config = folder / "tokenizer_config.json"
-    if not template and config.exists() and '"chat_template"' in config.read_text():
+    if not template and config.exists() and b'"chat_template"' in weights.hf_folder.content(config.name):
         template = str(config)
-    return load_hf_tokenizer(folder), template, int(weights.hf_folder.config.get("max_position_embeddings", 2048))
+    return load_hf_tokenizer(folder), template, weights.hf_folder.seq_len

@@ -18,11 +18,11 @@ from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.state import TrainState
 from trainer.system import logging
-from trainer.system.files import atomic_write
+from trainer.system.files import atomic_write, read_json_lines
 from trainer.system.units import GIB
 
 _FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
-_NOT_PLOTTED = ("step", "tokens_seen")
+_NOT_PLOTTED = ("step", "first_step", "global_batch_size", "cursor", "tokens_seen")
 
 
 @dataclass
@@ -97,6 +97,11 @@ class Metrics:
             "learning_rate": lr,
             "num_targets": num_targets,
             "tokens_seen": state.tokens_seen,
+            # The samples that the steps of this record consumed.
+            "first_step": self.recorded_step + 1,
+            "global_batch_size": training.global_batch_size,
+            "cursor": state.cursor,
+            "skipped_samples": state.skipped_samples,
             "skipped_steps": outcome.total_skips,
             "tokens_per_second": per_second,
             "tokens_per_second_per_rank": per_second_per_rank,
@@ -177,17 +182,8 @@ class Metrics:
 
 def _remove_records_after(step: int, path: Path) -> None:
     if path.exists():
-        with path.open(errors="replace") as file:
-            lines = [line for line in file if _step_of(line) <= step]
-        atomic_write(path, "".join(lines))
-
-
-def _step_of(line: str) -> float:
-    """Return the step of a record, or infinity if the line is incomplete."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        kept = [r for r in read_json_lines(path) if isinstance(r.get("step"), int) and r["step"] <= step]
+        atomic_write(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def duration(seconds: float) -> str:

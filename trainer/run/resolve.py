@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import Any
 
-import torch
-
 from models import MODELS
-from models.spec import Model, ModelSpec, SizeError
+from models.spec import ModelSpec, SizeError, meta_model
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
 from trainer.data.datasets import dataset_configs
@@ -31,7 +28,7 @@ class ResolvedRun:
     hidden_shape: tuple[int, int, int]
     """Shape of the hidden state between blocks, on each rank: (batch, seq, dim)."""
     parameter_names: frozenset[str]
-    """Names of the complete model's parameters."""
+    """Names of the complete model's parameters. A parameter shared by two modules is listed once."""
     num_parameters: int
     compiled: bool
     """Whether blocks and loss are compiled."""
@@ -60,7 +57,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
-    model = _meta_model(spec.model, sizes)
+    model = meta_model(spec.model, sizes)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:
         factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
@@ -92,7 +89,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         dims=dims,
         stages=partition_blocks(model, plan, config.parallel),
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
-        parameter_names=parameter_names(spec, sizes),
+        parameter_names=frozenset(name for name, _ in model.named_parameters()),
         compiled=compiled,
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -103,18 +100,6 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.constraint.per_node),
     )
-
-
-def parameter_names(spec: ModelSpec, sizes: Any) -> frozenset[str]:
-    """Return the names of the complete model's parameters. A parameter shared by two modules is listed once."""
-    return frozenset(name for name, _ in _meta_model(spec.model, sizes).named_parameters())
-
-
-@lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second
-def _meta_model(build: Callable[[Any], Model], sizes: Any) -> Model:
-    """Return the complete model on the meta device. The model is cached, so callers must not change it."""
-    with torch.device("meta"):
-        return build(sizes)
 
 
 def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:

@@ -148,6 +148,15 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     return parse_json_object(Path(path).read_bytes())
 
 
+def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a file, one per line. Ignore all other lines: a killed process leaves an incomplete last line.
+    Raise OSError if the file cannot be read."""
+    with Path(path).open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                yield parse_json_object(line)
+
+
 def try_lock(path: Path, timeout_s: float) -> TextIO | str:
     """Lock a file. The lock is held until the returned file is closed or this process ends for any reason. If another process
     still holds the lock after timeout_s, return a description of that process. Raise OSError if the file cannot be opened."""

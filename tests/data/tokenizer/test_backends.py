@@ -218,7 +218,10 @@ def test_a_tokenizer_json_without_bos_or_eos_is_rejected(exported):
     files = "tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json"
     edit(exported / "tokenizer_config.json", eos_token="<|none|>")
     assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}"
-    (exported / "tokenizer_config.json").write_text("[")
+    for content in (b"[", b"[]", b'{"eos_token": "\xff"}'):
+        (exported / "tokenizer_config.json").write_bytes(content)
+        assert error_of(config) == f"{exported}/tokenizer_config.json is not a JSON object"
+    (exported / "tokenizer_config.json").write_text("{}")
     (exported / "config.json").write_text('{"bos_token_id": 99999, "eos_token_id": true}')
     assert error_of(config) == f"the tokenizer's folder names no BOS token in any of {files}"
     for content in (b"", b"{}", b"\xff", b"{"):

@@ -269,11 +269,13 @@ def _piece_bytes(piece: str) -> int:
 
 
 def _json_object(path: Path) -> dict:
-    """Return the JSON object in a file, or {} if the file is missing or is not a JSON object."""
+    """Return the JSON object in a file, or {} if the file is missing. Raises ConfigError."""
     try:
         return read_json_object(path)
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
+    except ValueError:
+        raise ConfigError("tokenizer.path", f"{path} is not a JSON object") from None
 
 
 def _json_files(contents: dict[str, dict]) -> dict[str, bytes]:
