@@ -5,8 +5,10 @@ import pytest
 
 from trainer.batch import Batch
 from trainer.config import ConfigError
+from trainer.data.sampling import loader
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.sampling.mixture import PERIOD, CombinedSamples, parse_mixture, require_unchanged_phases
+from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.store.store import TokenStore
 
@@ -38,6 +40,16 @@ def test_each_dataset_is_exhausted_before_a_sample_repeats():
         for epoch in range(len(own) // size):
             assert sorted(own[epoch * size : (epoch + 1) * size]) == list(range(size))
         assert len(own) > 2 * size
+
+
+def test_small_datasets_are_permuted_in_one_call_for_all_their_epochs(monkeypatch):
+    """A call takes as long for one index as for hundreds. A dataset of one sample has an epoch for each of its indices."""
+    calls = []
+    monkeypatch.setattr(loader, "permute", lambda index, *key: calls.append(key) or permute(index, *key))
+    indices = order(sizes=(1, 2, 1000))(np.arange(9000))
+    assert len(calls) == 3 and samples_per_dataset(indices, (1, 2, 1000)) == [3000, 3000, 3000]
+    epochs = indices[(indices == 1) | (indices == 2)].reshape(-1, 2)
+    assert set(map(tuple, epochs.tolist())) == {(1, 2), (2, 1)}
 
 
 def test_a_phase_changes_the_weights_and_continues_the_epoch_of_each_dataset():

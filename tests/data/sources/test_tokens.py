@@ -188,7 +188,8 @@ def test_only_token_files_may_be_named(tmp_path):
 @pytest.mark.parametrize("num_tokens", [1, 3, 5])
 def test_a_raw_file_may_be_shorter_than_a_header(tmp_path, num_tokens):
     np.array(ROW[:num_tokens], "<u2").tofile(tmp_path / "x.bin")
-    assert sum(lists(read("tokens", tmp_path / "x.bin")), []) == ROW[:num_tokens]
+    documents = lists(read("tokens", tmp_path / "x.bin"))
+    assert [token for document in documents for token in document] == ROW[:num_tokens]
 
 
 def test_an_empty_token_file_holds_no_documents(tmp_path):
