@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -142,7 +143,8 @@ class SignalForwarder:
             self.signal, self.since = signal.Signals(number), time.monotonic()
         ranks = children()
         for rank in ranks:
-            os.kill(rank, number)
+            with suppress(ProcessLookupError):  # the rank has just ended
+                os.kill(rank, number)
         if repeated or not ranks:
             raise self.stop_now(f"signal {number}", signal.Signals(number))
 
