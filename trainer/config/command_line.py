@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from trainer.config.fields import parse_text, range_error
+from trainer.config.fields import parse_text, range_error, type_name
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
@@ -68,24 +68,23 @@ def utf8(text: str) -> str:
     return text
 
 
-def _number(kind: type[int] | type[float], constraint: Constraint, expected: str) -> Callable[[str], Any]:
-    """Return a function that parses an option's value and checks it. expected: the valid values, as the error
-    message describes them."""
+def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], Any]:
+    """Return the parser of an option whose value is a number from `least` to `most`."""
 
     def parse(text: str) -> int | float:
         with suppress(ValueError):
             value = parse_text(text, kind)
-            if not range_error(value, constraint):
+            if not range_error(value, Constraint(min=least, max=most)):
                 return value
-        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+        raise argparse.ArgumentTypeError(f"{text}: expected {type_name(kind)} from {least} to {most}")
 
     return parse
 
 
-positive_int = _number(int, Constraint(min=1), "an integer of at least 1")
-non_negative_int = _number(int, Constraint(min=0), "an integer of at least 0")
-positive_float = _number(float, Constraint(exclusive_min=0), "a number above 0")
-non_negative_float = _number(float, Constraint(min=0), "a number of at least 0")
+positive_int = number(int, 1, 2**31)
+non_negative_int = number(int, 0, 2**31)
+positive_float = number(float, 1e-18, 1e18)  # products and quotients of two such numbers are finite
+non_negative_float = number(float, 0, 1e18)
 
 
 def die(line: str) -> NoReturn:
