@@ -1,6 +1,8 @@
 """Chunked, vocabulary-parallel cross-entropy. The logits exist for only one chunk of tokens at a time. Under tensor
 parallelism, each rank computes only the logits of its own vocabulary rows."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,6 +14,11 @@ from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
 """Number of weight rows whose gradients are accumulated at a time. Products have the weight's dtype and are summed in fp32."""
+
+
+def chunk_starts(num_tokens: int, chunk_tokens: int) -> Iterable[int]:
+    """Return the index of each chunk's first token. Planning replaces this function by one that simulates a few chunks."""
+    return range(0, num_tokens, chunk_tokens)
 
 
 def _cross_entropy(
@@ -53,7 +60,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
-        for start in range(0, hidden.shape[0], chunk_tokens):
+        for start in chunk_starts(hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = F.linear(hidden[chunk], weight).float()  # (chunk, rows)
             is_target = (labels[chunk] != IGNORE_INDEX)[:, None]
