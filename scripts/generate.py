@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedConfig

@@ -17,6 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config.command_line import (
     Arguments,
     config_from_command_line,

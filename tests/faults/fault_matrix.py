@@ -16,6 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from tests.faults.cases import CASES
 from tests.faults.harness import Failed, FaultHarness, SeededRandom
 from trainer.config.command_line import Arguments, non_negative_int, positive_int

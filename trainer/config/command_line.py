@@ -12,7 +12,8 @@ from trainer.config.fields import parse_text, range_error, type_name
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
-from trainer.system.process import local_rank
+from trainer.system.logging import shorten
+from trainer.system.process import local_rank, restore_interrupt
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -49,8 +50,11 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Call main. On a ConfigError, print one line and exit with code 2. On Ctrl-C, print one line and exit with code 130."""
+    """Check the environment and call main. On a ConfigError, print one line and exit with code 2. On Ctrl-C, print one line and
+    exit with code 130."""
     try:
+        restore_interrupt()
+        check_environment()
         main()
     except ConfigError as error:
         die(str(error))
@@ -87,12 +91,37 @@ positive_float = number(float, 1e-18, 1e18)  # products and quotients of two suc
 non_negative_float = number(float, 0, 1e18)
 
 
+def environment_int(name: str, default: int, least: int, most: int = 2**31) -> int:
+    """Return the value of an environment variable, or its default if it is not set. If it is invalid, print one line and exit."""
+    try:
+        return number(int, least, most)(os.environ.get(name, str(default)))
+    except argparse.ArgumentTypeError as error:
+        die(f"{name}={error}")
+
+
+def check_environment() -> None:
+    """Check LOG_RANK and the variables that torchrun sets. If one is invalid, print one line and exit with code 2."""
+    ranks = os.environ.get("LOG_RANK", "0")
+    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
+        die(f'LOG_RANK={ranks}: expected "all" or a list of ranks such as "0,3"')
+    environment_int("LOCAL_RANK", 0, 0)
+    environment_int("LOCAL_WORLD_SIZE", 1, 1)
+    rank, world_size = environment_int("RANK", 0, 0), environment_int("WORLD_SIZE", 1, 1)
+    if rank >= world_size:
+        die(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
+    if world_size > 1:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                die(f"WORLD_SIZE={world_size}: needs {name} too; torchrun sets both")
+        environment_int("MASTER_PORT", 29500, 1, 65535)
+
+
 def die(line: str) -> NoReturn:
     """Print one line and exit with code 2. Under torchrun, all ranks of a node fail with the same line, but only
     local rank 0 prints it."""
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
-    print(line, file=sys.stderr, flush=True)
+    print(shorten(line), file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -110,9 +139,6 @@ def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> C
     print one line and exit with code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
-    ranks = os.environ.get("LOG_RANK", "0")
-    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
-        die(f'LOG_RANK={ranks}: expected "all" or a list of ranks such as "0,3"')
     try:
         config = load_config([word for word in argv if word != "--print-config"], check_files)
     except ConfigError as error:

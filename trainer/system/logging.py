@@ -8,6 +8,15 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+MAX_LINE = 2000
+"""Maximum number of characters of a message. A message may repeat a value of any length."""
+
+
+def shorten(text: str) -> str:
+    """Return the text, or the beginning and the end of a text that is longer than MAX_LINE: an error's origin and its rule."""
+    half = (MAX_LINE - 5) // 2
+    return text if len(text) <= MAX_LINE else f"{text[:half]} ... {text[-half:]}"
+
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
@@ -22,7 +31,7 @@ def _log(text: str, file: TextIO) -> None:
     if _is_logging_rank():
         rank = f"[rank {_rank()}] " if _rank() else ""
         with suppress(OSError):  # a full disk or a closed terminal must not stop a run
-            print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=file, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
 
 
 def info(text: str) -> None:
