@@ -12,6 +12,7 @@ from trainer.config.fields import parse_text, range_error, type_name
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
+from trainer.system.children import end_children
 from trainer.system.logging import shorten
 from trainer.system.process import local_rank, restore_interrupt
 
@@ -61,7 +62,8 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
-        os._exit(130)  # do not wait for worker processes: they exit with this process
+        end_children()
+        os._exit(130)
 
 
 def utf8(text: str) -> str:

@@ -1,7 +1,6 @@
 """Simulation of one rank's training step with the trainer's own engine, fake tensors and a fake process group."""
 
 import gc
-import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -36,6 +35,7 @@ from trainer.planning.patches import (
 from trainer.planning.recorder import MEMORY_CATEGORIES, ExecutionPoint, Recorder, Traffic
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local
+from trainer.system.children import start_fork_server
 from trainer.system.logging import progress
 from trainer.system.process import cores, die_with_parent
 
@@ -89,17 +89,18 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
     Each job runs in a new process. Otherwise DTensor would use the process groups that it cached for the previous job.
     """
     processes = min(len(jobs), cores())
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.planning.simulate"])
-    with (
-        ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool,
-        progress(len(jobs), "simulation", "simulating") as bar,
-    ):
-        simulations = []
-        for simulation in pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs):
-            simulations.append(simulation)
-            bar.update()
-        return simulations
+    context = start_fork_server(["trainer.planning.simulate"])
+    pool = ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1)
+    simulations = []
+    try:
+        with progress(len(jobs), "simulation", "simulating") as bar:
+            for simulation in pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs):
+                simulations.append(simulation)
+                bar.update()
+    finally:
+        # The pool is not used as a context manager, which would wait for the simulations in progress after Ctrl-C.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return simulations
 
 
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TextIO
@@ -10,6 +11,10 @@ from tqdm import tqdm
 
 MAX_LINE = 2000
 """Maximum number of characters of a message. A message may repeat a value of any length."""
+
+
+_LOCK = threading.RLock()
+"""Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
 
 
 def shorten(text: str) -> str:
@@ -49,4 +54,5 @@ def on_terminal() -> bool:
 
 def progress(total: int | None, unit: str, desc: str) -> tqdm:
     """Return a progress bar, which is shown only on a terminal. total: number of units, or None if unknown."""
+    tqdm.set_lock(_LOCK)
     return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not on_terminal(), leave=False)

@@ -22,6 +22,7 @@ from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.children import children_ignore_interrupts
 from trainer.system.logging import progress
 from trainer.system.process import cores, detach_signals
 
@@ -157,6 +158,8 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
             pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
             # The pool is not used as a context manager, which would wait for the chunks in progress after Ctrl-C.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            with children_ignore_interrupts():
+                pool.submit(os.getpid)  # starts all workers
             results = _in_order(pool, tasks, max_pending=4 * num_workers)
         for num_bytes, chunk in results:
             chunks.append(chunk)
