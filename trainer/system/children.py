@@ -12,13 +12,20 @@ from multiprocessing.context import ForkServerContext
 @contextmanager
 def children_ignore_interrupts() -> Iterator[None]:
     """Context manager in which new processes inherit that SIGINT is blocked, because this process handles Ctrl-C for them. They
-    would otherwise print tracebacks while they import modules."""
+    would otherwise print tracebacks while they import modules. This process handles Ctrl-C when the block ends."""
+    received = []
+    handler = signal.signal(
+        signal.SIGINT, lambda *arguments: received.append(arguments)
+    )  # other threads receive it too
     resource_tracker.ensure_running()  # would unblock SIGINT if it were started later
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if received and callable(handler):
+            handler(*received[0])
 
 
 def end_children() -> None:

@@ -57,8 +57,9 @@ class LocalRanks:
                 for rank in range(self.size):
                     parent_end, rank_end = context.Pipe()
                     rank_args = (rank, self.size, str(Path(folder) / "store"), rank_end, function, args)
-                    processes.append(context.Process(target=_serve, args=rank_args))
-                    processes[-1].start()
+                    process = context.Process(target=_serve, args=rank_args)
+                    process.start()
+                    processes.append(process)
                     rank_end.close()
                     pipes.append(parent_end)
                 return _results(pipes)

@@ -158,8 +158,6 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
             pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
             # The pool is not used as a context manager, which would wait for the chunks in progress after Ctrl-C.
             stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-            with children_ignore_interrupts():
-                pool.submit(os.getpid)  # starts all workers
             results = _in_order(pool, tasks, max_pending=4 * num_workers)
         for num_bytes, chunk in results:
             chunks.append(chunk)
@@ -177,7 +175,8 @@ def _in_order(
     pending = deque()
     try:
         for task in tasks:
-            pending.append(pool.submit(_tokenize_in_worker, *task))
+            with children_ignore_interrupts():  # the pool starts a worker when no worker is idle
+                pending.append(pool.submit(_tokenize_in_worker, *task))
             if len(pending) > max_pending:
                 yield pending.popleft().result()
         while pending:
