@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config.fields import parse_text, range_error, type_name
@@ -13,6 +14,7 @@ from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
+from trainer.system.files import folder_error
 from trainer.system.logging import shorten
 from trainer.system.process import local_rank, restore_interrupt
 
@@ -72,6 +74,12 @@ def utf8(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("expected UTF-8 text") from None
     return text
+
+
+def existing_folder(text: str) -> Path:
+    if problem := folder_error(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
 
 
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], Any]:
