@@ -5,8 +5,8 @@ import sys
 from contextlib import suppress
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import config_from_command_line, one_line_errors
-from trainer.system.process import die_with_parent, local_rank
+from trainer.config.command_line import check_environment, config_from_command_line, one_line_errors
+from trainer.system.process import die_with_parent, exit_on_interrupt, local_rank, restore_interrupt
 
 
 def run(config: Config) -> int:
@@ -58,10 +58,13 @@ def run(config: Config) -> int:
 def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # no rank survives a launcher that is killed
+    exit_on_interrupt()
+    check_environment()
     config = config_from_command_line(sys.argv[1:])
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # torch reads this when it is imported. Segments that can grow leave less unused GPU memory between allocations.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    restore_interrupt()
     code = 1
     try:
         code = run(config)

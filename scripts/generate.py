@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 import torch.distributed as dist
 
 from trainer.config import ConfigError, DistributedConfig
@@ -21,6 +26,7 @@ from trainer.config.command_line import (
     die,
     non_negative_float,
     non_negative_int,
+    number,
     positive_int,
     run_to_end,
     utf8,
@@ -34,13 +40,6 @@ from trainer.runtime.device import DTYPES
 
 _TIMEOUT_S = 7 * 24 * 3600.0
 """Timeout of the collectives in seconds. It is long, because the other ranks wait while rank 0 reads a line from the user."""
-
-
-def probability(text: str) -> float:
-    value = non_negative_float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
-    return value
 
 
 def print_on_rank_0(text: str) -> None:
@@ -115,7 +114,13 @@ def main() -> None:
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
     add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")
     add("--top-k", type=non_negative_int, default=0, metavar="K", help="sample among the K most likely tokens; 0: all")
-    add("--top-p", type=probability, default=1.0, metavar="P", help="nucleus sampling: total probability of candidates")
+    add(
+        "--top-p",
+        type=number(float, 1e-18, 1),
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling: total probability of candidates",
+    )
     add("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the sampling")
     add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
     add("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device of the model")

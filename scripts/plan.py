@@ -17,17 +17,23 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config.command_line import (
     Arguments,
     config_from_command_line,
     die,
     non_negative_float,
+    number,
     one_line_errors,
     positive_float,
     positive_int,
     run_to_end,
 )
-from trainer.planning.estimate import Hardware, estimate
+from trainer.planning.estimate import MAX_RANKS, Hardware, estimate
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
@@ -72,7 +78,7 @@ def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Arguments(__doc__, settings=True)
     add = parser.add_argument
-    add("--world-size", type=positive_int, default=8, metavar="N", help="number of ranks")
+    add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
     add("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
     add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"

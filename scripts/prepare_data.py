@@ -14,6 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
 from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
 from trainer.data.prepare.prepare import prepare

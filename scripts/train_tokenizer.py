@@ -14,8 +14,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
+from trainer.config.command_line import (
+    Arguments,
+    config_from_command_line,
+    die,
+    one_line_errors,
+    positive_int,
+    run_to_end,
+)
 from trainer.data.datasets import all_dataset_configs, blame_setting
 from trainer.data.prepare.tokenize import check_bad_documents
 from trainer.data.sources import BadDocument, open_source
@@ -78,7 +90,7 @@ def main() -> None:
     parser = Arguments(__doc__, settings=True)
     parser.add_argument("out", type=Path, help="rank file to write")
     vocab_help = f"number of tokens, including {NUM_SPECIAL} special tokens"
-    parser.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=vocab_help)
+    parser.add_argument("--vocab-size", type=positive_int, default=2048, metavar="N", help=vocab_help)
     args, settings = parser.parse_known_args()
     if not args.out.parent.is_dir():
         die(f"{args.out}: {args.out.parent} is not a folder")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -19,15 +20,8 @@ from typing import NoReturn
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.config.command_line import config_from_command_line, die, one_line_errors, run_to_end
+from trainer.config.command_line import config_from_command_line, die, environment_int, one_line_errors, run_to_end
 from trainer.system.process import cores
-
-
-def _env_int(name: str, default: int, minimum: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or int(text) < minimum:
-        die(f"{name}={text}: expected an integer of at least {minimum}")
-    return int(text)
 
 
 @dataclass(frozen=True)
@@ -46,15 +40,13 @@ class TorchrunOptions:
 
     @classmethod
     def from_environment(cls) -> "TorchrunOptions":
-        ranks = _env_int("NGPU", 1, 1)
+        ranks = environment_int("NGPU", 1, 1, 4096)
         min_nodes, max_nodes = _num_nodes()
-        node = _env_int("NODE_RANK", 0, 0)
-        port = _env_int("MASTER_PORT", 29500, 1)
-        if port > 65535:
-            die(f"MASTER_PORT={port}: must be at most 65535")
+        node = environment_int("NODE_RANK", 0, 0)
+        port = environment_int("MASTER_PORT", 29500, 1, 65535)
         if node >= max_nodes:
             die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
-        restarts = _env_int("MAX_RESTARTS", 0, 0)
+        restarts = environment_int("MAX_RESTARTS", 0, 0)
         if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
             die(f"NNODES={max_nodes}: set MASTER_ADDR to the host name of the first node")
         return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
@@ -80,7 +72,7 @@ class TorchrunOptions:
 def _num_nodes() -> tuple[int, int]:
     """Return the minimum and the maximum number of nodes. NNODES is one number, or the minimum and the maximum, such as 2:4."""
     text = os.environ.get("NNODES", "1")
-    match = re.fullmatch("([0-9]+)(?::([0-9]+))?", text)
+    match = re.fullmatch("([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]):
         die(f"NNODES={text}: expected an integer of at least 1, or a minimum and a maximum such as 2:4")
     return int(match[1]), int(match[2] or match[1])
@@ -142,7 +134,8 @@ class SignalForwarder:
             self.signal, self.since = signal.Signals(number), time.monotonic()
         ranks = children()
         for rank in ranks:
-            os.kill(rank, number)
+            with suppress(ProcessLookupError):  # the rank has just ended
+                os.kill(rank, number)
         if repeated or not ranks:
             raise self.stop_now(f"signal {number}", signal.Signals(number))
 

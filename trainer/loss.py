@@ -1,7 +1,7 @@
 """Chunked, vocabulary-parallel cross-entropy. The logits exist for only one chunk of tokens at a time. Under tensor
 parallelism, each rank computes only the logits of its own vocabulary rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -54,6 +54,11 @@ def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]
     return torch.compile(_loss_and_gradient, fullgraph=True, dynamic=False)
 
 
+def chunk_starts(num_tokens: int, chunk_tokens: int) -> Iterable[int]:
+    """Return the index of each chunk's first token. Planning replaces this function by one that simulates a few chunks."""
+    return range(0, num_tokens, chunk_tokens)
+
+
 def _cross_entropy(
     logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -101,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
-        for start in range(0, hidden.shape[0], chunk_tokens):
+        for start in chunk_starts(hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, needs_gradient)
             total += loss

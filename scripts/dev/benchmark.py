@@ -18,6 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 import numpy as np
 import tiktoken.load
 import torch
@@ -28,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.config.command_line import Arguments, positive_float, positive_int, run_to_end
+from trainer.config.command_line import Arguments, existing_folder, positive_float, positive_int, run_to_end
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
@@ -36,7 +41,7 @@ from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.process import cores
+from trainer.system.process import cores, memory_available
 from trainer.system.units import GIB
 from trainer.testing.layouts import Table
 from trainer.testing.ranks import LocalRanks
@@ -80,7 +85,7 @@ def saves(folder: Path, gib: float, repeats: int) -> dict[str, list[tuple[float,
     return times
 
 
-def print_saves(gib: float, ranks: int, repeats: int, folder: str | None) -> None:
+def print_saves(gib: float, ranks: int, repeats: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         of_ranks = LocalRanks(ranks).run(saves, Path(own), gib, repeats)
     table = Table(mode="<10", blocked=">10", of_off=">9", min_to_max=">18", background=">12")
@@ -169,7 +174,7 @@ def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], i
     return {"memory-mapped rows alone": baseline, "loaded from the store": load}
 
 
-def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: str | None) -> None:
+def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         rates = interleaved(preparing(Path(own), mib, load_tokenizer(TokenizerConfig())), repeats)
         rates |= interleaved(loading(_store_in(Path(own)), local_batch, seq), repeats)
@@ -202,8 +207,13 @@ def main() -> None:
         command.add_argument(f"--{option}", type=positive_int, default=default, metavar="N", help=text)
     checkpoint.add_argument("--gib", type=positive_float, default=1.2, metavar="X", help="size of the state in GiB")
     for command in (checkpoint, data):
-        command.add_argument("--folder", metavar="PATH", help="folder to write to (default: a temporary folder)")
+        command.add_argument(
+            "--folder", type=existing_folder, metavar="PATH", help="parent of the temporary folder that is written"
+        )
     args = vars(parser.parse_args())
+    free = memory_available()
+    if free is not None and args.get("gib", 0) * GIB > free:
+        parser.error(f"--gib {args['gib']:g}: must be less than the free memory of {free / GIB:.1f} GiB")
     run = {"checkpoint": print_saves, "data": print_data}[args.pop("command")]
     run(**args)
 

@@ -16,6 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.planning.simulate import Simulation, simulate

@@ -14,10 +14,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, positive_int, run_to_end
+from trainer.config.command_line import Arguments, number, run_to_end
 from trainer.config.load import load_config
-from trainer.planning.estimate import Hardware, estimate
+from trainer.planning.estimate import MAX_RANKS, Hardware, estimate
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.system.units import GIB
@@ -77,7 +82,9 @@ def main() -> None:
     silence_profiler()
     parser = Arguments(__doc__, settings=True)
     parser.add_argument("--device", choices=SHORT_NAMES, help="plan for this device instead of measuring")
-    parser.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="number of ranks of a plan")
+    parser.add_argument(
+        "--world-size", type=number(int, 1, MAX_RANKS), default=1, metavar="N", help="number of ranks of a plan"
+    )
     names_help = f"techniques to add, in this order; available: {', '.join(TECHNIQUES)} (default: all)"
     parser.add_argument(
         "--techniques", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help=names_help

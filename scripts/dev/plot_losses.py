@@ -8,6 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from scripts.compare_runs import losses
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.planning.report import canvas

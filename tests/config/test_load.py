@@ -125,6 +125,10 @@ COMMAND_LINES = {
     "--data.token_dtype uint32": "--data.token_dtype uint32: has an effect only with a tokens dataset",
     "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is not a valid name",
     "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
+    f"--model.overrides.dim {2**63}": f"--model.overrides.dim {2**63}: must be a 64-bit integer",
+    f"--parallel.reshard_after_forward -{10**400}": (
+        f"--parallel.reshard_after_forward -{10**400}: must be a 64-bit integer"
+    ),
     "--data.held_out_fraction 0": (
         f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0"
     ),
@@ -180,6 +184,23 @@ def test_invalid_toml_is_an_error_with_its_position(text, tmp_path):
     line = error_of(["--config", str(file)])
     assert line.startswith(f"--config {file}: not valid TOML: ")
     assert line.endswith(")")  # (at line 1, column 10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "steps = 1" + 5000 * "0",
+        "steps = 0x1" + 5000 * "0",
+        "steps" + 2000 * ".a" + " = 1",
+        "steps = " + 2000 * "[" + 2000 * "]",
+        "steps = " + 2000 * "{a=" + "1" + 2000 * "}",
+    ],
+    ids=["digits", "hexadecimal digits", "keys", "lists", "tables"],
+)
+def test_values_that_are_too_long_or_nested_too_deep_are_an_error(text, tmp_path):
+    (tmp_path / "x.toml").write_text(f"[training]\n{text}")
+    line = error_of(["--config", f"{tmp_path}/x.toml"])
+    assert line == f"--config {tmp_path}/x.toml: a value is too long or nested too deep"
 
 
 def test_a_missing_file_suggests_a_similar_name(tmp_path):

@@ -245,15 +245,19 @@ def test_a_run_with_invalid_data_leaves_no_folder(tiny, tmp_path):
 
 
 VARIABLES = {
-    "NGPU=two": "NGPU=two: expected an integer of at least 1",
-    "NGPU=0": "NGPU=0: expected an integer of at least 1",
+    "NGPU=two": "NGPU=two: expected an integer from 1 to 4096",
+    "NGPU=0": "NGPU=0: expected an integer from 1 to 4096",
     "NNODES=4:2": "NNODES=4:2: expected an integer of at least 1, or a minimum and a maximum such as 2:4",
     "NNODES=x": "NNODES=x: expected an integer of at least 1, or a minimum and a maximum such as 2:4",
     "NNODES=2": "NNODES=2: set MASTER_ADDR to the host name of the first node",
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
-    "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: must be at most 65535",
+    "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: expected an integer from 1 to 65535",
     "LOG_RANK=first": 'LOG_RANK=first: expected "all" or a list of ranks such as "0,3"',
-    "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected an integer of at least 1",
+    "WORLD_SIZE=abc": "WORLD_SIZE=abc: expected an integer from 1 to 2147483648",
+    "LOCAL_RANK=x": "LOCAL_RANK=x: expected an integer from 0 to 2147483648",
+    "RANK=1 WORLD_SIZE=1": "RANK=1: must be below WORLD_SIZE=1",
+    "RANK=1 WORLD_SIZE=2": "WORLD_SIZE=2: needs MASTER_ADDR too; torchrun sets both",
+    "NGPU=2 MASTER_PORT=http": "MASTER_PORT=http: expected an integer from 1 to 65535",
 }
 
 

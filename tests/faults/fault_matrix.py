@@ -16,9 +16,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from tests.faults.cases import CASES
 from tests.faults.harness import Failed, FaultHarness, SeededRandom
-from trainer.config.command_line import Arguments, non_negative_int, positive_int
+from trainer.config import ConfigError
+from trainer.config.command_line import Arguments, existing_folder, non_negative_int, positive_int, run_to_end
+from trainer.system.files import parse_json_object
 
 SOAK = 48
 """The case that takes an hour."""
@@ -49,7 +56,17 @@ def run_case(harness: FaultHarness, case: int, trials: int, seed: int, path: Pat
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the results in the file. Raises ConfigError if the file cannot be read or was not written by this script."""
+    try:
+        results = [parse_json_object(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        if all({"case", "trial", "seed", "problem", "summary"} <= result.keys() for result in results):
+            return results
+        problem = "a line is not a result of this script"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except ValueError:
+        problem = "a line is not a JSON object"
+    raise ConfigError("", f"--results {path}: {problem}")
 
 
 def report(path: Path) -> bool:
@@ -74,7 +91,9 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, default=Path("outputs/fault_matrix.jsonl"), metavar="FILE", help="file of all results"
     )
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="parent of the temporary folder of the runs")
+    parser.add_argument(
+        "--folder", type=existing_folder, metavar="PATH", help="parent of the temporary folder of the runs"
+    )
     parser.add_argument(
         "--seed",
         type=non_negative_int,
@@ -101,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_to_end(main)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.commands import run_script
 from tests.faults import fault_matrix
 from tests.faults.cases import CASES
 from tests.faults.fault_matrix import run_trial
@@ -32,6 +33,22 @@ def test_runs_that_differ_are_reported(harness):
     assert harness.run(harness.fresh("other"), 1, [*flags, "--run.seed", "1"]).wait().code == 0
     with pytest.raises(Failed, match="content differs from the reference run"):
         harness.assert_same_final_state("other", 1, flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read (Is a directory)"),
+        (b"\xff", "a line is not a JSON object"),
+        (b"{", "a line is not a JSON object"),
+        (b"{}", "a line is not a result of this script"),
+    ],
+)
+def test_a_file_without_results_is_an_error_of_one_line(content, problem, tmp_path):
+    path = tmp_path / "results"
+    path.write_bytes(content) if content is not None else path.mkdir()
+    done = run_script("tests/faults/fault_matrix.py", "--report", "--results", path)
+    assert (done.returncode, done.stderr) == (2, f"--results {path}: {problem}\n")
 
 
 def test_results_accumulate_and_failures_are_reported(tmp_path, capsys, monkeypatch):

@@ -141,6 +141,20 @@ def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
     assert [len(tokens) for tokens in ranks(1).run(generated, chat_run, PROMPT, 12, GREEDY, 9)] == [3]
 
 
+def generated_from_nan(folder):
+    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    with torch.no_grad():
+        next(generator.model.parameters()).fill_(float("nan"))
+    next(generator.generate(PROMPT, GREEDY, 0, (), 1))
+
+
+def test_a_model_with_non_finite_logits_is_an_error(ranks, chat_run):
+    with pytest.raises(
+        RankError, match="step-00000020: the model returns non-finite logits, so it cannot generate text"
+    ):
+        ranks(1).run(generated_from_nan, chat_run)
+
+
 @pytest.mark.parametrize(
     ("sampling", "possible"),
     [
@@ -149,11 +163,13 @@ def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
         (Sampling(temperature=1.0, top_p=0.7), {0, 1}),
         (Sampling(temperature=0), {0}),
         (Sampling(temperature=1e-3), {0}),
+        (Sampling(temperature=1e-38), {0}),
+        (Sampling(temperature=1.0, top_p=1e-300), {0}),
         (Sampling(temperature=1.0), {0, 1, 2, 3}),
     ],
 )
 def test_sampling_draws_only_tokens_that_pass_its_filters(sampling, possible):
-    logits = torch.tensor([0.55, 0.25, 0.15, 0.05]).log()
+    logits = torch.tensor([0.55, 0.25, 0.15, 0.05], dtype=torch.float64).log()
     generator = torch.Generator().manual_seed(0)
     assert {sample(logits, sampling, generator) for _ in range(300)} == possible
 
@@ -215,7 +231,8 @@ def test_a_tokenizer_configuration_that_is_not_utf_8_is_one_line(ranks, chat_run
         ([], "expected either --prompt TEXT or --chat"),
         (["--prompt", "a\udcff"], "argument --prompt: expected UTF-8 text"),
         (["--prompt", "x", "--system", "y"], "--system has no effect without --chat"),
-        (["--prompt", "x", "--top-p", "2"], "argument --top-p: 2: must be above 0 and at most 1"),
+        (["--prompt", "x", "--seed", 2**64], f"argument --seed: {2**64}: expected an integer from 0 to 2147483648"),
+        (["--prompt", "x", "--top-p", "2"], "argument --top-p: 2: expected a number from 1e-18 to 1"),
     ],
 )
 def test_errors_of_the_command_line_are_one_line(words, line):

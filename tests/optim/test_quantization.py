@@ -66,6 +66,15 @@ def test_quantizing_dequantized_values_reproduces_them(signed):
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_skipped_steps_do_not_change_moments_whose_scale_is_subnormal(signed):
+    """A skipped step quantizes the dequantized moments."""
+    values = torch.tensor(_values(signed))
+    scales = torch.arange(1, 200) * 2.0**-149
+    first = quantize((values * scales[:, None]), signed)[0]
+    assert (first[:, -1] == scales).all() and torch.equal(quantize(first, signed)[0], first)
+
+
 def test_matrices_of_complete_blocks_are_quantizable():
     assert is_quantizable(torch.empty(3, BLOCK_SIZE)) and is_quantizable(torch.empty(0, 2 * BLOCK_SIZE))
     assert not is_quantizable(torch.empty(3, BLOCK_SIZE + 8)) and not is_quantizable(torch.empty(BLOCK_SIZE))

@@ -2,13 +2,19 @@
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 import trainer.planning.simulate
 from tests.optim.test_offload import IN_BACKWARD
 from trainer.config.load import load_config
+from trainer.loss import CrossEntropyHead
+from trainer.planning.patches import bound_loss_chunks
+from trainer.planning.recorder import Recorder
 from trainer.planning.simulate import Simulation, simulate
 from trainer.testing.allocations import measure
 
@@ -58,6 +64,25 @@ def test_microbatches_that_are_not_simulated_are_counted():
 
     for a, b, c in zip(sum_of(three), sum_of(four), sum_of(seven), strict=True):
         assert c == pytest.approx(b + 3 * (b - a))
+
+
+def recorded_loss(num_tokens, bounded):
+    recorder = Recorder()
+    bound = bound_loss_chunks(recorder) if bounded else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), bound:
+        hidden, weight = (torch.empty(*shape, requires_grad=True) for shape in ((1, num_tokens, 8), (50, 8)))
+        labels = torch.zeros(1, num_tokens, dtype=torch.int64)
+        with recorder:
+            CrossEntropyHead(labels, 4)(hidden, weight).backward()
+    return recorder
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 5, 12, 13, 40, 42])
+def test_a_loss_of_three_simulated_chunks_costs_as_much_as_the_complete_one(num_tokens):
+    complete, partial = (recorded_loss(num_tokens, bounded) for bounded in (False, True))
+    assert partial.op_costs == complete.op_costs and partial.weight == 1
+    peaks = [recorder.timeline(lambda _: True).sum(axis=0).max() for recorder in (complete, partial)]
+    assert peaks[0] == peaks[1] and partial.num_events <= recorded_loss(12, False).num_events
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

@@ -2,8 +2,11 @@
 
 import sys
 
+import pytest
+
 from scripts.dev import benchmark
 from scripts.dev.benchmark import main
+from tests.commands import run_script
 
 
 def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
@@ -17,6 +20,18 @@ def test_saves_are_measured_in_every_mode(monkeypatch, capsys, tmp_path):
     assert [line[0] for line in table] == ["off", "thread", "process"]
     assert all(float(line[1]) > 0 for line in table)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--gib", "1e18"], "--gib 1e+18: must be less than the free memory of "),
+        (["--folder", "no/such"], "argument --folder: no/such: no such folder"),
+    ],
+)
+def test_errors_of_the_command_line_are_one_line(words, line):
+    done = run_script("scripts/dev/benchmark.py", "checkpoint", *words)
+    assert done.returncode == 2 and done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1
 
 
 def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys):

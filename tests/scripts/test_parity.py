@@ -69,8 +69,8 @@ LINES = {
     ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: tp is given twice",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
-    ("--steps", "0"): "argument --steps: 0: expected an integer of at least 1",
-    ("--microbatches", "0"): "argument --microbatches: 0: expected an integer of at least 1",
+    ("--steps", "0"): "argument --steps: 0: expected an integer from 1 to 2147483648",
+    ("--microbatches", "0"): "argument --microbatches: 0: expected an integer from 1 to 2147483648",
 }
 
 

@@ -1,6 +1,7 @@
 """scripts/plan.py, as users call it."""
 
 import json
+import sys
 
 import pytest
 import tomli
@@ -60,6 +61,8 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
         (["--plot", "no/memory.png"], "--plot no/memory.png: folder no does not exist"),
         (["--search", "--json"], "--search prints a table: it cannot be combined with --json, --tokens or --plot"),
         (["--plot", "/proc/memory.png"], "--plot /proc/memory.png: cannot be written ("),
+        (["--memory-gib", "1e300"], "argument --memory-gib: 1e300: expected a number from 1e-18 to 1e+18"),
+        (["--world-size", "1000000"], "argument --world-size: 1000000: expected an integer from 1 to 100000"),
         (["--reserve-gib", "500"], "--reserve-gib 500: must be less than the device's memory of 79.1 GiB"),
         (
             ["--search", "--world-size", "5", "--training.global_batch_size", "32"],
@@ -81,6 +84,13 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
 def test_a_run_that_cannot_be_planned_is_one_line(flags, line):
     ended = plan(*flags)
     assert ended.returncode == 2 and ended.stderr.startswith(line) and len(ended.stderr.splitlines()) == 1
+
+
+def test_a_plot_without_matplotlib_leaves_no_file(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    ended = plan("--plot", tmp_path / "memory.png")
+    line = f"--plot {tmp_path}/memory.png: needs the package matplotlib: pip install matplotlib\n"
+    assert (ended.returncode, ended.stderr, list(tmp_path.iterdir())) == (2, line, [])
 
 
 def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():

@@ -6,13 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.config.fields import parse_text, range_error
+from trainer.config.fields import parse_text, range_error, type_name
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
-from trainer.system.process import local_rank
+from trainer.system.children import end_children
+from trainer.system.files import folder_error
+from trainer.system.logging import shorten
+from trainer.system.process import local_rank, restore_interrupt
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -49,15 +53,19 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Call main. On a ConfigError, print one line and exit with code 2. On Ctrl-C, print one line and exit with code 130."""
+    """Check the environment and call main. On a ConfigError, print one line and exit with code 2. On Ctrl-C, print one line and
+    exit with code 130."""
     try:
+        restore_interrupt()
+        check_environment()
         main()
     except ConfigError as error:
         die(str(error))
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
-        os._exit(130)  # do not wait for worker processes: they exit with this process
+        end_children()
+        os._exit(130)
 
 
 def utf8(text: str) -> str:
@@ -68,24 +76,54 @@ def utf8(text: str) -> str:
     return text
 
 
-def _number(kind: type[int] | type[float], constraint: Constraint, expected: str) -> Callable[[str], Any]:
-    """Return a function that parses an option's value and checks it. expected: the valid values, as the error
-    message describes them."""
+def existing_folder(text: str) -> Path:
+    if problem := folder_error(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
+
+
+def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], Any]:
+    """Return the parser of an option whose value is a number from `least` to `most`."""
 
     def parse(text: str) -> int | float:
         with suppress(ValueError):
             value = parse_text(text, kind)
-            if not range_error(value, constraint):
+            if not range_error(value, Constraint(min=least, max=most)):
                 return value
-        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+        raise argparse.ArgumentTypeError(f"{text}: expected {type_name(kind)} from {least} to {most}")
 
     return parse
 
 
-positive_int = _number(int, Constraint(min=1), "an integer of at least 1")
-non_negative_int = _number(int, Constraint(min=0), "an integer of at least 0")
-positive_float = _number(float, Constraint(exclusive_min=0, max=1e15), "a number above 0 and at most 1e15")
-non_negative_float = _number(float, Constraint(min=0), "a number of at least 0")
+positive_int = number(int, 1, 2**31)
+non_negative_int = number(int, 0, 2**31)
+positive_float = number(float, 1e-18, 1e18)  # products and quotients of two such numbers are finite
+non_negative_float = number(float, 0, 1e18)
+
+
+def environment_int(name: str, default: int, least: int, most: int = 2**31) -> int:
+    """Return the value of an environment variable, or its default if it is not set. If it is invalid, print one line and exit."""
+    try:
+        return number(int, least, most)(os.environ.get(name, str(default)))
+    except argparse.ArgumentTypeError as error:
+        die(f"{name}={error}")
+
+
+def check_environment() -> None:
+    """Check LOG_RANK and the variables that torchrun sets. If one is invalid, print one line and exit with code 2."""
+    ranks = os.environ.get("LOG_RANK", "0")
+    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
+        die(f'LOG_RANK={ranks}: expected "all" or a list of ranks such as "0,3"')
+    environment_int("LOCAL_RANK", 0, 0)
+    environment_int("LOCAL_WORLD_SIZE", 1, 1)
+    rank, world_size = environment_int("RANK", 0, 0), environment_int("WORLD_SIZE", 1, 1)
+    if rank >= world_size:
+        die(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
+    if world_size > 1:
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                die(f"WORLD_SIZE={world_size}: needs {name} too; torchrun sets both")
+        environment_int("MASTER_PORT", 29500, 1, 65535)
 
 
 def die(line: str) -> NoReturn:
@@ -93,7 +131,7 @@ def die(line: str) -> NoReturn:
     local rank 0 prints it."""
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
-    print(line, file=sys.stderr, flush=True)
+    print(shorten(line), file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -111,9 +149,6 @@ def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> C
     print one line and exit with code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
-    ranks = os.environ.get("LOG_RANK", "0")
-    if ranks != "all" and not all(rank.isdecimal() for rank in ranks.split(",")):
-        die(f'LOG_RANK={ranks}: expected "all" or a list of ranks such as "0,3"')
     try:
         config = load_config([word for word in argv if word != "--print-config"], check_files)
     except ConfigError as error:

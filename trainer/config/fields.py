@@ -149,6 +149,7 @@ def range_error(value: Any, constraint: Constraint) -> str:
         f"must be at least {least}": least is None or value >= least,
         f"must be at most {most}": most is None or value <= most,
         f"must be above {above}": above is None or value > above,
+        "must be a 64-bit integer": isinstance(value, float) or -(2**63) <= value < 2**63,
     }
     return next((rule for rule, is_met in rules.items() if not is_met), "")
 

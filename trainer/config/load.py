@@ -86,7 +86,9 @@ def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], A
 
 def _read_toml(file: str) -> dict[str, Any]:
     try:
-        return tomli.loads(Path(file).read_text(encoding="utf-8-sig"))
+        content = tomli.loads(Path(file).read_text(encoding="utf-8-sig"))
+        toml_value(content)  # error messages show values in this form
+        return content
     except FileNotFoundError:
         siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
         problem = f"no such file{did_you_mean(file, siblings)}"
@@ -98,8 +100,8 @@ def _read_toml(file: str) -> dict[str, Any]:
         problem = f"not UTF-8 text (byte {error.start})"
     except tomli.TOMLDecodeError as error:
         problem = f"not valid TOML: {error}"
-    except (ValueError, RecursionError):  # the file contains thousands of digits or brackets
-        problem = "cannot be parsed as TOML"
+    except (ValueError, RecursionError):  # a number has thousands of digits, or values are nested hundreds of times
+        problem = "a value is too long or nested too deep"
     raise ConfigError("", f"--config {file}: {problem}")
 
 

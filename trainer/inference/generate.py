@@ -55,10 +55,11 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Sample a token. logits: fp32, shape (vocabulary,), on the CPU so that the random numbers do not depend on the device."""
+    """Sample a token. logits: fp64, shape (vocabulary,), on the CPU so that the random numbers do not depend on the device."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    ordered, tokens = (logits / sampling.temperature).sort(descending=True, stable=True)
+    scaled = (logits - logits.max()) / sampling.temperature  # at most 0, so that a low temperature cannot overflow
+    ordered, tokens = scaled.sort(descending=True, stable=True)
     if sampling.top_k:
         ordered, tokens = ordered[: sampling.top_k], tokens[: sampling.top_k]
     probs = ordered.softmax(0)
@@ -76,6 +77,7 @@ class TextGenerator:
         the model's own template. Raises ConfigError if the model cannot be loaded or the KV cache does not fit into memory."""
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = WeightSource(folder)
+        self.folder = folder
         self.device = device
         self.tokenizer, own_template, trained_seq_len = _load_tokenizer(folder, weights)
         self.chat_template = chat_template or own_template
@@ -131,7 +133,8 @@ class TextGenerator:
 
     @torch.no_grad()
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        """Return the logits of the next token, shape (tokenizer.vocab_size,), fp32, on the CPU."""
+        """Return the logits of the next token, shape (tokenizer.vocab_size,), fp64, on the CPU. Raises ConfigError if a logit is
+        non-finite."""
         start = 0
         while start < min(len(self.cached_tokens), len(tokens) - 1) and self.cached_tokens[start] == tokens[start]:
             start += 1
@@ -141,7 +144,10 @@ class TextGenerator:
         positions = torch.arange(start, len(tokens), device=self.device)[None]
         logits = self.model(new, positions, torch.zeros_like(new))
         self.cached_tokens = list(tokens)
-        return logits[0, -1, : self.tokenizer.vocab_size].float().cpu()
+        logits = logits[0, -1, : self.tokenizer.vocab_size].double().cpu()
+        if not logits.isfinite().all():
+            raise ConfigError("", f"{self.folder}: the model returns non-finite logits, so it cannot generate text")
+        return logits
 
 
 class TextStream:

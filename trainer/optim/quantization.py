@@ -68,9 +68,9 @@ class BlockQuantizer:
         return (relative.view(*scales.shape, BLOCK_SIZE) * scales[:, :, None]).flatten(1)
 
     def quantize_(self, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Write the quantized matrix to `codes` and `scales`. Quantizing a result of `dequantize` loses no precision."""
+        """Write the quantized matrix to `codes` and `scales`. Quantizing a result of `dequantize` does not change the values."""
         blocks = matrix.unflatten(1, (-1, BLOCK_SIZE))
         scales.copy_(blocks.abs().amax(2))
-        smallest = torch.finfo(torch.float32).tiny
-        relative = (blocks / scales.clamp(min=smallest)[:, :, None]).flatten(1)
+        divisors = scales.where(scales != 0, 1.0)  # no lower bound: scales may be subnormal
+        relative = (blocks / divisors[:, :, None]).flatten(1)
         codes.copy_(torch.bucketize(relative, self.boundaries, out_int32=True))

@@ -13,6 +13,8 @@ from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from trainer import loss
+from trainer.loss import chunk_starts
 from trainer.parallel.attention import AttentionBackend
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
@@ -105,6 +107,24 @@ def ignore_sharding_trials(recorder: Recorder) -> Iterator[None]:
             return propagate(propagator, *args)
 
     with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", wrapper):
+        yield
+
+
+@contextmanager
+def bound_loss_chunks(recorder: Recorder) -> Iterator[None]:
+    """Context manager that simulates at most three chunks of each loss: the first, one that represents all others, and the last,
+    which may be shorter."""
+
+    def starts(num_tokens: int, chunk_tokens: int) -> Iterator[int]:
+        every = chunk_starts(num_tokens, chunk_tokens)
+        yield every[0]
+        if len(every) > 2:
+            with patch.object(recorder, "weight", recorder.weight * (len(every) - 2)):
+                yield every[1]
+        if len(every) > 1:
+            yield every[-1]
+
+    with patch.object(loss, "chunk_starts", starts):
         yield
 
 

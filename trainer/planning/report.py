@@ -196,8 +196,9 @@ def canvas(path: Path) -> Any:
             raise ConfigError("", f"the file name must end in {' or '.join(PLOT_FORMATS)}")
         if not path.parent.is_dir():
             raise ConfigError("", f"folder {path.parent} does not exist")
+        figure = require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
         path.touch()
-        return require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
+        return figure
     except ConfigError as error:
         problem = error.message
     except OSError as error:

@@ -1,7 +1,6 @@
 """Simulation of one rank's training step with the trainer's own engine, fake tensors and a fake process group."""
 
 import gc
-import multiprocessing
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,6 +26,7 @@ from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 from trainer.planning.patches import (
     FAKE_GPU_KERNELS,
     annotate_fsdp,
+    bound_loss_chunks,
     fused_norms,
     ignore_sharding_trials,
     record_host_buffers,
@@ -35,6 +35,8 @@ from trainer.planning.patches import (
 from trainer.planning.recorder import MEMORY_CATEGORIES, ExecutionPoint, Recorder, Traffic
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local
+from trainer.system.children import start_fork_server
+from trainer.system.logging import progress
 from trainer.system.process import cores, die_with_parent
 
 CPU = torch.device("cpu")
@@ -87,10 +89,18 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
     Each job runs in a new process. Otherwise DTensor would use the process groups that it cached for the previous job.
     """
     processes = min(len(jobs), cores())
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.planning.simulate"])
-    with ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool:
-        return list(pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs))
+    context = start_fork_server(["trainer.planning.simulate"])
+    pool = ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1)
+    simulations = []
+    try:
+        with progress(len(jobs), "simulation", "simulating") as bar:
+            for simulation in pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs):
+                simulations.append(simulation)
+                bar.update()
+    finally:
+        # The pool is not used as a context manager, which would wait for the simulations in progress after Ctrl-C.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return simulations
 
 
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:
@@ -102,7 +112,13 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     meshes = Meshes(resolved.dims, CPU)
     parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, fused_norms(on_gpu), record_host_buffers() as buffers:
+    recorder = Recorder(on_gpu)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as fake,
+        fused_norms(on_gpu),
+        bound_loss_chunks(recorder),
+        record_host_buffers() as buffers,
+    ):
         engine = Engine(config, resolved, CPU, meshes, parts, set(resolved.parameter_names))
         if pipelined:
             skip_shape_negotiation(engine.forward_backward.schedule)
@@ -110,7 +126,6 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
         _update(engine, [_batch(config) for _ in range(simulated if pipelined else min(simulated, 2))])
         engine.optimizer.start_step(1e-4)
         offloaded = on_gpu and config.parallel.cpu_offload
-        recorder = Recorder(on_gpu)
         _register_preallocated(recorder, engine, fake, on_gpu, offloaded, buffers)
         _annotate_grads(engine, recorder, offloaded)
         batches = _Microbatches([_batch(config) for _ in range(simulated)], recorder, simulated if pipelined else count)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
+from trainer.system.logging import shorten
 from trainer.system.process import local_rank, node_id
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ def print_once_per_node(line: str) -> None:
     with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
         _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
         if _store().add(f"reported/{node_id()}", 1) == 1:
-            print(line, file=sys.stderr, flush=True)
+            print(shorten(line), file=sys.stderr, flush=True)
 
 
 def report_failure(error: BaseException) -> None:

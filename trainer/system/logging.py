@@ -2,11 +2,25 @@
 
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from typing import TextIO
 
 from tqdm import tqdm
+
+MAX_LINE = 2000
+"""Maximum number of characters of a message. A message may repeat a value of any length."""
+
+
+_LOCK = threading.RLock()
+"""Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
+
+
+def shorten(text: str) -> str:
+    """Return the text, or the beginning and the end of a text that is longer than MAX_LINE: an error's origin and its rule."""
+    half = (MAX_LINE - 5) // 2
+    return text if len(text) <= MAX_LINE else f"{text[:half]} ... {text[-half:]}"
 
 
 def _rank() -> int:
@@ -22,7 +36,7 @@ def _log(text: str, file: TextIO) -> None:
     if _is_logging_rank():
         rank = f"[rank {_rank()}] " if _rank() else ""
         with suppress(OSError):  # a full disk or a closed terminal must not stop a run
-            print(f"{time.strftime('%H:%M:%S')} {rank}{text}", file=file, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
 
 
 def info(text: str) -> None:
@@ -40,4 +54,5 @@ def on_terminal() -> bool:
 
 def progress(total: int | None, unit: str, desc: str) -> tqdm:
     """Return a progress bar, which is shown only on a terminal. total: number of units, or None if unknown."""
+    tqdm.set_lock(_LOCK)
     return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not on_terminal(), leave=False)

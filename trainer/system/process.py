@@ -14,8 +14,9 @@ def cores() -> int:
 
 
 def local_rank() -> int:
-    """Return the index of this process among the ranks of its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """Return the index of this process among the ranks of its node. An invalid LOCAL_RANK, whose error is being printed, is 0."""
+    text = os.environ.get("LOCAL_RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def node_id() -> str:
@@ -48,6 +49,24 @@ def die_with_parent() -> None:
     """On Linux, have the kernel kill this process when its parent exits for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
+        signal.signal(signal.SIGINT, _exit_interrupted)
+
+
+def restore_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit_interrupted(*_: object) -> None:
+    if local_rank() == 0:
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 def detach_signals(*_: object) -> None:

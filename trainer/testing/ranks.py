@@ -1,8 +1,6 @@
 """Local gloo ranks that run a function together."""
 
-import multiprocessing
 import os
-import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.system.children import start_fork_server
+
 TIMEOUT_S = 120
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     torch.set_num_threads(1)  # because there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
@@ -51,16 +50,16 @@ class LocalRanks:
         # torch reads this when it is imported. The compiler's worker processes would outlive ranks that are killed.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # The fork server has imported torch, but started none of its threads.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainer.build", "pytest"])
+        context = start_fork_server(["trainer.build", "pytest"])
         pipes, processes = [], []
         with tempfile.TemporaryDirectory() as folder:
             try:
                 for rank in range(self.size):
                     parent_end, rank_end = context.Pipe()
                     rank_args = (rank, self.size, str(Path(folder) / "store"), rank_end, function, args)
-                    processes.append(context.Process(target=_serve, args=rank_args))
-                    processes[-1].start()
+                    process = context.Process(target=_serve, args=rank_args)
+                    process.start()
+                    processes.append(process)
                     rank_end.close()
                     pipes.append(parent_end)
                 return _results(pipes)

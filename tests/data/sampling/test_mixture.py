@@ -5,8 +5,10 @@ import pytest
 
 from trainer.batch import Batch
 from trainer.config import ConfigError
+from trainer.data.sampling import loader
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.sampling.mixture import PERIOD, CombinedSamples, parse_mixture, require_unchanged_phases
+from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.store.store import TokenStore
 
@@ -40,6 +42,16 @@ def test_each_dataset_is_exhausted_before_a_sample_repeats():
         assert len(own) > 2 * size
 
 
+def test_small_datasets_are_permuted_in_one_call_for_all_their_epochs(monkeypatch):
+    """A call takes as long for one index as for hundreds. A dataset of one sample has an epoch for each of its indices."""
+    calls = []
+    monkeypatch.setattr(loader, "permute", lambda index, *key: calls.append(key) or permute(index, *key))
+    indices = order(sizes=(1, 2, 1000))(np.arange(9000))
+    assert len(calls) == 3 and samples_per_dataset(indices, (1, 2, 1000)) == [3000, 3000, 3000]
+    epochs = indices[(indices == 1) | (indices == 2)].reshape(-1, 2)
+    assert set(map(tuple, epochs.tolist())) == {(1, 2), (2, 1)}
+
+
 def test_a_phase_changes_the_weights_and_continues_the_epoch_of_each_dataset():
     mixed = order("0: web=1 code=1", "1001: code=1 math=3", "30005: web=1")
     indices = mixed(np.arange(40_000))
@@ -67,9 +79,15 @@ def test_a_mixture_of_one_dataset_has_the_order_of_that_dataset():
         (("5: web=1",), "'5: web=1': the first phase must start at 0"),
         (("0: web=1", "0: code=1"), "'0: code=1': this phase must start after the previous phase"),
         (("0: wbe=1",), "'0: wbe=1': wbe is not defined in data.datasets; did you mean 'web'?"),
-        (("0: web",), "'0: web': the weight of web must be a finite number of at least 0"),
-        (("0: web=-1",), "'0: web=-1': the weight of web must be a finite number of at least 0"),
-        (("0: web=nan",), "'0: web=nan': the weight of web must be a finite number of at least 0"),
+        (("0: web",), "'0: web': the weight of web must be a number from 0 to 1e+18"),
+        (("0: web=-1",), "'0: web=-1': the weight of web must be a number from 0 to 1e+18"),
+        (("0: web=nan",), "'0: web=nan': the weight of web must be a number from 0 to 1e+18"),
+        (("0: web=1e308 code=1e308",), "'0: web=1e308 code=1e308': the weight of web must be a number from 0 to 1e+18"),
+        (
+            ("0: web=1", f"{10**30}: code=1"),
+            f"'{10**30}: code=1': a phase must start at 1000000000000000000 or earlier",
+        ),
+        (("9" * 5000 + ":",), f"'{'9' * 5000}:': a phase must start at 1000000000000000000 or earlier"),
         (("0: web=1 web=2",), "'0: web=1 web=2': this phase names a dataset twice"),
         (("0: web=0",), "'0: web=0': at least one weight must be positive"),
         (("0:",), "'0:': at least one weight must be positive"),

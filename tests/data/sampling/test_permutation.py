@@ -19,6 +19,12 @@ def test_single_indices_are_permuted_without_the_others():
     assert [int(permute(np.array([i]), 1000, 3)[0]) for i in (0, 17, 999)] == [images[0], images[17], images[999]]
 
 
+def test_each_index_may_have_its_own_key():
+    index, epochs = np.arange(60) % 12, np.arange(60) // 7
+    expected = [int(permute(index[i : i + 1], 12, 3, int(epochs[i]), 2)[0]) for i in range(60)]
+    assert permute(index, 12, 3, epochs, 2).tolist() == expected
+
+
 def test_the_order_is_part_of_the_format():
     """A run that resumes with a newer version of the trainer must see the same batches."""
     assert permute(np.arange(10), 10, 1, 2).tolist() == [4, 5, 2, 9, 0, 8, 3, 1, 7, 6]

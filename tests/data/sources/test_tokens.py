@@ -120,6 +120,9 @@ def test_truncated_files_are_rejected(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     message = f"{file} is truncated or does not hold uint16: 417 bytes are not a multiple of 2"
     assert error_of("tokens", file) == ("data.path", message)
+    file.write_bytes(struct.pack("<3i", 20240801, 7, 1))
+    message = f"{file} is truncated: it has 12 bytes, but its header alone has 1024"
+    assert error_of("tokens", file) == ("data.path", message)
     npy = tmp_path / "x.npy"
     np.save(npy, np.array(ROW, "<u2"))
     npy.write_bytes(npy.read_bytes()[:-1])
@@ -180,6 +183,13 @@ def test_only_token_files_may_be_named(tmp_path):
     (tmp_path / "x.idx").touch()
     message = f"{tmp_path}/x.idx: expected the name of a .bin or .npy file"
     assert error_of("tokens", tmp_path / "x.idx") == ("data.path", message)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 5])
+def test_a_raw_file_may_be_shorter_than_a_header(tmp_path, num_tokens):
+    np.array(ROW[:num_tokens], "<u2").tofile(tmp_path / "x.bin")
+    documents = lists(read("tokens", tmp_path / "x.bin"))
+    assert [token for document in documents for token in document] == ROW[:num_tokens]
 
 
 def test_an_empty_token_file_holds_no_documents(tmp_path):

@@ -50,9 +50,10 @@ class SampleOrder:
         dataset, count = self._dataset_and_count(self.global_index(cursor.ravel()))
         epoch, index = np.divmod(count, np.array(self.sizes)[dataset])
         if self.shuffle:
-            for d, e in np.unique(np.stack([dataset, epoch]), axis=1).T.tolist():  # a batch may span epochs
-                selected = (dataset == d) & (epoch == e)
-                key = (self.seed, e, d) if d else (self.seed, e)
+            for d in np.unique(dataset).tolist():
+                selected = dataset == d
+                epochs = epoch[selected]  # each index of a dataset with one sample is in another epoch
+                key = (self.seed, epochs, d) if d else (self.seed, epochs)
                 index[selected] = permute(index[selected], self.sizes[d], *key)
         return (index + np.cumsum([0, *self.sizes])[dataset]).reshape(cursor.shape)
 

@@ -16,6 +16,8 @@ PERIOD = 10_000
 """Number of samples over which the weights hold exactly. Weights are rounded to multiples of 1 / PERIOD."""
 
 _KEY = "data.mixture"
+_MAX_START = 10**18
+_MAX_WEIGHT = 1e18
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[Mixture
         start, colon, weights_text = text.partition(":")
         if not colon or not start.strip().isdecimal():
             raise ConfigError(_KEY, f"{text!r}: expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'")
+        if len(start.strip()) > len(str(_MAX_START)) or int(start) > _MAX_START:
+            raise ConfigError(_KEY, f"{text!r}: a phase must start at {_MAX_START} or earlier")
         if int(start) != 0 if not phases else int(start) <= phases[-1].start:
             message = "this phase must start after the previous phase" if phases else "the first phase must start at 0"
             raise ConfigError(_KEY, f"{text!r}: {message}")
@@ -77,8 +81,8 @@ def _weight(pair: str, text: str, names: Sequence[str]) -> tuple[str, float]:
         weight = float(value)
     except ValueError:
         weight = -1.0
-    if not 0 <= weight < float("inf"):
-        raise ConfigError(_KEY, f"{text!r}: the weight of {name} must be a finite number of at least 0")
+    if not 0 <= weight <= _MAX_WEIGHT:
+        raise ConfigError(_KEY, f"{text!r}: the weight of {name} must be a number from 0 to {_MAX_WEIGHT:g}")
     return name, weight
 
 

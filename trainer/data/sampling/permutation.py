@@ -15,11 +15,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _keys(key: Sequence[int]) -> np.ndarray:
-    """Return the uint64 key of each round, shape (rounds,)."""
+def _keys(key: Sequence[int | np.ndarray]) -> np.ndarray:
+    """Return the key of each round: uint64, (rounds,), or (indices, rounds) if a member of the key has shape (indices,)."""
     keys = np.zeros(_ROUNDS, dtype=np.uint64)
     for value in key:
-        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP + np.uint64(value))
+        values = np.asarray(value).astype(np.uint64)[..., None]
+        keys = _mix(keys + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _STEP + values)
     return keys
 
 
@@ -28,20 +29,21 @@ def hash_index(index: np.ndarray, *key: int) -> np.ndarray:
     return _mix(index.astype(np.uint64) * _STEP + _keys(key)[0])
 
 
-def permute(index: np.ndarray, size: int, *key: int) -> np.ndarray:
-    """Return the image of each index under the permutation of range(size) that the key selects. index: int64.
+def permute(index: np.ndarray, size: int, *key: int | np.ndarray) -> np.ndarray:
+    """Return the image of each index under the permutation of range(size) that the key selects. index: int64, shape (indices,).
+    key: integers, or arrays of shape (indices,) if the indices have different keys.
 
     The permutation is a balanced Feistel network over the next even power of two, applied repeatedly until the image is in
     range(size) (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = _keys(key)
+    keys = np.broadcast_to(_keys(key), (len(index), _ROUNDS))
     result = index.astype(np.uint64)
     outside = np.ones(result.shape, dtype=bool)
     while outside.any():
         left, right = result[outside] >> half, result[outside] & mask
-        for round_key in keys:
+        for round_key in keys[outside].T:
             left, right = right, left ^ (_mix(right + round_key) & mask)
         result[outside] = (left << half) | right
         outside = result >= np.uint64(size)

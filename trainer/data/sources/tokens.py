@@ -23,8 +23,8 @@ _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, number of sequences, number of document boundaries
 _IDX_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating-point types
 
-# (magic, version) -> type of the tokens. The header has 256 integers. The third is the number of tokens.
-_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_LLM_C_START = struct.Struct("<3i")  # magic, version, number of tokens; the header has 256 integers
+_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version) -> type of the tokens
 _LLM_C_HEADER_BYTES = 1024
 
 
@@ -68,6 +68,8 @@ class _TokenFile:
 def _map(path: str, dtype: str, start: int) -> np.ndarray:
     """Map a file from byte `start` to its end."""
     num_bytes, item = os.path.getsize(path) - start, np.dtype(dtype).itemsize
+    if num_bytes < 0:
+        raise _error(f"{path} is truncated: it has {num_bytes + start} bytes, but its header alone has {start}")
     if num_bytes % item:
         name = np.dtype(dtype).name
         raise _error(f"{path} is truncated or does not hold {name}: {num_bytes} bytes are not a multiple of {item}")
@@ -83,11 +85,12 @@ def _open(path: str, raw_dtype: str) -> _TokenFile:
         index, dtype = _read_index(idx)
         return _TokenFile(_map(path, dtype, 0), 0, index)
     with open(path, "rb") as file:
-        header = np.frombuffer(file.read(12), "<i4")
-    if len(header) == 3 and (dtype := _LLM_C.get((int(header[0]), int(header[1])))):
+        header = file.read(_LLM_C_START.size)
+    magic, version, count = _LLM_C_START.unpack(header.ljust(_LLM_C_START.size, b"\0"))
+    if dtype := _LLM_C.get((magic, version)):
         tokens = _map(path, dtype, _LLM_C_HEADER_BYTES)
-        if len(tokens) != header[2]:
-            raise _error(f"{path} holds {len(tokens)} tokens, but its header states {header[2]}")
+        if len(tokens) != count:
+            raise _error(f"{path} holds {len(tokens)} tokens, but its header states {count}")
         return _TokenFile(tokens, _LLM_C_HEADER_BYTES, None)
     return _TokenFile(_map(path, raw_dtype, 0), 0, None)
 

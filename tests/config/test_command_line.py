@@ -1,0 +1,82 @@
+import ast
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands import run_script
+from tests.conftest import ROOT
+from trainer.config.command_line import check_environment
+from trainer.system.children import children_ignore_interrupts
+from trainer.system.logging import MAX_LINE, shorten
+
+LIGHT = {"scripts/compare_runs.py", "scripts/dev/generate_config_docs.py"}
+"""Scripts that import neither numpy nor torch."""
+SCRIPTS = sorted({str(path.relative_to(ROOT)) for path in (ROOT / "scripts").rglob("*.py")} - LIGHT)
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: expected an integer from 1 to 2147483648"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK=x: expected an integer from 0 to 2147483648"),
+        ({"RANK": "9" * 5000}, shorten(f"RANK={'9' * 5000}: expected an integer from 0 to 2147483648")),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1: must be below WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: needs RANK too; torchrun sets both"),
+        ({"LOG_RANK": "first"}, 'LOG_RANK=first: expected "all" or a list of ranks such as "0,3"'),
+    ],
+)
+def test_wrong_variables_of_a_launcher_are_one_line_in_each_script(monkeypatch, variables, line):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = run_script("scripts/compare_runs.py", "--help")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line + "\n")
+
+
+def test_the_port_of_a_single_process_is_not_read(monkeypatch):
+    """Kubernetes sets MASTER_PORT=tcp://... if a service has the name "master"."""
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    check_environment()
+
+
+def test_long_messages_keep_their_beginning_and_end():
+    assert shorten("x" * MAX_LINE) == "x" * MAX_LINE
+    shortened = shorten("--run.name " + 5000 * "x" + ": must be shorter")
+    assert len(shortened) <= MAX_LINE
+    assert shortened.startswith("--run.name xxx") and shortened.endswith("xxx: must be shorter")
+
+
+def test_an_interrupt_before_run_to_end_is_one_line():
+    program = (
+        "import os, signal; from trainer.system.process import exit_on_interrupt\n"
+        "exit_on_interrupt(); os.kill(os.getpid(), signal.SIGINT)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_handle_interrupts_before_they_import_other_packages(script):
+    imported = set()
+    for statement in ast.parse((ROOT / script).read_text()).body:
+        if isinstance(statement, ast.If) and "exit_on_interrupt()" in ast.unparse(statement):
+            break
+        if isinstance(statement, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.ImportFrom):
+            imported.add(statement.module.partition(".")[0])
+    else:
+        pytest.fail("the script does not call exit_on_interrupt")
+    assert imported - set(sys.stdlib_module_names) == {"trainer"}
+
+
+def test_interrupts_wait_until_a_child_process_has_started():
+    """The child has blocked SIGINT, which this process receives when the block ends."""
+    program = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    with pytest.raises(KeyboardInterrupt), children_ignore_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+        child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert child.stdout == "True\n"
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
