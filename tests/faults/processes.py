@@ -143,7 +143,14 @@ def case_9(harness: FaultHarness, rng: SeededRandom) -> None:
     rank, at_end = rng.randrange(2), rng.trial % 3 == 2
     fault = {"kind": "hang_at_end" if at_end else "hang", "rank": rank, "step": rng.randrange(5, harness.steps // 2)}
     flags = ["--resilience.hang_timeout_s", "4"]
-    result = harness.run(harness.fresh("case-9"), 2, flags, fault, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5").wait()
+    run = harness.run(harness.fresh("case-9"), 2, flags, fault)
+    run.wait_for_step(1)
+    while len(hung := run.rank_pids()) > 1:
+        expect(time.monotonic() - run.start < 240, "no rank ended within 240 s")
+        time.sleep(0.2)
+    for pid in hung:
+        kill(pid, signal.SIGKILL)  # as torchrun does after 30 s
+    result = run.wait()
     expect(result.code == 1, f"exited with {result.code}")
     if at_end:
         expect(f"rank {rank} has sent no heartbeat for" in result.err, f"rank not reported: {result.err}")
