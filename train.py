@@ -61,9 +61,6 @@ def main() -> None:
     exit_on_interrupt()
     check_environment()
     config = config_from_command_line(sys.argv[1:])
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # torch reads this when it is imported. Segments that can grow leave less unused GPU memory between allocations.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     restore_interrupt()
     code = 1
     try:

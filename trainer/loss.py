@@ -19,7 +19,7 @@ _ROWS = 8192
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add the product of two matrices to `total`, which is fp32."""
-    if a.is_cuda and a.dtype != total.dtype:
+    if a.device.type != "cpu" and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     # The product has the dtype of the factors. Computed a few rows at a time, it needs little memory.

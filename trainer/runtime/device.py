@@ -41,6 +41,9 @@ def select_device(choice: DeviceChoice) -> torch.device:
     require_enough_gpus(choice, local_world_size())
     if choice == "cpu" or not gpu_count():
         return torch.device("cpu")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
+        # Read at the first allocation. Segments that can grow leave less unused memory between allocations.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)
     return device
