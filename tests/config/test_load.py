@@ -305,6 +305,8 @@ ONLY_WITH = {
     "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
     "checkpoint.init_exclude": "[checkpoint] init_from",
+    "checkpoint.export_huggingface": "[checkpoint] enabled",
+    "evaluation.keep_best_on": "[checkpoint] enabled",
 }
 """Conditions whose violation is an error; all others are details of a feature that may be switched off."""
 
