@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import parity
 from scripts.parity import LIMITS, deviations, within
 from tests.conftest import tiny_run
 from tests.training_runs import (
@@ -32,8 +33,12 @@ def tiny(corpus, tmp_path_factory):
     return tiny_run(tmp_path_factory, corpus, 16)
 
 
+def in_folder(folder):
+    return ["--run.output_folder", str(folder.parent), "--run.name", folder.name]
+
+
 def run(ranks, size, argv, folder, *extra):
-    return ranks(size).run(train, [*argv, "--run.output_folder", str(folder.parent), "--run.name", folder.name, *extra])
+    return ranks(size).run(train, [*argv, *in_folder(folder), *extra])
 
 
 def assert_same_run(reference, other):
@@ -96,7 +101,7 @@ def assert_like_one_rank(ranks, tiny, folder, on_one_rank, text):
     size, layout_flags = ranks_and_flags(text)
     layout = Layout.parse(text)
     common = [*depth(2 * int(layout.settings.get("parallel.pp", 1))), "--training.steps", "3"]
-    run(ranks, size, tiny, folder, *common, *layout_flags)
+    ranks(size).run(parity.train, [*tiny, *in_folder(folder), *common, *layout_flags], False)
     reference = records(on_one_rank(*common, *flags(layout.single_rank_settings)))
     deviation = deviations(reference, records(folder))
     assert within(deviation, LIMITS["bf16" if "bf16" in text else "fp32"]), deviation

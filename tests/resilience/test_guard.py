@@ -207,7 +207,8 @@ def test_a_failed_step_read_one_step_late_is_rolled_back_too(ranks, tiny, tmp_pa
 
 
 def test_a_policy_switched_on_later_uses_the_earlier_history(ranks, tiny, tmp_path):
-    flags = ["--checkpoint.interval_steps", "40", "--metrics.interval_steps", "100", "--training.steps"]
+    flags = ["--checkpoint.interval_steps", "40", "--metrics.interval_steps", "100"]
+    flags += ["--training.local_batch_size", "8", "--training.steps"]
     run(ranks, 1, tiny, tmp_path / "run", *flags, "40")
     run(ranks, 1, tiny, tmp_path / "run", *flags, "45", "--resilience.on_loss_spike", "skip")
     assert records(tmp_path / "run")[-1]["skipped_steps"] == 0
