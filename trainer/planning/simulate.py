@@ -90,16 +90,18 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
     """
     processes = min(len(jobs), cores())
     context = start_fork_server(["trainer.planning.simulate"])
-    pool = ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1)
     simulations = []
-    try:
-        with progress(len(jobs), "simulation", "simulating") as bar:
+    with (
+        ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool,
+        progress(len(jobs), "simulation", "simulating") as bar,
+    ):
+        try:
             for simulation in pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs):
                 simulations.append(simulation)
                 bar.update()
-    finally:
-        # The pool is not used as a context manager, which would wait for the simulations in progress after Ctrl-C.
-        pool.shutdown(wait=False, cancel_futures=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)  # otherwise the pool waits for the simulations in progress
+            raise
     return simulations
 
 
