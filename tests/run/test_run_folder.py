@@ -45,7 +45,7 @@ def another(setting):
     options = [option for part in (kind, *typing.get_args(kind)) if typing.get_origin(part) is typing.Literal
                for option in typing.get_args(part)]  # fmt: skip
     if options:
-        return next((option for option in options if option != value), value)
+        return next((option for option in options if option != value), True)
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
