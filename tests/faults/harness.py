@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -173,6 +174,14 @@ def kill(pid: int, number: int) -> None:
     """Send a signal to a process, which may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Return whether a stopped process has received a signal that it has not handled."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        (mask,) = re.findall(r"^ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def have_ended(pids: Sequence[int], within_s: float) -> bool:
