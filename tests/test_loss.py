@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer import loss as loss_module
 from trainer.batch import IGNORE_INDEX
 from trainer.loss import CrossEntropyHead
 from trainer.planning.recorder import Recorder
@@ -181,3 +182,20 @@ def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third(fake_g
     assert full == pytest.approx(11.74, rel=0.02)
     for tp, figures in {1: (1.04, 3.06), 2: (0.55, 1.59), 8: (0.19, 0.49)}.items():
         assert peaks_gib(chunked_loss, 4096, torch.bfloat16, tp) == pytest.approx(figures, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_equals_the_eager_one(monkeypatch, dtype):
+    """The compiler's own code is not tested, only the function that it compiles."""
+    compiled = torch.compile(loss_module._loss_and_gradient, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(loss_module, "_compiled_loss_and_gradient", lambda: compiled)
+    results = []
+    for is_compiled in (False, True):
+        hidden, weight, labels = random_inputs(dtype)
+        loss = CrossEntropyHead(labels, 4, is_compiled)(hidden, weight)
+        loss.backward()
+        with torch.no_grad():
+            assert torch.equal(CrossEntropyHead(labels, 4, is_compiled)(hidden, weight), loss)
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for eager, other in zip(*results, strict=True):
+        torch.testing.assert_close(eager, other)

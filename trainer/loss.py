@@ -1,7 +1,7 @@
 """Chunked, vocabulary-parallel cross-entropy. The logits exist for only one chunk of tokens at a time. Under tensor
 parallelism, each rank computes only the logits of its own vocabulary rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from trainer.batch import IGNORE_INDEX
 
 _ROWS = 8192
-"""Number of weight rows whose gradients are accumulated at a time on a CPU."""
+"""Number of weight rows whose gradients are accumulated at a time, unless the device can add a product of another dtype."""
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -54,7 +54,7 @@ def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]
     return torch.compile(_loss_and_gradient, fullgraph=True, dynamic=False)
 
 
-def chunk_starts(num_tokens: int, chunk_tokens: int) -> Iterable[int]:
+def chunk_starts(num_tokens: int, chunk_tokens: int) -> Sequence[int]:
     """Return the index of each chunk's first token. Planning replaces this function by one that simulates a few chunks."""
     return range(0, num_tokens, chunk_tokens)
 

@@ -306,6 +306,8 @@ ONLY_WITH = {
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
     "checkpoint.init_exclude": "[checkpoint] init_from",
     "checkpoint.export_huggingface": "[checkpoint] enabled",
+    "checkpoint.load_step": "[checkpoint] enabled",
+    "resilience.on_max_skips": "[checkpoint] enabled",
     "evaluation.keep_best_on": "[checkpoint] enabled",
 }
 """Conditions whose violation is an error; all others are details of a feature that may be switched off."""

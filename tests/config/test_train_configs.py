@@ -8,6 +8,7 @@ from torch.torch_version import TorchVersion
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 from trainer.config.load import load_config
+from trainer.parallel import validate
 from trainer.parallel.pipeline import SCHEDULES
 from trainer.run.resolve import resolve, resolve_model
 
@@ -194,3 +195,22 @@ def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name)
     assert config.explain(error.value) == (
         f"--parallel.pipeline_schedule {name}: needs torch >= 2.13, but 2.11.0 is installed"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "compilers", "compiled"),
+    [
+        ([], True, ["gcc"], True),
+        ([], True, [], False),
+        ([], False, ["gcc"], False),
+        (["--compile.enabled", "true"], False, [], True),
+        (["--compile.enabled", "false"], True, ["gcc"], False),
+        (["--parallel.pp", "2", "--parallel.pipeline_schedule", "1F1B"], True, ["cc"], True),
+        (["--parallel.pp", "2", "--parallel.pipeline_schedule", "ZBVZeroBubble"], True, ["cc"], False),
+    ],
+)
+def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, flags, on_gpu, compilers, compiled):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(validate.shutil, "which", lambda name: name in compilers)
+    config = load_config(flags)
+    assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == compiled

@@ -29,9 +29,9 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch, choice, driver):
 
 
 def test_hidden_gpus_are_no_driver(monkeypatch):
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices.os.path, "exists", lambda path: path == "/dev/kfd")
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/null"])
     assert devices.has_gpu_driver()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not devices.has_gpu_driver()

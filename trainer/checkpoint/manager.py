@@ -60,7 +60,9 @@ class CheckpointManager:
         self._last_step: int | None = None
         if point is not None:
             self.restore(point, state)
-        self.writer = WRITERS[config.async_mode](device, self._with_rng(devices.rng_state(device)))
+        self.writer = WRITERS[config.async_mode if config.enabled else "off"](
+            device, self._with_rng(devices.rng_state(device))
+        )
 
     def before_update(self) -> None:
         """Wait until the tensors of the save in flight are copied, so that the optimizer may change them."""

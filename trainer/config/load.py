@@ -190,6 +190,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     }
     for message, broken in incompatible.items():
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
+    rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
+    yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
 

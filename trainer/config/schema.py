@@ -60,6 +60,7 @@ Samples = Annotated[int, Constraint(min=1, max=10**7, unit="samples")]
 Seconds = Annotated[float, Constraint(min=1, max=10**7, unit="seconds")]
 Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
 Fraction = Annotated[float, Constraint(min=0, max=1)]
+DeviceChoice = Literal["auto", "gpu", "cpu"]
 Saveable = Literal["matmuls", "attention", "reduce_scatters"]
 
 
@@ -73,7 +74,7 @@ class RunConfig:
     """Seed of the initial weights and of the sample order."""
     deterministic: Literal["auto", "on", "off"] = "auto"
     """Whether to make results bitwise reproducible, at some cost of speed on GPUs. "auto" means "on" on CPUs, "off" on GPUs."""
-    device: Literal["auto", "gpu", "cpu"] = "auto"
+    device: DeviceChoice = "auto"
     """Device to train on. "auto": each rank's GPU, or the CPU on a machine without GPUs. "gpu": each rank's GPU, or an error."""
 
 
@@ -296,8 +297,8 @@ class ActivationCheckpointConfig:
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
     enabled: Literal["auto"] | bool = "auto"
-    """Whether to compile each block and the loss with torch.compile. "auto": on GPUs, if the machine has a C compiler and the
-    pipeline schedule allows it."""
+    """Whether to compile each block and, without tensor parallelism, the loss (torch.compile). "auto": on GPUs, if the node has
+    a C compiler and the pipeline schedule allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,17 +307,17 @@ class CheckpointConfig:
     """Whether to save checkpoints. false: a stopped run is lost, which suits measurements and trials."""
     interval_steps: Annotated[StepsOrZero, SAVING] = 500
     """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
-    async_mode: Literal["off", "thread", "process"] = "off"
+    async_mode: Annotated[Literal["off", "thread", "process"], SAVING] = "off"
     """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread", "process": training waits
     only for a copy to host memory. A thread or a separate process (Linux only) then writes this copy in the background."""
-    keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints")] = 0
+    keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", used_with="[checkpoint] enabled")] = 0
     """Number of the latest complete checkpoints to keep. Each save deletes older checkpoints. 0: keep all checkpoints."""
     keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
     """Checkpoints whose step is a multiple of this number are kept in addition to the `keep` latest ones. 0: keep no others."""
-    on_failure: Literal["continue", "stop"] = "continue"
+    on_failure: Annotated[Literal["continue", "stop"], SAVING] = "continue"
     """Action after a failed save (for example, on a full disk). "continue": log a warning and save again at the next interval;
     "stop": end the run. In both cases, the last save of a run must succeed."""
-    load_step: StepsOrZero = 0
+    load_step: Annotated[StepsOrZero, Constraint(only_with="[checkpoint] enabled")] = 0
     """Step to roll back to. The first start with this value moves newer checkpoints of the run to discarded-N/. 0: resume from
     the latest checkpoint."""
     init_from: str = ""
@@ -354,7 +355,7 @@ class ResilienceConfig:
     max_consecutive_skips: Count = 8
     """Number of consecutive skipped steps after which on_max_skips applies. A step may be skipped because of a
     spike, or because of a non-finite loss or gradient norm."""
-    on_max_skips: Literal["stop", "rollback"] = "stop"
+    on_max_skips: Annotated[Literal["stop", "rollback"], Constraint(only_with="[checkpoint] enabled")] = "stop"
     """Action after max_consecutive_skips. "stop": end the run; "rollback": resume from the latest checkpoint without
     the samples of the skipped steps."""
     max_rollbacks: Count = 3

@@ -19,7 +19,9 @@ def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) ->
     if all(p.dtype == dtype for p in model.parameters()):
         return
     outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]
-    for module in (*model.get_submodule(plan.blocks).children(), *outside_blocks):
+    modules = [*model.get_submodule(plan.blocks).children(), *outside_blocks]
+    assert {p for m in modules for p in m.parameters()} == set(model.parameters()), "plan.fsdp_units is incomplete"
+    for module in modules:
         module.forward = _cast_forward(module, dtype)
 
 
@@ -50,7 +52,7 @@ class GradientAccumulator:
         self.sums: dict[Tensor, Tensor] = {}
         """Parameter -> sum of its gradients of the microbatches so far. A sum of several gradients is fp32."""
         for p in parameters:
-            if frees_gradients or p.dtype != torch.float32 or isinstance(p, DTensor):
+            if p.requires_grad and (frees_gradients or p.dtype != torch.float32 or isinstance(p, DTensor)):
                 p.register_post_accumulate_grad_hook(self._accumulate)
 
     def start_microbatch(self, is_last: bool) -> None:

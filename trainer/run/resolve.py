@@ -31,7 +31,7 @@ class ResolvedRun:
     """Names of the complete model's parameters. A parameter shared by two modules is listed once."""
     num_parameters: int
     compiled: bool
-    """Whether blocks and loss are compiled."""
+    """Whether blocks are compiled and, without tensor parallelism, the loss."""
     grad_accum: int
     """Number of microbatches per step on each rank."""
     flops_per_token: int
@@ -98,7 +98,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         chat_template=chat_template,
         end_of_turn=end_of_turn,
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
-        shared=_values(config, lambda setting: not setting.constraint.per_node),
+        shared=_values(config, lambda setting: not setting.constraint.per_node) | {"compile.enabled": compiled},
     )
 
 

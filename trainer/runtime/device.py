@@ -1,5 +1,6 @@
 """The device of a rank: selection, memory, RNG state and peak FLOP/s. Only this module and host_memory refer to CUDA."""
 
+import glob
 import os
 import resource
 import subprocess
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
+from trainer.config.schema import DeviceChoice
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system.process import cores, local_rank
 
@@ -18,13 +20,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Value of a dtype setting -> torch's dtype."""
 
 
-DeviceChoice = Literal["auto", "gpu", "cpu"]
-
-
 def has_gpu_driver() -> bool:
-    """Return whether the driver of NVIDIA's or AMD's GPUs is loaded, and no environment variable hides the GPUs."""
-    hidden = any(os.environ.get(name) in ("", "-1") for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"))
-    return not hidden and any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/kfd"))
+    """Return whether this process may open a GPU of NVIDIA, or with a ROCm build of torch one of AMD, and no environment variable
+    hides the GPUs."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    hidden = any(os.environ.get(name) in ("", "-1") for name in names)
+    # An integrated GPU of AMD has the same file, but builds for CPUs and for CUDA cannot use it.
+    nodes = ["/dev/kfd"] if torch.version.hip else glob.glob("/dev/nvidia[0-9]*")
+    return not hidden and any(os.access(node, os.R_OK | os.W_OK) for node in nodes)
 
 
 def gpu_count() -> int:
@@ -41,8 +44,10 @@ def select_device(choice: DeviceChoice) -> torch.device:
     require_enough_gpus(choice, local_world_size())
     if choice == "cpu" or not gpu_count():
         return torch.device("cpu")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same variable
-        # Read at the first allocation. Segments that can grow leave less unused memory between allocations.
+    if (
+        not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
+    ):  # older names of the same variable
+        # Read at the first allocation. Expandable segments leave less unused memory between allocations.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cuda", local_rank())
     torch.cuda.set_device(device)

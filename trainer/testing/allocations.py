@@ -97,7 +97,7 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
         if parameter in engine.gradient_sums:
             _label(engine.gradient_sums[parameter], "gradients")
 
-    for parameter in engine.parameters.values():
+    for parameter in engine.optimizer.names:
         parameter.register_post_accumulate_grad_hook(label_sum)
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
 
