@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from tests.faults.harness import CONFIG, write_corpus
 from trainer.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent
+
+# A background job of a shell ignores SIGINT, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ accumulate over several calls; the report covers all of them.
 exit code: 1 if any trial in the file failed
 """
 
+import itertools
 import json
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from tests.faults.harness import Failed, FaultHarness, SeededRandom
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, existing_folder, non_negative_int, positive_int, run_to_end
 from trainer.system.files import parse_json_object
+from trainer.testing.layouts import Layout, flags
 
 SOAK = 48
 """The case that takes an hour."""
@@ -41,16 +43,17 @@ def run_trial(harness: FaultHarness, case: int, trial: int, seed: int) -> tuple[
         harness.close()  # otherwise the processes of a failed trial would disturb the next one
 
 
-def run_case(harness: FaultHarness, case: int, trials: int, seed: int, path: Path) -> None:
-    """Run trials of a case after those in the file, and append their results to it."""
-    previous = [r["trial"] for r in read_results(path) if (r["case"], r["seed"]) == (case, seed)]
+def run_case(harness: FaultHarness, case: int, trials: int, seed: int, path: Path, layout: str = "") -> None:
+    """Run trials of a case after those in the file, and append their results to it. layout: name of the harness's layout."""
+    previous = [r["trial"] for r in read_results(path) if (r["case"], r["seed"], r["layout"]) == (case, seed, layout)]
     first = 1 + max(previous, default=-1)
     for trial in range(first, first + trials):
         start = time.monotonic()
         problem, summary = run_trial(harness, case, trial, seed)
         seconds = time.monotonic() - start
-        print(f"case {case}, trial {trial}: {problem or summary or 'passed'} ({seconds:.0f} s)", flush=True)
-        result = {"case": case, "trial": trial, "seed": seed, "problem": problem, "summary": summary}
+        name = f"case {case}{', ' * bool(layout)}{layout}"
+        print(f"{name}, trial {trial}: {problem or summary or 'passed'} ({seconds:.0f} s)", flush=True)
+        result = {"case": case, "layout": layout, "trial": trial, "seed": seed, "problem": problem, "summary": summary}
         with path.open("a") as file:
             file.write(json.dumps(result | {"seconds": round(seconds, 1)}) + "\n")
 
@@ -59,7 +62,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     """Return the results in the file. Raises ConfigError if the file cannot be read or was not written by this script."""
     try:
         results = [parse_json_object(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-        if all({"case", "trial", "seed", "problem", "summary"} <= result.keys() for result in results):
+        if all({"case", "layout", "trial", "seed", "problem", "summary"} <= result.keys() for result in results):
             return results
         problem = "a line is not a result of this script"
     except OSError as error:
@@ -72,10 +75,14 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 def report(path: Path) -> bool:
     """Print the results of the file. Return whether no trial failed."""
     results = read_results(path)
-    for case, (description, _) in CASES.items():
-        trials = [r for r in results if r["case"] == case]
+    layouts = sorted({r["layout"] for r in results} | {""})
+    for (case, (description, _)), layout in itertools.product(CASES.items(), layouts):
+        trials = [r for r in results if (r["case"], r["layout"]) == (case, layout)]
+        if layout and not trials:
+            continue
         passed = sum(not r["problem"] for r in trials)
-        print(f"{case:>3}  {f'{passed} of {len(trials)}' if trials else 'not run':>12}  {description}")
+        count = f"{passed} of {len(trials)}" if trials else "not run"
+        print(f"{case:>3}  {count:>12}  {f'[{layout}] ' if layout else ''}{description}")
         for r in trials:
             if message := r["problem"] or r["summary"]:
                 print(f"       trial {r['trial']}, seed {r['seed']}: {message[:300]}")
@@ -104,18 +111,25 @@ def main() -> None:
     parser.add_argument(
         "--soak-minutes", type=positive_int, default=60, metavar="N", help=f"approximate duration of case {SOAK}"
     )
+    parser.add_argument(
+        "--layout",
+        default="",
+        metavar='"name=value ..."',
+        help="layout of the runs, such as tp=2, for cases with two ranks (default: data parallelism)",
+    )
     parser.add_argument("--report", action="store_true", help="print the accumulated results without running anything")
     args = parser.parse_args()
     cases = args.cases or [case for case in CASES if case != SOAK]
     unknown = [case for case in cases if case not in CASES]
     if unknown:
         parser.error(f"--cases {unknown[0]}: expected some of {', '.join(map(str, CASES))}")
+    layout = flags(Layout.parse(args.layout).settings) if args.layout else []
     if not args.report:
         args.results.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.folder, ignore_cleanup_errors=True) as folder:
-            harness = FaultHarness(Path(folder), args.soak_minutes)
+            harness = FaultHarness(Path(folder), args.soak_minutes, layout=layout)
             for case in cases:
-                run_case(harness, case, args.trials, args.seed, args.results)
+                run_case(harness, case, args.trials, args.seed, args.results, args.layout)
     sys.exit(0 if report(args.results) else 1)
 
 

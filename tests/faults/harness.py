@@ -107,7 +107,7 @@ class TrialRun:
         if fault is not None:
             environment |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(Path(__file__).parent)}
         command = [str(ROOT / "run_llama_train.sh"), "--config", str(harness.config), "--run.name", name]
-        command += ["--run.output_folder", str(harness.folder / "runs"), *flags]
+        command += ["--run.output_folder", str(harness.folder / "runs"), *harness.layout, *flags]
         self.start = time.monotonic()
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
@@ -202,9 +202,18 @@ def have_ended(pids: Sequence[int], within_s: float) -> bool:
 class FaultHarness:
     """A corpus, a configuration, runs of it, and the checkpoints of reference runs without faults."""
 
-    def __init__(self, folder: Path, soak_minutes: float = 60.0, steps: int = STEPS, interval: int = INTERVAL):
-        """steps, interval: of each run, and between its checkpoints."""
+    def __init__(
+        self,
+        folder: Path,
+        soak_minutes: float = 60.0,
+        steps: int = STEPS,
+        interval: int = INTERVAL,
+        layout: Sequence[str] = (),
+    ):
+        """steps: number of steps of each run. interval: number of steps between checkpoints. layout: command-line flags of all
+        runs."""
         self.folder = folder
+        self.layout = layout
         self.soak_minutes = soak_minutes
         self.steps = steps
         self.config = folder / "tiny.toml"
@@ -239,7 +248,7 @@ class FaultHarness:
         if key not in self.references:
             name = self.fresh(f"reference-{len(self.references)}")
             words = ["--config", str(self.config), "--run.output_folder", str(self.folder / "runs"), "--run.name", name]
-            LocalRanks(ranks).run(train, [*words, *flags])
+            LocalRanks(ranks).run(train, [*words, *self.layout, *flags])
             self.references[key] = digests(self.folder / "runs" / name)
         return self.references[key]
 

@@ -1,0 +1,88 @@
+"""Calls of the commands in scripts/ with random arguments. A refusal is one line on stderr, with exit code 2."""
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from scripts.dev.fuzz_cases import checkpoints
+from scripts.dev.fuzz_cases.damage import NUMBERS, TEXTS, require
+from trainer.config.command_line import run_to_end
+
+ROOT = Path(__file__).parents[3]
+_COMMANDS = sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))
+
+
+def make_fixtures(folder: Path) -> None:
+    checkpoints.make_fixtures(folder)
+    for name in _COMMANDS:
+        importlib.import_module(name)
+
+
+class _Parsed(Exception):
+    """Carries the parser of a command."""
+
+
+def _parser(main: object) -> argparse.ArgumentParser:
+    original = argparse.ArgumentParser.parse_known_args
+
+    def parse(self: argparse.ArgumentParser, *_: object) -> None:
+        raise _Parsed(self)
+
+    argparse.ArgumentParser.parse_known_args = parse
+    try:
+        main()
+    except _Parsed as parsed:
+        return parsed.args[0]
+    finally:
+        argparse.ArgumentParser.parse_known_args = original
+    raise AssertionError("the command has no parser")
+
+
+def _words(random: Random, parser: argparse.ArgumentParser, values: list[str]) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            name = random.choice(list(action.choices))
+            yield name if random.random() < 0.97 else random.choice(values)
+            yield from _words(random, action.choices[name], values)
+        elif isinstance(action, argparse._HelpAction) or random.random() < (0.7 if action.option_strings else 0.03):
+            continue
+        else:
+            yield from action.option_strings[:1]
+            choices = [str(choice) for choice in action.choices or ()]
+            for _ in range(0 if action.nargs == 0 else random.choice((1, 1, 1, 1, 2, 0))):
+                yield random.choice(choices if choices and random.random() < 0.7 else values)
+
+
+def run(random: Random, fixtures: Path, folder: Path) -> str:
+    copy = shutil.copytree(fixtures / "run", folder / "run")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.chdir(folder)
+    command = random.choice(_COMMANDS)
+    main = importlib.import_module(command).main
+    paths = [str(copy), str(copy / "checkpoints" / "step-00000002"), str(copy / "config.toml"), "new", "no/such", str(ROOT)]
+    values = [*NUMBERS, *TEXTS, *paths, *paths, "-5", "--", "--x", "\udcff"]
+    words = list(_words(random, _parser(main), values))
+    if random.random() < 0.1:
+        words.insert(random.randrange(len(words) + 1), random.choice(values))
+    sys.argv = [f"{command.replace('.', '/')}.py", *words]
+    print(sys.argv, flush=True)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run_to_end(main)
+        except SystemExit as exit:
+            code = exit.code or 0
+    printed = f"{sys.argv} ended with {code}:\n{err.getvalue()[-2000:]}"
+    require(code in (0, 1, 2), printed)
+    require("Traceback" not in err.getvalue(), printed)
+    lines = err.getvalue().splitlines()
+    require(code != 2 or len(lines) == 1, printed)
+    return lines[0] if code == 2 else ""
