@@ -47,7 +47,7 @@ def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:
 def _read(path: Path, read: Callable[[Path], Any] = Path.read_text) -> Any:
     try:
         return read(path)
-    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+    except ValueError as error:  # a UnicodeDecodeError is a ValueError
         raise ConfigError("", f"{path} cannot be read ({error})") from None
 
 

@@ -70,8 +70,6 @@ def main() -> None:
             from_hf(args.source, args.out, args.family, shard_bytes)
     except CorruptError as error:
         die(str(error))
-    except OSError as error:
-        die(f"{error.filename}: {error.strerror}")
     print(f"{args.out}: written")
 
 

@@ -44,8 +44,6 @@ def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, 
                 stop = record["cursor"] - (last_step - step) * record["global_batch_size"]
                 skipped_samples = tuple((first, end) for first, end in record["skipped_samples"])
                 return np.arange(stop - record["global_batch_size"], stop), skipped_samples
-    except OSError as error:
-        raise ConfigError("", f"{path} cannot be read ({error.strerror})") from None
     except (KeyError, TypeError, ValueError):
         raise ConfigError("", f"{path} has a record of kind train that is not valid") from None
     raise ConfigError("", f"{run}: metrics.jsonl has no record of step {step}; the last record is of step {last_step}")

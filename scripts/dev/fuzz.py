@@ -23,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -37,7 +38,7 @@ if __name__ == "__main__":
 # One thread, so that the process can be forked.
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-from scripts.dev.fuzz_cases import TARGETS, Target
+from scripts.dev.fuzz_cases import checkpoints, commands, corpora, models, settings, tokenizers
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, non_negative_int, positive_int, run_to_end
 from trainer.system.logging import MAX_LINE
@@ -47,8 +48,31 @@ CPU_SECONDS = 5
 _WALL_SECONDS = 120
 _MEMORY_BYTES = 4 * GIB
 """Memory that a case may allocate."""
-_PYTHON_WORDS = ("Traceback", "NoneType", "<class ", " object at 0x", "has no attribute", "not subscriptable", "codec can't")
+_PYTHON_WORDS = ("Traceback", "NoneType", "<class ", " object at 0x", "has no attribute", "not subscriptable", "[Errno")
 """Words of Python's own messages, which no refusal contains."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of input."""
+
+    cases: int
+    """Number of cases of a full run."""
+    run: Callable[[Random, Path, Path], str]
+    """Function (random, folder of the fixtures, empty folder) -> the line that refused the input, or "" if it was accepted. A
+    ConfigError is a refusal too. Any other exception is a finding."""
+    make_fixtures: Callable[[Path], None] = lambda folder: None
+    """Function that writes files that all cases share to an empty folder."""
+
+
+TARGETS: dict[str, Target] = {
+    "settings": Target(12_000, settings.run),
+    "models": Target(3_500, models.run),
+    "corpora": Target(2_000, corpora.run),
+    "tokenizers": Target(1_200, tokenizers.run, tokenizers.make_fixtures),
+    "checkpoints": Target(800, checkpoints.run, checkpoints.make_fixtures),
+    "commands": Target(500, commands.run, commands.make_fixtures),
+}
 
 
 @dataclass(frozen=True)
@@ -84,8 +108,8 @@ def _run_in_child(target: Target, random: Random, fixtures: Path, folder: Path) 
     return Outcome(accepted=not refusal, refusal=refusal, finding=refusal and bad_refusal(refusal))
 
 
-def _child(work: Callable[[], Outcome], folder: Path) -> None:
-    """Run `work` in this process, which was forked for it, and write its outcome to the folder."""
+def _child(work: Callable[[], Outcome], folder: Path, cpu_seconds: int) -> None:
+    """Run `work` in this process, which was forked for it, and write its outcome to a file beside the folder."""
     os.setsid()
     output = os.open(folder.with_suffix(".output"), os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -93,7 +117,7 @@ def _child(work: Callable[[], Outcome], folder: Path) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY_BYTES, size + _MEMORY_BYTES))
     used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + CPU_SECONDS + 1
+    limit = int(used.ru_utime + used.ru_stime) + cpu_seconds + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     for number in (signal.SIGXCPU, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -103,14 +127,14 @@ def _child(work: Callable[[], Outcome], folder: Path) -> None:
     folder.with_suffix(".outcome").write_text(json.dumps(asdict(outcome)))
 
 
-def _in_new_process(work: Callable[[], Outcome], folder: Path) -> Outcome:
-    """Run `work` in a forked process. folder: an empty folder; the files beside it belong to this function."""
+def _in_new_process(work: Callable[[], Outcome], folder: Path, cpu_seconds: int) -> Outcome:
+    """Run `work` in a forked process. folder: an empty folder; it writes files beside it. cpu_seconds: limit."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
         with contextlib.suppress(BaseException):  # the parent reports that there is no outcome
-            _child(work, folder)
+            _child(work, folder, cpu_seconds)
         os._exit(0)
     _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
@@ -122,7 +146,7 @@ def _in_new_process(work: Callable[[], Outcome], folder: Path) -> Outcome:
         printed = folder.with_suffix(".output").read_text(errors="replace")[-3000:]
         return Outcome(finding=f"the process ended with status {status} after {seconds:.1f} s:\n{printed}")
     finding = outcome.finding
-    if not finding and seconds > CPU_SECONDS:
+    if not finding and seconds > cpu_seconds:
         finding = f"the case needed {seconds:.1f} s of CPU time"
     return Outcome(outcome.accepted, outcome.refusal, finding, seconds)
 
@@ -140,12 +164,10 @@ class Fuzzer:
         self._fixtures.mkdir()
 
         def work() -> Outcome:
-            signal.alarm(0)
-            resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2)
             self._target.make_fixtures(self._fixtures)
             return Outcome(accepted=True)
 
-        outcome = _in_new_process(work, self._fixtures)
+        outcome = _in_new_process(work, self._fixtures, _WALL_SECONDS)
         if not outcome.accepted:
             raise RuntimeError(f"the fixtures of {self._name} could not be made: {outcome.finding}")
         return self
@@ -159,7 +181,8 @@ class Fuzzer:
         with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as parent:
             folder = Path(parent) / "case"
             folder.mkdir()
-            return _in_new_process(lambda: _run_in_child(self._target, random, self._fixtures, folder), folder)
+            work = partial(_run_in_child, self._target, random, self._fixtures, folder)
+            return _in_new_process(work, folder, CPU_SECONDS)
 
 
 def fuzz(name: str, seed: int, first: int, cases: int, show: bool) -> int:
@@ -187,7 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the input")
     parser.add_argument("--first", type=non_negative_int, default=0, metavar="N", help="number of the first case")
-    parser.add_argument("--cases", type=positive_int, metavar="N", help="cases per target (default: those of a full run)")
+    parser.add_argument(
+        "--cases", type=positive_int, metavar="N", help="cases per target (default: those of a full run)"
+    )
     parser.add_argument("--show", action="store_true", help="print the outcome of every case")
     args = parser.parse_args(argv)
     findings = [

@@ -1,4 +1,5 @@
 import ast
+import errno
 import os
 import signal
 import subprocess
@@ -8,13 +9,15 @@ import pytest
 
 from tests.commands import run_script
 from tests.conftest import ROOT
-from trainer.config.command_line import check_environment
+from trainer.config import ConfigError
+from trainer.config.command_line import check_environment, run_to_end
 from trainer.system.children import children_ignore_interrupts
 from trainer.system.logging import MAX_LINE, shorten
 
 LIGHT = {"scripts/compare_runs.py", "scripts/dev/generate_config_docs.py"}
 """Scripts that import neither numpy nor torch."""
-SCRIPTS = sorted({str(path.relative_to(ROOT)) for path in (ROOT / "scripts").rglob("*.py")} - LIGHT)
+RUNNABLE = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
+SCRIPTS = sorted({str(path.relative_to(ROOT)) for path in RUNNABLE} - LIGHT)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,31 @@ def test_long_messages_keep_their_beginning_and_end():
     shortened = shorten("--run.name " + 5000 * "x" + ": must be shorter")
     assert len(shortened) <= MAX_LINE
     assert shortened.startswith("--run.name xxx") and shortened.endswith("xxx: must be shorter")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("", "x must be y"), "x must be y\n"),
+        (ConfigError("", "a\nb\u202e"), "a\\nb\\u202e\n"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "folder"), "folder: File name too long\n"),
+    ],
+)
+def test_errors_of_a_script_are_one_printable_line(error, line, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as exit:
+        run_to_end(main)
+    assert (exit.value.code, capsys.readouterr().err) == (2, line)
+
+
+def test_an_error_without_a_file_is_not_hidden():
+    def main():
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_to_end(main)
 
 
 def test_an_interrupt_before_run_to_end_is_one_line():

@@ -53,4 +53,4 @@ def test_an_incomplete_last_line_is_ignored(tmp_path):
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
     code, lines, error = script(tmp_path, tmp_path)
-    assert (code, lines) == (2, []) and error.startswith(f"{tmp_path}/config.toml cannot be read")
+    assert (code, lines) == (2, []) and error == f"{tmp_path}/config.toml: No such file or directory"

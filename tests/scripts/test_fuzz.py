@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from scripts.dev.fuzz import Fuzzer, bad_refusal
-from scripts.dev.fuzz_cases import TARGETS, Target
+from scripts.dev.fuzz import TARGETS, Fuzzer, Target, bad_refusal
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 

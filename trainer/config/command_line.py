@@ -15,7 +15,7 @@ from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
 from trainer.system.files import folder_error
-from trainer.system.logging import shorten
+from trainer.system.logging import printable, shorten
 from trainer.system.process import local_rank, restore_interrupt
 
 
@@ -53,14 +53,18 @@ class Arguments(argparse.ArgumentParser):
 
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
-    """Check the environment and call main. On a ConfigError, print one line and exit with code 2. On Ctrl-C, print one line and
-    exit with code 130."""
+    """Check the environment and call main. On a ConfigError or a file system error, print one line and exit with code 2. On
+    Ctrl-C, print one line and exit with code 130."""
     try:
         restore_interrupt()
         check_environment()
         main()
     except ConfigError as error:
         die(str(error))
+    except OSError as error:
+        if error.filename is None:  # for example, the reader of stdout has exited
+            raise
+        die(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
@@ -131,7 +135,7 @@ def die(line: str) -> NoReturn:
     local rank 0 prints it."""
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
-    print(shorten(line), file=sys.stderr, flush=True)
+    print(shorten(printable(line)), file=sys.stderr, flush=True)
     sys.exit(2)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from trainer.system.logging import printable
+
 
 class ConfigError(Exception):
     """Error about a setting whose value cannot be used. Commands print it as one line and exit with code 2.
@@ -18,7 +20,7 @@ class ConfigError(Exception):
 
     def __init__(self, key: str, message: str):
         self.key = key
-        self.message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # one line for any input
+        self.message = printable(message)
         super().__init__(f"{key}: {self.message}" if key else self.message)
 
     def __reduce__(self) -> tuple:

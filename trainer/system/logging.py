@@ -17,6 +17,11 @@ _LOCK = threading.RLock()
 """Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
 
 
+def printable(text: str) -> str:
+    """Return the text with every unprintable character, such as a newline, as its escape sequence."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def shorten(text: str) -> str:
     """Return the text, or the beginning and the end of a text that is longer than MAX_LINE: an error's origin and its rule."""
     half = (MAX_LINE - 5) // 2

@@ -1,9 +1,10 @@
 """Checkpoints. A damaged one is found, and a forged one, whose hashes are right, never gives tensors of another shape."""
 
-import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from scripts.dev.fuzz_cases.damage import SAMPLES, damage_file, damage_json_file
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import load
 from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.resume import find_resume_point
 from trainer.config import ConfigError
 from trainer.config.load import load_config
@@ -47,41 +48,42 @@ def make_fixtures(folder: Path) -> None:
     assert train.run(load_config(words)) == 0
 
 
-def _forge(checkpoint: Path) -> None:
-    """Write the sizes and hashes of the files into the manifest."""
-    path = checkpoint / manifest.NAME
-    content = json.loads(path.read_text())
-    files = [file for file in checkpoint.iterdir() if file.is_file() and file != path]
-    content["files"] = {file.name: {"size": file.stat().st_size, "digest": digest_of(file)} for file in files}
-    path.write_text(json.dumps(content))
+def _forge(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
+    """Write the sizes and hashes of the files to the manifest."""
+    files = [file for file in checkpoint.iterdir() if file.is_file() and file.name != manifest.NAME]
+    contents = {file.name: File(file.stat().st_size, digest_of(file)) for file in files}
+    manifest.write(checkpoint, Manifest(contents, metadata))
 
 
 def run(random: Random, fixtures: Path, folder: Path) -> str:
-    steps = shutil.copytree(fixtures / "run" / "checkpoints", folder / "checkpoints")
-    first, last = sorted(steps.glob("step-*"))
-    path = random.choice(sorted(last.iterdir()))
+    intact = fixtures / "run" / "checkpoints"
+    first, last = sorted(intact.glob("step-*"))
+    copies = shutil.copytree(intact, folder / "checkpoints")
+    damaged = copies / last.name
+    path = random.choice(sorted(damaged.iterdir()))
     (damage_json_file if path.suffix == ".json" else damage_file)(random, path)
+    unchanged = path.is_file() and path.read_bytes() == (last / path.name).read_bytes()
     forged = path.name != manifest.NAME and random.random() < 0.5
     if forged:
-        _forge(last)
+        _forge(damaged, manifest.read(last).metadata)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = find_resume_point(steps)
-    require(found is not None, "no checkpoint was found")
+    found = find_resume_point(copies)
+    require(found is not None and found.path.name in (first.name, last.name), "the intact checkpoint was not found")
     assert found is not None
-    unchanged = all((fixtures / "run" / "checkpoints" / last.name / f.name).read_bytes() == f.read_bytes() for f in last.iterdir() if f.is_file())
-    original = load_file(fixtures / "run" / "checkpoints" / found.path.name / "rank-00000.safetensors")
+    fell_back = found.path.name == first.name
+    require(fell_back or unchanged or forged, "a damaged checkpoint was accepted")
+    require(fell_back or not unchanged, "an intact checkpoint was ignored")
+    original = load_file(intact / found.path.name / "rank-00000.safetensors")
     targets = {name: torch.zeros_like(tensor) for name, tensor in original.items()}
-    refusal = ""
     try:
         load(found.path, targets, set(original))
-        equal = all(torch.equal(targets[name], tensor) for name, tensor in original.items())
-        require(equal or (forged and found.path == last), "the loaded tensors have other values")
-    except ConfigError as error:
-        require(forged and found.path == last, f"an intact checkpoint was refused: {error}")
-        refusal = str(error)
-    require(unchanged or forged or found.path == first, "a damaged checkpoint was accepted")
+    except ConfigError:
+        require(forged and not fell_back, "an intact checkpoint was refused")
+        raise
+    equal = all(torch.equal(targets[name], tensor) for name, tensor in original.items())
+    require(equal or (forged and not fell_back), "the loaded tensors have other values")
     try:
-        HfExport(last, DTYPES["bf16"]).write(folder / "exported", 2**30, lambda count: None)
+        HfExport(damaged, DTYPES["bf16"]).write(folder / "exported", 2**30, lambda count: None)
     except CorruptError as damage:
         return str(damage)
-    return refusal or ("" if found.path == last else "ignored the damaged checkpoint")
+    return "the damaged checkpoint was ignored" if fell_back else ""

@@ -15,6 +15,8 @@ from random import Random
 from scripts.dev.fuzz_cases import checkpoints
 from scripts.dev.fuzz_cases.damage import NUMBERS, TEXTS, require
 from trainer.config.command_line import run_to_end
+from trainer.config.fields import settings
+from trainer.config.schema import toml_value
 
 ROOT = Path(__file__).parents[3]
 _COMMANDS = sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))
@@ -46,19 +48,30 @@ def _parser(main: object) -> argparse.ArgumentParser:
     raise AssertionError("the command has no parser")
 
 
+def _accepts(action: argparse.Action, value: str) -> bool:
+    try:
+        return (action.type or str)(value) is not None and value in (action.choices or [value])
+    except (ValueError, TypeError, argparse.ArgumentTypeError):
+        return False
+
+
 def _words(random: Random, parser: argparse.ArgumentParser, values: list[str]) -> Iterator[str]:
+    """Yield random arguments, most of which have the declared type."""
     for action in parser._actions:
+        likely = [value for value in (*values, *map(str, action.choices or ())) if _accepts(action, value)]
         if isinstance(action, argparse._SubParsersAction):
             name = random.choice(list(action.choices))
             yield name if random.random() < 0.97 else random.choice(values)
             yield from _words(random, action.choices[name], values)
+        elif action.option_strings == ["--section.key"]:
+            for setting in random.sample(list(settings().values()), random.choice((0, 0, 1, 2))):
+                yield from (f"--{setting.key}", toml_value(setting.default))
         elif isinstance(action, argparse._HelpAction) or random.random() < (0.7 if action.option_strings else 0.03):
             continue
         else:
             yield from action.option_strings[:1]
-            choices = [str(choice) for choice in action.choices or ()]
-            for _ in range(0 if action.nargs == 0 else random.choice((1, 1, 1, 1, 2, 0))):
-                yield random.choice(choices if choices and random.random() < 0.7 else values)
+            for _ in range(0 if action.nargs == 0 else random.choice((1,) * 12 + (2, 0))):
+                yield random.choice(likely if likely and random.random() < 0.85 else values)
 
 
 def run(random: Random, fixtures: Path, folder: Path) -> str:
@@ -67,11 +80,20 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     os.chdir(folder)
     command = random.choice(_COMMANDS)
     main = importlib.import_module(command).main
-    paths = [str(copy), str(copy / "checkpoints" / "step-00000002"), str(copy / "config.toml"), "new", "no/such", str(ROOT)]
+    paths = [
+        str(copy),
+        str(copy / "checkpoints" / "step-00000002"),
+        str(copy / "config.toml"),
+        "new",
+        "no/such",
+        str(ROOT),
+    ]
     values = [*NUMBERS, *TEXTS, *paths, *paths, "-5", "--", "--x", "\udcff"]
     words = list(_words(random, _parser(main), values))
     if random.random() < 0.1:
         words.insert(random.randrange(len(words) + 1), random.choice(values))
+    if command in ("scripts.parity", "scripts.train_tokenizer"):  # their valid calls take minutes
+        words.append(random.choice(("--x", "--steps", "--vocab-size")))
     sys.argv = [f"{command.replace('.', '/')}.py", *words]
     print(sys.argv, flush=True)
     out, err, code = io.StringIO(), io.StringIO(), 0

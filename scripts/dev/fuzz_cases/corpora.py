@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import io
+import itertools
 import json
 import struct
 import zlib
@@ -55,7 +56,9 @@ def _json_lines(content: bytes) -> list[str]:
 
 def _tokens_of(random: Random, tokenizer: Tokenizer) -> np.ndarray:
     documents = ([*tokenizer.encode(_text(random)), tokenizer.eos] for _ in range(random.randrange(1, 5)))
-    return np.array([token for document in documents for token in document], random.choice(("<u2", "<u4", "<i8", ">i4")))
+    return np.array(
+        [token for document in documents for token in document], random.choice(("<u2", "<u4", "<i8", ">i4"))
+    )
 
 
 def _megatron(random: Random, tokenizer: Tokenizer) -> tuple[bytes, bytes]:
@@ -65,7 +68,9 @@ def _megatron(random: Random, tokenizer: Tokenizer) -> tuple[bytes, bytes]:
     pointers = np.cumsum(np.append(0, 2 * lengths))[:-1].astype("<i8")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(documents), len(documents) + 1)
     boundaries = np.arange(len(documents) + 1, dtype="<i8")
-    return b"".join(d.tobytes() for d in documents), header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
+    return b"".join(
+        d.tobytes() for d in documents
+    ), header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
 
 
 def _split_at_eos(tokens: np.ndarray, eos: int) -> Iterator[list[int]]:
@@ -85,11 +90,13 @@ def _stored(folder: Path) -> list[list[int]]:
     for split in SPLITS:
         store = open_store(folder, split)
         ends = store.documents.tolist()
-        documents += [store.tokens[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
+        documents += [store.tokens[a:b].tolist() for a, b in itertools.pairwise(ends)]
     return documents
 
 
-def _write(random: Random, kind: str, tokenizer: Tokenizer, folder: Path) -> tuple[str, list[str] | list[list[int]] | None]:
+def _write(
+    random: Random, kind: str, tokenizer: Tokenizer, folder: Path
+) -> tuple[str, list[str] | list[list[int]] | None]:
     """Write a corpus. Return its path, and its documents as other libraries read them, or None if they may be anything."""
     texts = [_text(random) for _ in range(random.randrange(1, 6))]
     damaged = random.random() < 0.7
@@ -117,7 +124,9 @@ def _write(random: Random, kind: str, tokenizer: Tokenizer, folder: Path) -> tup
                 return str(folder), None
         case "parquet":
             buffer = io.BytesIO()
-            parquet.write_table(pyarrow.table({"text": texts}), buffer, compression=random.choice(("none", "snappy", "zstd")))
+            parquet.write_table(
+                pyarrow.table({"text": texts}), buffer, compression=random.choice(("none", "snappy", "zstd"))
+            )
             content = write("a.parquet", buffer.getvalue())
             return str(folder), None if damaged or not content else [text for text in texts if text]
         case "npy":
@@ -131,14 +140,18 @@ def _write(random: Random, kind: str, tokenizer: Tokenizer, folder: Path) -> tup
             return str(folder), [] if tokens.ndim != 1 else list(_split_at_eos(tokens, tokenizer.eos))
         case "bin":
             content = write("a.bin", _tokens_of(random, tokenizer).astype("<u2").tobytes())
-            return str(folder), list(_split_at_eos(np.frombuffer(content[: len(content) // 2 * 2], "<u2"), tokenizer.eos))
+            return str(folder), list(
+                _split_at_eos(np.frombuffer(content[: len(content) // 2 * 2], "<u2"), tokenizer.eos)
+            )
         case "megatron":
             tokens, index = _megatron(random, tokenizer)
             write("a.bin", tokens)
             write("a.idx", index)
             return str(folder), None
         case _:
-            records = [{"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": t}]} for t in texts]
+            records = [
+                {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": t}]} for t in texts
+            ]
             records = [damage_json(random, record) if damaged else record for record in records]
             write("a.jsonl", b"\n".join(json.dumps(record).encode() for record in records))
             return str(folder / "a.jsonl"), None
@@ -161,7 +174,10 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     documents = _stored(store)
     count = sum(read_description(store)["splits"][split]["documents"] for split in SPLITS)
     require(count == len(documents), f"store.json lists {count} documents, but there are {len(documents)}")
-    require(all(0 <= token < tokenizer.vocab_size for document in documents for token in document), "a token is out of range")
+    require(
+        all(0 <= token < tokenizer.vocab_size for document in documents for token in document),
+        "a token is out of range",
+    )
     if expected is None:
         return ""
     if _DATASETS[kind] != "tokens":

@@ -6,13 +6,68 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-NUMBERS = ["0", "1", "-1", "2", "3", "7", "64", "1e-320", "1e308", "-0.0", "0.5", "1e400", "inf", "-inf", "nan", "0x10", "1_0"]
+NUMBERS = [
+    "0",
+    "1",
+    "-1",
+    "2",
+    "3",
+    "7",
+    "64",
+    "1e-320",
+    "1e308",
+    "-0.0",
+    "0.5",
+    "1e400",
+    "inf",
+    "-inf",
+    "nan",
+    "0x10",
+    "1_0",
+]
 NUMBERS += [str(sign * 2**bits + off) for bits in (15, 31, 32, 63, 64) for sign in (1, -1) for off in (-1, 0)]
 NUMBERS += ["1" + "0" * zeros for zeros in (9, 18, 30, 400, 5000)]
-TEXTS = ["", " ", "none", "true", "None", "äß€😀", "../x", "/", "/dev/null", "/proc/self/mem", ".", "\t", "\n", "\x1b[31m"]
-TEXTS += ["\u202e", "%s%n", "{0}", "$HOME", "~", "a" * 300, "b" * 100_000, "'", '"', "\\", "<s>", "[1, 2]", "a,b", "x=1", "\x7f"]
-SAMPLES = ["the quick brown fox", "def f(x):\n\treturn x + 1\n", "Größe 世界 🙂👍🏽", "  \n\n ", "<|begin_of_text|><s></s>", "a" * 600]
-
+TEXTS = [
+    "",
+    " ",
+    "none",
+    "true",
+    "None",
+    "äß€😀",
+    "../x",
+    "/",
+    "/dev/null",
+    "/proc/self/mem",
+    ".",
+    "\t",
+    "\n",
+    "\x1b[31m",
+]
+TEXTS += [
+    "\u202e",
+    "%s%n",
+    "{0}",
+    "$HOME",
+    "~",
+    "a" * 300,
+    "b" * 100_000,
+    "'",
+    '"',
+    "\\",
+    "<s>",
+    "[1, 2]",
+    "a,b",
+    "x=1",
+    "\x7f",
+]
+SAMPLES = [
+    "the quick brown fox",
+    "def f(x):\n\treturn x + 1\n",
+    "Größe 世界 🙂👍🏽",
+    "  \n\n ",
+    "<|begin_of_text|><s></s>",
+    "a" * 600,
+]
 
 
 def damage_bytes(random: Random, content: bytes) -> bytes:
@@ -20,12 +75,14 @@ def damage_bytes(random: Random, content: bytes) -> bytes:
     start = random.randrange(len(content) + 1)
     stop = min(len(content), start + random.choice((1, 1, 2, 8, 100)))
     part = content[start:stop]
+    earlier = random.randrange(start - len(part) + 1) if start >= len(part) else start
     return random.choice(
         (
             lambda: content[:start],
             lambda: content[:start] + random.randbytes(len(part)) + content[stop:],
             lambda: content[:start] + bytes(b ^ (1 << random.randrange(8)) for b in part[:1]) + content[start + 1 :],
             lambda: content[:start] + content[stop:],
+            lambda: content[:start] + content[earlier : earlier + len(part)] + content[stop:],
             lambda: content[:start] + part * random.choice((2, 50)) + content[stop:],
             lambda: content[:start] + random.choice((b"\0", b"\n", b"\xff\xfe", b'"', b"{}", b"]")) + content[start:],
         )

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format. Accepted tensors are those that config.json describes, and no name is left over."""
+"""Models in Hugging Face's format. A model is accepted only with exactly the tensors that config.json describes."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,9 @@ def _damage_tensors(random: Random, tensors: dict[str, torch.Tensor]) -> None:
         case 1:
             tensors[random.choice((f"{name[:-6]}bias", "model.layers.9.x.weight", "x", name.upper()))] = tensor.clone()
         case 2:
-            tensors[name] = tensor.to(random.choice((torch.int64, torch.uint8, torch.bool, torch.int8, torch.complex64)))
+            tensors[name] = tensor.to(
+                random.choice((torch.int64, torch.uint8, torch.bool, torch.int8, torch.complex64))
+            )
         case 3:
             tensors[name] = tensor.flatten()
         case 4:
@@ -83,7 +85,10 @@ def _damage_tensors(random: Random, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def run(random: Random, fixtures: Path, folder: Path) -> str:
-    config = _MODEL | {"rope_scaling": random.choice((None, _LLAMA3_ROPE)), "tie_word_embeddings": random.random() < 0.3}
+    config = _MODEL | {
+        "rope_scaling": random.choice((None, _LLAMA3_ROPE)),
+        "tie_word_embeddings": random.random() < 0.3,
+    }
     torch.manual_seed(random.randrange(2**32))
     dtype = random.choice((torch.float32, torch.bfloat16, torch.float16))
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in _hf_shapes(config).items()}
@@ -91,7 +96,9 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
         _damage_tensors(random, tensors)
     names = sorted(tensors)
     half = random.choice((None, len(names) // 2))
-    files = {"model.safetensors": names} if half is None else {"a.safetensors": names[:half], "b.safetensors": names[half:]}
+    files = (
+        {"model.safetensors": names} if half is None else {"a.safetensors": names[:half], "b.safetensors": names[half:]}
+    )
     for file, members in files.items():
         save_file({name: tensors[name] for name in members}, folder / file)
     if half is not None:
@@ -117,7 +124,9 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     buffers = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     copies = {"lm_head.weight"} if sizes.tied_embeddings else set()
     require(stored.keys() - buffers - copies == shapes.keys(), "names are missing or left over")
-    require(all(tuple(stored[n].shape) == s and stored[n].is_floating_point() for n, s in shapes.items()), "wrong shapes")
+    require(
+        all(tuple(stored[n].shape) == s and stored[n].is_floating_point() for n, s in shapes.items()), "wrong shapes"
+    )
     require(len(index) == len(shapes) and source.sizes == sizes, "the imported model is another one")
     name = "model/tok_embeddings.weight"
     embedding = read_rows(out, name, index[name], 0, sizes.vocab_size)

@@ -15,9 +15,10 @@ from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
 
 
-
 def _toml(random: Random) -> str:
-    text = random.choice((*NUMBERS, *map(toml_value, TEXTS), "true", "false", "1979-05-27", "07:32:00", "[]", "{}", "[[[1]]]"))
+    text = random.choice(
+        (*NUMBERS, *map(toml_value, TEXTS), "true", "false", "1979-05-27", "07:32:00", "[]", "{}", "[[[1]]]")
+    )
     depth = random.choice((0,) * 30 + (1, 2, 400))
     return "[" * depth + text + "]" * depth
 
@@ -43,7 +44,9 @@ def _settings_file(random: Random) -> bytes:
     for setting in chosen:
         value = _valid_value(random, setting)
         text = toml_value(value) if random.random() < 0.8 else _toml(random)
-        name = setting.name if random.random() < 0.97 else random.choice((setting.name[:-1], setting.name.upper(), "x.y"))
+        name = (
+            setting.name if random.random() < 0.97 else random.choice((setting.name[:-1], setting.name.upper(), "x.y"))
+        )
         sections.setdefault(setting.section, []).append(f"{name} = {text}")
     if random.random() < 0.1:
         sections.setdefault(random.choice(("data", "modle", '"\\n"', "a.b.c", "run.name")), []).append("steps = 1")
@@ -58,7 +61,11 @@ def _settings_words(random: Random) -> Iterator[str]:
         text = value if isinstance(value, str) else toml_value(value)
         text = text if random.random() < 0.7 else random.choice((*NUMBERS, *TEXTS, "\udcff", "[1", "a=b c=d"))
         flag = f"--{setting.key}" + (random.choice((".x", ".web", ".")) if setting.is_table else "")
-        flag = flag if random.random() < 0.97 else random.choice((flag[:-1], "--", flag.replace(".", "-"), "-x", "", "\udcff"))
+        flag = (
+            flag
+            if random.random() < 0.97
+            else random.choice((flag[:-1], "--", flag.replace(".", "-"), "-x", "", "\udcff"))
+        )
         yield from [f"{flag}={text}"] if random.random() < 0.3 else [flag, text]
     if random.random() < 0.02:
         yield random.choice(("--config", "--config=", "steps", "--help="))
