@@ -101,11 +101,12 @@ def bad_refusal(line: str) -> str:
 def _run_in_child(target: Target, random: Random, fixtures: Path, folder: Path) -> Outcome:
     try:
         refusal = target.run(random, fixtures, folder)
+        accepted = not refusal
     except ConfigError as error:
-        refusal = str(error)
+        refusal, accepted = str(error), False
     except BaseException:
         return Outcome(finding=traceback.format_exc())
-    return Outcome(accepted=not refusal, refusal=refusal, finding=refusal and bad_refusal(refusal))
+    return Outcome(accepted, refusal, "" if accepted else bad_refusal(refusal))
 
 
 def _child(work: Callable[[], Outcome], folder: Path, cpu_seconds: int) -> None:
@@ -121,7 +122,7 @@ def _child(work: Callable[[], Outcome], folder: Path, cpu_seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     for number in (signal.SIGXCPU, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-        faulthandler.register(number, all_threads=False, chain=True)  # prints the stack, then the process ends
+        faulthandler.register(number, file=2, all_threads=False, chain=True)  # prints the stack, then the process ends
     signal.alarm(_WALL_SECONDS)
     outcome = work()
     folder.with_suffix(".outcome").write_text(json.dumps(asdict(outcome)))
