@@ -41,7 +41,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 from scripts.dev.fuzz_cases import checkpoints, commands, corpora, models, settings, tokenizers
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, non_negative_int, positive_int, run_to_end
-from trainer.system.logging import MAX_LINE
+from trainer.system.logging import MAX_LINE, shorten
 from trainer.system.units import GIB
 
 CPU_SECONDS = 5
@@ -144,7 +144,7 @@ def _in_new_process(work: Callable[[], Outcome], folder: Path, cpu_seconds: int)
     try:
         outcome = Outcome(**json.loads(folder.with_suffix(".outcome").read_text()))
     except FileNotFoundError:
-        printed = folder.with_suffix(".output").read_text(errors="replace")[-3000:]
+        printed = shorten(folder.with_suffix(".output").read_text(errors="replace"))
         return Outcome(finding=f"the process ended with status {status} after {seconds:.1f} s:\n{printed}")
     finding = outcome.finding
     if not finding and seconds > cpu_seconds:
