@@ -464,6 +464,14 @@ def test_links_are_rejected_except_into_the_cache_of_hugging_face(hf_model, tmp_
         HfModelFolder(folder, MODELS["llama3"])
 
 
+def test_a_loop_of_links_is_a_one_line_error(tmp_path):
+    folder = folder_of(tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(ConfigError, match=r"model.safetensors: .*"):
+        HfModelFolder(folder, MODELS["llama3"])
+
+
 @pytest.mark.parametrize(
     "head", [struct.pack("<Q", 8 * 2**30), b"", b"\x05\0\0\0\0\0\0\0{}}}}", struct.pack("<Q", 2) + b"[]"]
 )

@@ -147,7 +147,8 @@ class HfModelFolder:
         """Return the path of a file in the folder. Raises CorruptError if the name is not a plain file name, or if the file is
         a symbolic link to a path outside the folder. Links to the blobs of Hugging Face's cache are allowed."""
         path = self.folder / manifest.require_plain_filename(name, "the index")
-        target, home = path.resolve(), self.folder.resolve()
+        # Path.resolve raises RuntimeError for a loop of links (Python 3.11). A loop ends in an error when the file is opened.
+        target, home = Path(os.path.realpath(path)), Path(os.path.realpath(self.folder))
         blobs = home.parent.parent / "blobs"
         if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
             raise CorruptError(f"{name} is a symbolic link to a path outside the folder")
@@ -264,7 +265,7 @@ def layer_order(name: str) -> list[tuple[int, str]]:
 
 def require_new_folder(folder: Path) -> None:
     """Raise ConfigError if the folder exists and is not empty, or if it is inside a checkpoint."""
-    for outer in folder.resolve().parents:
+    for outer in Path(os.path.realpath(folder)).parents:
         if (outer / manifest.NAME).exists() and (outer / INDEX).exists():
             message = f"{folder} is inside the checkpoint {outer}, which new files would damage; choose another path"
             raise ConfigError("", message)
