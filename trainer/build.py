@@ -20,6 +20,7 @@ from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.preflight import check_disk, check_memory
+from trainer.run.profiler import Profiler
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, log_summary, model_files, run_folder, save_run_info, versions
 from trainer.run.training_data import TrainingData
@@ -65,6 +66,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
     records = folder if dist.get_rank() == 0 else None
+    metrics = Metrics(config.metrics, config.training, resolved, device, engine.phases, records, state.step)
     return Trainer(
         config=config,
         state=state,
@@ -73,8 +75,9 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
         evaluator=Evaluator(config.evaluation, eval_sets, data.partition, data.to_device, config.training.steps),
         checkpoints=checkpoints,
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(config.metrics, config.training, resolved, device, records, first_step=state.step),
+        metrics=metrics,
         stragglers=stragglers,
+        profiler=Profiler(config.profiling, device, dist.get_rank(), folder, metrics.section),
         watchdog=Watchdog(config.resilience.hang_timeout_s),
     )
 

@@ -24,6 +24,7 @@ from trainer.parallel.unsharded import GradientAccumulator
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.device import DTYPES
+from trainer.runtime.phases import PhaseTimer
 
 
 def build_model_parts(
@@ -78,11 +79,13 @@ class Engine:
             start, self.gradient_sums = accumulator.start_microbatch, accumulator.sums
         self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
+        self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
         cp = meshes.data["cp"]
         common = {
             "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens, compiled=resolved.compiled),
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
+            "phases": self.phases,
             "batch_group": self.batch_group,
             "loss_group": meshes.loss["loss"].get_group(),
         }
@@ -106,15 +109,19 @@ class Engine:
         """Run one optimizer step. Return the outcome for StepMonitor and the number of target tokens, both reduced over all
         ranks. stop: whether this rank was requested to stop. on_before_update: function that is called before the parameters,
         the optimizer state and the guard's state are updated."""
+        self.phases.start("reduction")
         self.optimizer.start_step(lr)
         num_targets = count_targets(microbatches, self.batch_group)
         if self.config.optimizer.in_backward:
             on_before_update()
         loss = self.forward_backward(microbatches, num_targets)
+        self.phases.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
+        self.phases.start("optimizer")
         on_before_update()
         skip, outcome = self.guard.decide(loss, grad_norm, votes)
         self.optimizer.step(skip=skip)
+        self.phases.start("other")
         return outcome, num_targets
 
     def tensors(self) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics, duration
+from trainer.run.profiler import Profiler
 from trainer.run.run_folder import run_folder
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
@@ -41,6 +42,7 @@ class Trainer:
     monitor: StepMonitor
     metrics: Metrics
     stragglers: StragglerDetector
+    profiler: Profiler
     watchdog: Watchdog
 
     def train(self, stop: StopRequest | None = None) -> None:
@@ -67,6 +69,7 @@ class Trainer:
             raise
         finally:
             self.watchdog.close()
+            self.profiler.close()
             self.checkpoints.close()
             self.metrics.close()
         folder = run_folder(self.config)
@@ -83,12 +86,14 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch], stop: bool) -> tuple[Tensor, Tensor]:
         """Run one optimizer step and return the results of `Engine.step`. stop: whether this rank was asked to stop."""
         training = self.config.training
+        self.profiler.before_step(self.state.step + 1)
         with self.metrics.section("data") as seconds:
             microbatches = list(islice(batches, self.data.partition.grad_accum))
         self.stragglers.after_data(seconds())
         results = self.engine.step(microbatches, self._lr(self.state.step + 1), stop, self.checkpoints.before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         self.metrics.after_step()
+        self.profiler.after_step(self.state.step)
         self.watchdog.after_step(self.state.step)
         return results
 

@@ -309,6 +309,9 @@ ONLY_WITH = {
     "checkpoint.load_step": "[checkpoint] enabled",
     "resilience.on_max_skips": "[checkpoint] enabled",
     "evaluation.keep_best_on": "[checkpoint] enabled",
+    "profiling.num_steps": "[profiling] first_step",
+    "profiling.rank": "[profiling] first_step",
+    "profiling.memory_snapshot": "[profiling] first_step",
 }
 """Conditions whose violation is an error; all others are details of a feature that may be switched off."""
 

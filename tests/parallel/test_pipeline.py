@@ -22,6 +22,7 @@ from trainer.parallel.pipeline import (
     partition_blocks,
     stages_of_rank,
 )
+from trainer.runtime.phases import PhaseTimer
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
 
@@ -131,6 +132,7 @@ def build_step(name, pp, microbatches):
         make_head=lambda labels: CrossEntropyHead(labels, 64),
         shard_sequence=lambda batch: batch,
         pipeline_group=meshes.model["pp"].get_group(),
+        phases=PhaseTimer(torch.device("cpu")),
         batch_group=meshes.data["batch"].get_group(),
         loss_group=meshes.loss["loss"].get_group(),
     )

@@ -15,6 +15,7 @@ from trainer.run.metrics import Metrics, duration
 from trainer.run.resolve import resolve
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
+from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_s
     config = MetricsConfig(interval_steps=5, tensorboard=tensorboard)
     training = TrainingConfig(steps=steps, global_batch_size=tokens_per_step, seq_len=1)
     resolved = replace(resolve(Config(), 2), flops_per_token=10**9)
-    return Metrics(config, training, resolved, CPU, folder, first_step)
+    return Metrics(config, training, resolved, CPU, PhaseTimer(CPU), folder, first_step)
 
 
 def test_the_sections_of_a_name_are_added(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from trainer.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfilingConfig,
     ResilienceConfig,
     TokenizerConfig,
     TrainingConfig,

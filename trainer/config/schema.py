@@ -51,6 +51,7 @@ FIXED = Constraint(fixed_on_resume=True)
 PER_NODE = Constraint(per_node=True)
 PIPELINE = Constraint(used_with="[parallel] pp > 1")
 SELECTIVE = Constraint(used_with="[activation_checkpoint] mode = selective")
+PROFILED = Constraint(only_with="[profiling] first_step")
 SAVING = Constraint(used_with="[checkpoint] enabled")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 
@@ -353,6 +354,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilingConfig:
+    first_step: StepsOrZero = 0
+    """First step to trace with torch's profiler; 0: trace no step. The traces are written to profiles/ in the run folder."""
+    num_steps: Annotated[Count, PROFILED] = 1
+    """Number of consecutive steps in a trace. A trace of a large model has about 10 MB per step."""
+    rank: Annotated[Literal["all"] | int, Constraint(min=0, only_with="[profiling] first_step")] = 0
+    """Rank to trace, or "all"."""
+    memory_snapshot: Annotated[bool, PROFILED] = False
+    """Whether to also record all allocations of GPU memory in these steps, with their stacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     max_consecutive_skips: Count = 8
     """Number of consecutive skipped steps after which on_max_skips applies. A step may be skipped because of a
@@ -396,6 +409,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)

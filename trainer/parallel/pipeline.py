@@ -229,6 +229,7 @@ class PipelineStep(Step):
         self.num_targets = num_targets.clamp(min=1)  # a batch may be all padding
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
         losses: list[Tensor] = []
+        self.phases.start("pipeline")
         self.schedule.step(
             *(batch.tokens for stage in self.model_parts if stage.is_first),
             target=batch.labels if any(stage.is_last for stage in self.model_parts) else None,
@@ -238,6 +239,7 @@ class PipelineStep(Step):
             positions=batch.positions,
             documents=batch.documents,
         )
+        self.phases.start("reduction")
         return self._sum(losses)
 
     @torch.no_grad()

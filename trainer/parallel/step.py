@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from models.spec import Head
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.runtime.distributed import sum_over
+from trainer.runtime.phases import PhaseTimer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -23,6 +24,7 @@ class Step(ABC):
     """Function that maps a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
     """Group of the ranks that read different samples."""
+    phases: PhaseTimer
     loss_group: ProcessGroup
     """Group of ranks that compute the loss of different tokens. All of them belong to the same pipeline stage."""
 
@@ -54,9 +56,12 @@ class SpmdStep(Step):
         losses = []
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
+            self.phases.start("forward")
             loss = self._loss_sum(batch) / num_targets.clamp(min=1)  # a batch may be all padding
+            self.phases.start("backward")
             loss.backward()
             losses.append(loss.detach())
+        self.phases.start("reduction")
         return sum_over(torch.stack(losses).sum(), self.loss_group)
 
     @torch.no_grad()

@@ -16,12 +16,15 @@ from trainer.config import MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StepOutcome
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
+from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
 from trainer.system import logging
 from trainer.system.files import atomic_write, read_json_lines
 from trainer.system.units import GIB
 
 _FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
+_NOT_TRAINING = ("evaluation", "checkpoint", "profiling")
+"""Phases that are not part of a step's duration."""
 _NOT_PLOTTED = ("step", "first_step", "global_batch_size", "cursor", "tokens_seen")
 
 
@@ -33,6 +36,7 @@ class Metrics:
     training: TrainingConfig
     resolved: ResolvedRun
     device: torch.device
+    phases: PhaseTimer
     folder: Path | None
     """Run folder, or None on ranks that write nothing."""
     first_step: int
@@ -47,6 +51,7 @@ class Metrics:
     def rewind(self, step: int) -> None:
         """Remove the records of all steps after `step`, because training continues from `step`."""
         self.close()
+        self.phases.clear()
         self.first_step = self.recorded_step = step
         if self.folder:
             with self._warn_on_write_error(_FILE):
@@ -67,11 +72,14 @@ class Metrics:
 
     @contextmanager
     def section(self, name: str) -> Iterator[Callable[[], float]]:
-        """Context manager that times a section on the host. It yields a function that returns the seconds since the start."""
+        """Context manager that times a section on the host. It yields a function that returns the seconds since the start. The
+        section is also a phase."""
         start = time.perf_counter()
+        self.phases.start(name)
         try:
             yield lambda: time.perf_counter() - start
         finally:
+            self.phases.start("other")
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
 
     def after_step(self) -> None:
@@ -82,8 +90,9 @@ class Metrics:
 
     def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, num_targets: int) -> None:
         """Record a step whose work on the device is complete. num_targets: number of target tokens over all ranks."""
+        self.phases.start("metrics")
         step, spent, training = state.step, self.spent, self.training
-        not_training = sum(seconds for name, seconds in spent.items() if name != "data")
+        phases, not_training = self.phases.take_seconds(), sum(spent.get(name, 0.0) for name in _NOT_TRAINING)
         num_steps = step - self.recorded_step
         step_time = (time.perf_counter() - self.window_start - not_training) / num_steps
         per_second = training.global_batch_size * training.seq_len / step_time
@@ -107,7 +116,7 @@ class Metrics:
             "tokens_per_second_per_rank": per_second_per_rank,
             "tflops_per_second_per_rank": flops / 1e12,
             "step_time_s": step_time,
-            "data_time_s": spent.get("data", 0.0) / num_steps,
+            **{f"{name}_time_s": seconds / num_steps for name, seconds in phases.items() if name not in _NOT_TRAINING},
             "evaluation_time_s": spent.get("evaluation", 0.0),
             "checkpoint_time_s": spent.get("checkpoint", 0.0),
             "memory_peak_gib": devices.memory_peak(self.device) / GIB,
@@ -121,6 +130,7 @@ class Metrics:
         logging.info(self._line(record))
         self.recorded_step = step
         self.start()
+        self.phases.start("other")
 
     def _line(self, record: dict[str, Any]) -> str:
         step, steps = record["step"], self.training.steps

@@ -55,6 +55,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
+    if config.profiling.memory_snapshot and not on_gpu:
+        raise ConfigError("profiling.memory_snapshot", "needs a GPU")
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     model = meta_model(spec.model, sizes)

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -165,6 +166,16 @@ def _largest_resident() -> int:
 def reset_memory_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def record_memory_history(enabled: bool) -> None:
+    """Start or stop to record every allocation of GPU memory, with its stack."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write the recorded allocations to a file that https://pytorch.org/memory_viz displays."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

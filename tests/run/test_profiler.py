@@ -1,0 +1,46 @@
+"""[profiling]: traces of chosen steps and ranks."""
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+
+from tests.training_runs import records, train
+from trainer.config import ConfigError
+from trainer.config.load import load_config
+from trainer.run.resolve import resolve
+
+
+def test_a_trace_has_the_phases_of_the_chosen_steps_of_the_chosen_rank(ranks, tiny, tmp_path):
+    settings = ["--profiling.first_step", "2", "--profiling.num_steps", "2", "--profiling.rank", "1"]
+    ranks(2).run(train, [*tiny, *settings, "--run.output_folder", str(tmp_path), "--run.name", "run"])
+    (path,) = (tmp_path / "run" / "profiles").iterdir()
+    assert path.name == "step-00000002-rank-00001.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    phases = Counter(event["name"] for event in events if event.get("name", "").startswith("phase: "))
+    # Two steps of two microbatches.
+    assert {name: phases[f"phase: {name}"] for name in ("data", "forward", "backward", "clip", "optimizer")} == {
+        **{"data": 2, "forward": 4, "backward": 4, "clip": 2, "optimizer": 2}
+    }
+
+
+@pytest.mark.parametrize(("layout", "passes"), [("dp_shard", ("forward", "backward")), ("pp", ("pipeline",))])
+def test_the_phases_of_a_step_add_up_to_its_duration(ranks, tiny, tmp_path, layout, passes):
+    settings = [f"--parallel.{layout}", "2", "--run.output_folder", str(tmp_path), "--run.name", "run"]
+    ranks(2).run(train, [*tiny, *settings])
+    for record in records(tmp_path / "run")[1:]:  # the first window begins before the first phase
+        phases = ("data", *passes, "reduction", "clip", "optimizer", "metrics", "other")
+        assert all(record[f"{name}_time_s"] > 0 for name in passes)
+        assert sum(record[f"{name}_time_s"] for name in phases) == pytest.approx(record["step_time_s"], rel=0.05)
+
+
+def test_a_memory_snapshot_needs_a_gpu():
+    config = load_config(["--profiling.first_step", "1", "--profiling.memory_snapshot", "true", "--run.device", "cpu"])
+    with pytest.raises(ConfigError, match=r"profiling.memory_snapshot: needs a GPU"):
+        resolve(config, 1)
+
+
+def test_the_other_settings_need_a_first_step():
+    with pytest.raises(ConfigError, match=r"--profiling.rank 1: has an effect only with \[profiling\] first_step"):
+        load_config(["--profiling.rank", "1"])

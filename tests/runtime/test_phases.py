@@ -1,0 +1,50 @@
+"""Timing of the phases of steps."""
+
+import time
+
+import pytest
+import torch
+
+from trainer.runtime.phases import _MAX_PENDING, PhaseTimer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_phases_follow_each_other_and_the_current_phase_belongs_to_the_next_call(clock):
+    phases = PhaseTimer(CPU)
+    assert phases.take_seconds() == {}
+    for name, seconds in (("data", 1.0), ("forward", 2.0), ("data", 4.0), ("backward", 8.0)):
+        phases.start(name)
+        clock[0] += seconds
+    assert phases.take_seconds() == {"data": 5.0, "forward": 2.0}
+    clock[0] += 16.0
+    phases.start("data")
+    assert phases.take_seconds() == {"backward": 24.0}
+
+
+def test_any_number_of_phases_needs_bounded_memory(clock):
+    phases = PhaseTimer(CPU)
+    for _ in range(3 * _MAX_PENDING):
+        phases.start("forward")
+        clock[0] += 1.0
+    assert len(phases._starts) <= _MAX_PENDING
+    phases.start("other")
+    assert phases.take_seconds() == {"forward": 3.0 * _MAX_PENDING}
+
+
+def test_cleared_phases_are_forgotten(clock):
+    phases = PhaseTimer(CPU)
+    phases.start("data")
+    clock[0] += 1.0
+    phases.clear()
+    phases.start("forward")
+    clock[0] += 2.0
+    phases.start("other")
+    assert phases.take_seconds() == {"forward": 2.0}
