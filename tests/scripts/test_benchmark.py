@@ -1,12 +1,16 @@
 """scripts/dev/benchmark.py runs; the figures are not checked."""
 
+import json
+import math
 import sys
 
 import pytest
 
 from scripts.dev import benchmark
 from scripts.dev.benchmark import main
+from scripts.dev.peers import require_equal_losses
 from tests.commands import run_script
+from trainer.config import ConfigError
 
 
 def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
@@ -40,3 +44,20 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
     _, *table = lines_of(monkeypatch, capsys, "data", *small)
     assert [line[-1] for line in table] == ["%"] * 4
     assert table[0][-2] == table[2][-2] == "100"
+
+
+def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path):
+    results = tmp_path / "results.json"
+    words = ("--contenders", "plain", "meshwright", "--steps", "2", "--repeats", "1", "--threads", "1")
+    first, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "host-2", *words, "--json", results)
+    assert first[:7] == ["the", "losses", "of", "all", "contenders", "agree", "within"]
+    assert [line[0] for line in table] == ["plain", "meshwright"]
+    times = json.loads(results.read_text())["steps"]
+    assert {name: len(of_steps) for name, of_steps in times.items()} == {"plain": 2, "meshwright": 2}
+
+
+def test_no_time_counts_if_the_losses_differ():
+    assert require_equal_losses({"a": [2.0, 1.0], "b": [2.0, 1.0001]}, 1e-3) == pytest.approx(1e-4)
+    for other in (1.1, math.nan):
+        with pytest.raises(ConfigError, match=r"b has other losses than a: .* and 1.0; no time counts"):
+            require_equal_losses({"a": [2.0, 1.0], "b": [2.0, other]}, 1e-3)
