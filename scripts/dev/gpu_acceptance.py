@@ -1,0 +1,271 @@
+"""Test and measure on a GPU, in parts that end within eight minutes each.
+
+Every row is appended to results.jsonl as soon as it is measured, and rows that the file already has are not repeated. So the
+script can be continued in another session. The last lines are tables for docs/performance.md. It downloads nothing.
+
+exit codes: 0: every row was measured; 1: a row failed, or a part ran out of time; 2: an argument is wrong
+
+    scripts/dev/gpu_acceptance.sh --parts parity speed --out outputs/gpu
+    scripts/dev/gpu_acceptance.sh --tiny    # checks this script itself, on any machine
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
+from scripts.dev.memory_ablation import BASELINE, TECHNIQUES
+from trainer.config.command_line import Arguments, run_to_end
+from trainer.system.environment import environment
+from trainer.system.files import read_json_lines
+from trainer.system.process import cores
+from trainer.system.units import GIB
+from trainer.testing.layouts import flags
+
+PART_SECONDS = 480
+_MODES = ("none", "selective", "full")
+_BF16 = {"training.parameter_dtype": "bf16", "optimizer.state_dtype": "bf16"}
+_MODELS = {
+    "8b": {"model.name": "llama3", "model.size": "8b", **_BF16},
+    "3b": {"model.name": "llama3.2", "model.size": "3b"},
+    "1b": {"model.name": "llama3.2", "model.size": "1b"},
+}
+_TINY = {"model.name": "llama3", "model.size": "debug", "training.seq_len": "128"}
+
+Row = dict[str, Any]
+Task = Callable[[], Row]
+
+
+class Failed(Exception):
+    """The last line that a command printed before it failed."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """The options of a call and the commands that the parts share."""
+
+    out: Path
+    tiny: bool
+
+    def run(self, *words: object, **variables: str) -> str:
+        """Run a command of the repository and return its output. Raise Failed."""
+        command = [sys.executable, *map(str, words)]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=PART_SECONDS, env=os.environ | variables
+            )
+        except subprocess.TimeoutExpired:
+            raise Failed(f"did not end within {PART_SECONDS} s") from None
+        if done.returncode:
+            raise Failed((done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1])
+        return done.stdout
+
+    def settings(self, model: str, **changes: str) -> dict[str, str]:
+        """Return the settings of a run without checkpoints. model: key of _MODELS; tiny sessions use the debug model instead."""
+        common = {
+            "training.seq_len": "4096",
+            "training.local_batch_size": "2",
+            "training.global_batch_size": "8",
+            "training.compute_dtype": "bf16",
+            "training.steps": "8",
+            "evaluation.interval_steps": "0",
+            "metrics.interval_steps": "1",
+            "checkpoint.enabled": "false",
+        }
+        return common | (_TINY | {"training.steps": "3"} if self.tiny else _MODELS[model]) | changes
+
+    def train(self, name: str, settings: Mapping[str, str]) -> Path:
+        """Train and return the run folder."""
+        folder = self.out / "runs" / name
+        self.run("train.py", *flags({"run.output_folder": str(folder.parent), "run.name": name} | dict(settings)))
+        return folder
+
+    def measure(self, name: str, settings: Mapping[str, str]) -> Row:
+        """Train and return the throughput and the memory of the last steps."""
+        records = [r for r in read_json_lines(self.train(name, settings) / "metrics.jsonl") if r["kind"] == "train"]
+        last = records[len(records) // 2 :]
+        names = [n for n in last[-1] if n.endswith(("_time_s", "_gib", "_percent")) or n == "tokens_per_second"]
+        return {n: statistics.median(r[n] for r in last) for n in names}
+
+
+def tests(session: Session) -> Iterator[tuple[str, Task]]:
+    paths = ["tests/runtime"] if session.tiny else []
+
+    def run() -> Row:
+        started = time.monotonic()
+        out = session.run("-m", "pytest", "-q", "-n", cores(), *paths, OMP_NUM_THREADS="1")
+        return {"result": out.strip().splitlines()[-1], "seconds": time.monotonic() - started}
+
+    yield "the test suite", run
+
+
+def parity(session: Session) -> Iterator[tuple[str, Task]]:
+    """Compare the losses of the GPU with those of the CPU. With document_mask, a GPU uses flex_attention, a CPU a mask table."""
+    variants = {
+        "fp32": {},
+        "fp32, compiled": {"compile.enabled": "true"},
+        "bf16": {"training.compute_dtype": "bf16"},
+        "document mask": {"data.document_mask": "true"},
+        **{f"recomputation {mode}": {"activation_checkpoint.mode": mode} for mode in _MODES[1:]},
+    }
+    steps = {"training.steps": "3" if session.tiny else "20", "training.global_batch_size": "8"}
+    for name, changes in variants.items():
+
+        def run(name: str = name, changes: Mapping[str, str] = changes) -> Row:
+            settings = session.settings("8b", **_TINY, **steps, **{"training.compute_dtype": "fp32"} | changes)
+            for setting in _BF16:
+                settings.pop(setting, None)
+            losses = []
+            for device in ("auto", "cpu"):
+                folder = session.train(f"parity {name} {device}", settings | {"run.device": device})
+                losses.append([r["loss"] for r in read_json_lines(folder / "metrics.jsonl") if r["kind"] == "train"])
+            deviations = [abs(a - b) / b for a, b in zip(*losses, strict=True)]
+            return {"largest deviation": max(deviations), "steps": len(deviations)}
+
+        yield name, run
+
+
+def _matrix(session: Session, models: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    for model in models:
+        for compiled in ("true", "false"):
+            for mode in _MODES:
+                changes = {"compile.enabled": compiled, "activation_checkpoint.mode": mode}
+                name = f"{model}, {mode}, {'compiled' if compiled == 'true' else 'eager'}"
+                yield name, session.settings(model, **changes)
+
+
+def speed(session: Session) -> Iterator[tuple[str, Task]]:
+    for name, settings in _matrix(session, list(_MODELS)):
+        yield name, lambda name=name, settings=settings: session.measure(f"speed {name}", settings)
+
+
+def plan(session: Session) -> Iterator[tuple[str, Task]]:
+    """Compare the planned peak with the measured one."""
+    for name, settings in _matrix(session, ["1b", "8b"]):
+
+        def run(name: str = name, settings: dict[str, str] = settings) -> Row:
+            planned = json.loads(
+                session.run("scripts/plan.py", "--json", "--world-size", 1, "--device", "h200", *flags(settings))
+            )
+            measured = session.measure(f"plan {name}", settings)["memory_peak_gib"]
+            peak = max(rank["peak_bytes"] for rank in planned["ranks"]) / GIB
+            return {"planned GiB": peak, "measured GiB": measured, "planned / measured": peak / measured}
+
+        yield name, run
+
+
+def memory(session: Session) -> Iterator[tuple[str, Task]]:
+    """Add memory techniques one after another."""
+    baseline = settings = session.settings("1b", **BASELINE)
+    yield "baseline", lambda: session.measure("memory baseline", baseline)
+    for name, changes in TECHNIQUES.items():
+        settings = settings | changes
+        yield f"+ {name}", lambda name=name, settings=settings: session.measure(f"memory {name}", settings)
+
+
+def saves(session: Session) -> Iterator[tuple[str, Task]]:
+    for mode in ("off", "thread", "process"):
+
+        def run(mode: str = mode) -> Row:
+            changes = {"checkpoint.enabled": "true", "checkpoint.async_mode": mode, "checkpoint.interval_steps": "2"}
+            folder = session.train(f"saves {mode}", session.settings("1b", **changes, **{"checkpoint.keep": "1"}))
+            records = [r for r in read_json_lines(folder / "metrics.jsonl") if r["kind"] == "checkpoint"]
+            return {key: statistics.median(r[key] for r in records) for key in ("blocked_s", "background_s")}
+
+        yield mode, run
+
+
+def generation(session: Session) -> Iterator[tuple[str, Task]]:
+    def run() -> Row:
+        folder = session.train("generation", session.settings("1b", **{"checkpoint.enabled": "true"}))
+        times = []
+        for tokens in (1, 65 if session.tiny else 257):
+            start = time.monotonic()
+            words = ("--prompt", "def ", "--temperature", 0, "--max-new-tokens", tokens)
+            session.run("scripts/generate.py", folder, *words)
+            times.append(time.monotonic() - start)
+        return {"tokens per second": (tokens - 1) / (times[1] - times[0])}
+
+    yield "one prompt", run
+
+
+PARTS: dict[str, Callable[[Session], Iterator[tuple[str, Task]]]] = {
+    "parity": parity,
+    "speed": speed,
+    "plan": plan,
+    "memory": memory,
+    "saves": saves,
+    "generation": generation,
+    "tests": tests,
+}
+
+
+def run_part(part: str, session: Session, results: Path) -> bool:
+    """Measure the rows of a part that the results do not have yet. Return whether all rows of the part were measured."""
+    finished = {r["row"] for r in read_results(results) if r["part"] == part and "error" not in r}
+    end, complete = time.monotonic() + PART_SECONDS, True
+    for row, task in PARTS[part](session):
+        if row in finished:
+            continue
+        if time.monotonic() > end:
+            print(f"{part}: no time is available for {row}; call the script again", flush=True)
+            return False
+        try:
+            values = task()
+        except (Failed, OSError, KeyError, ValueError, ArithmeticError) as error:
+            values, complete = {"error": str(error) or repr(error)}, False
+        print(f"{part}, {row}: {values}", flush=True)
+        with results.open("a") as file:
+            file.write(json.dumps({"part": part, "row": row} | values) + "\n")
+    return complete
+
+
+def read_results(path: Path) -> list[Row]:
+    return [r for r in read_json_lines(path) if "part" in r] if path.exists() else []
+
+
+def markdown(part: str, results: Sequence[Row]) -> str:
+    """Return the rows of a part as a table. The last result of a row counts."""
+    rows = {r["row"]: {k: v for k, v in r.items() if k not in ("part", "row")} for r in results if r["part"] == part}
+    columns = list(dict.fromkeys(key for values in rows.values() for key in values))
+    lines = [f"| {' | '.join([part, *columns])} |", "|---" * (len(columns) + 1) + "|"]
+    for row, values in rows.items():
+        cells = (values.get(column, "") for column in columns)
+        lines.append(f"| {' | '.join([row, *(f'{v:,.4g}' if isinstance(v, float) else str(v) for v in cells)])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="NAME", help="parts to run"
+    )
+    out_help = "folder for results.jsonl and for the runs"
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance", metavar="PATH", help=out_help)
+    parser.add_argument("--tiny", action="store_true", help="use the debug model for everything")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    session, results = Session(args.out.resolve(), args.tiny), args.out / "results.jsonl"
+    if not results.exists():
+        results.write_text(json.dumps({"environment": environment(ROOT), "tiny": args.tiny}) + "\n")
+    complete = [run_part(part, session, results) for part in args.parts]
+    print("\n\n".join(markdown(part, read_results(results)) for part in args.parts))
+    sys.exit(0 if all(complete) else 1)
+
+
+if __name__ == "__main__":
+    run_to_end(main)

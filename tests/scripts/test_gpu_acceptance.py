@@ -1,0 +1,57 @@
+"""scripts/dev/gpu_acceptance.py: rows that accumulate over several calls."""
+
+import pytest
+
+from scripts.dev import gpu_acceptance
+from scripts.dev.gpu_acceptance import PARTS, Failed, Session, markdown, read_results, run_part
+
+
+def part_of(monkeypatch, tasks):
+    monkeypatch.setitem(PARTS, "fake", lambda session: iter(tasks.items()))
+
+
+def fail():
+    raise Failed("out of memory")
+
+
+def test_rows_accumulate_and_failed_rows_are_repeated(tmp_path, monkeypatch):
+    results, session = tmp_path / "results.jsonl", Session(tmp_path, tiny=True)
+    part_of(monkeypatch, {"a": lambda: {"x": 1.0}, "b": fail})
+    assert not run_part("fake", session, results)
+    part_of(monkeypatch, {"a": fail, "b": lambda: {"x": 12345.678}, "c": lambda: {"y": "z"}})
+    assert run_part("fake", session, results)
+    assert [(r["row"], r.get("error")) for r in read_results(results)] == [
+        *(("a", None), ("b", "out of memory"), ("b", None), ("c", None))
+    ]
+    assert markdown("fake", read_results(results)).splitlines() == [
+        "| fake | x | y |",
+        "|---|---|---|",
+        "| a | 1 |  |",
+        "| b | 1.235e+04 |  |",
+        "| c |  | z |",
+    ]
+
+
+def test_a_part_stops_when_its_time_is_used_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_acceptance, "PART_SECONDS", -1)
+    part_of(monkeypatch, {"a": lambda: {"x": 1.0}})
+    assert not run_part("fake", Session(tmp_path, tiny=True), tmp_path / "results.jsonl")
+    assert capsys.readouterr().out == "fake: no time is available for a; call the script again\n"
+
+
+def test_a_command_that_fails_is_reported_with_its_last_line(tmp_path):
+    with pytest.raises(Failed, match="must be at least 1"):
+        Session(tmp_path, tiny=True).run("train.py", "--training.steps", "0")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_rows_whose_names_differ(part, tmp_path):
+    rows = [row for row, _ in PARTS[part](Session(tmp_path, tiny=False))]
+    assert rows and len(set(rows)) == len(rows)
+
+
+def test_throughput_and_memory_are_those_of_a_real_run(tmp_path, corpus):
+    session = Session(tmp_path, tiny=True)
+    data = {"data.dataset": "text", "data.path": str(corpus), "data.store_folder": str(tmp_path)}
+    row = session.measure("run", session.settings("8b", **data, **{"training.global_batch_size": "2"}))
+    assert row["tokens_per_second"] > 0 and row["memory_peak_gib"] > 0
