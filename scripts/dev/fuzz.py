@@ -103,7 +103,7 @@ def _run_in_child(target: Target, random: Random, fixtures: Path, folder: Path) 
         refusal = target.run(random, fixtures, folder)
         accepted = not refusal
     except ConfigError as error:
-        refusal, accepted = str(error), False
+        refusal, accepted = shorten(str(error)), False  # as commands print it
     except BaseException:
         return Outcome(finding=traceback.format_exc())
     return Outcome(accepted, refusal, "" if accepted else bad_refusal(refusal))
