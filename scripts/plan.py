@@ -114,7 +114,7 @@ def main() -> None:
         memory = f"{accelerator.memory_gib:g} GiB"
         die(f"--reserve-gib {args.reserve_gib:g}: must be less than the device's memory of {memory}")
     with one_line_errors(config):
-        figure = canvas(args.plot) if args.plot else None
+        figure = canvas(args.plot, "--plot") if args.plot else None
         if args.search:
             num_layouts, found = search(config, hardware, args.max_candidates or 24)
             print(ranking(num_layouts, found))

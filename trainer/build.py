@@ -66,7 +66,6 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
     records = folder if dist.get_rank() == 0 else None
-    metrics = Metrics(config.metrics, config.training, resolved, device, engine.phases, records, state.step)
     return Trainer(
         config=config,
         state=state,
@@ -75,9 +74,9 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
         evaluator=Evaluator(config.evaluation, eval_sets, data.partition, data.to_device, config.training.steps),
         checkpoints=checkpoints,
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=metrics,
+        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, records, state.step),
         stragglers=stragglers,
-        profiler=Profiler(config.profiling, device, dist.get_rank(), folder, metrics.section),
+        profiler=Profiler(config.profiling, device, folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s),
     )
 

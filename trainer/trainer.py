@@ -1,7 +1,7 @@
 """The training loop."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -61,6 +61,8 @@ class Trainer:
                 stopped = stopping
                 self._after_step(latest, num_targets, last=stopped or state.step == steps)
             self._wait_for_saves()
+            if self.profiler.recording:
+                self._profile(self.profiler.stop)
         except TrainingDiverged:
             try:
                 self._wait_for_saves()  # the save in flight contains a good step
@@ -69,7 +71,6 @@ class Trainer:
             raise
         finally:
             self.watchdog.close()
-            self.profiler.close()
             self.checkpoints.close()
             self.metrics.close()
         folder = run_folder(self.config)
@@ -86,14 +87,16 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch], stop: bool) -> tuple[Tensor, Tensor]:
         """Run one optimizer step and return the results of `Engine.step`. stop: whether this rank was asked to stop."""
         training = self.config.training
-        self.profiler.before_step(self.state.step + 1)
+        if self.profiler.starts_at(self.state.step + 1):
+            self._profile(self.profiler.start)
         with self.metrics.section("data") as seconds:
             microbatches = list(islice(batches, self.data.partition.grad_accum))
         self.stragglers.after_data(seconds())
         results = self.engine.step(microbatches, self._lr(self.state.step + 1), stop, self.checkpoints.before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         self.metrics.after_step()
-        self.profiler.after_step(self.state.step)
+        if self.profiler.ends_after(self.state.step):
+            self._profile(self.profiler.stop)
         self.watchdog.after_step(self.state.step)
         return results
 
@@ -162,9 +165,14 @@ class Trainer:
         return self._start()
 
     def _start(self) -> Iterator[Batch]:
-        self.metrics.start()
+        self.metrics.start(time.perf_counter())
         self.stragglers.start()
         return self.data.batches(self.state)
+
+    def _profile(self, work: Callable[[], None]) -> None:
+        devices.synchronize(self.engine.device)  # the section must not include the work of the step
+        with self.watchdog.paused(), self.metrics.section("profiling"):
+            work()
 
     def _lr(self, step: int) -> float:
         config = self.config

@@ -1,11 +1,10 @@
-"""Measure the speed of training steps beside other trainers, of checkpoint saves, data preparation and data loading.
+"""Measure the speed of training steps compared with other trainers, of checkpoint saves, data preparation and data loading.
 
 python scripts/dev/benchmark.py peers --model 58m
 python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
 """
 
-import contextlib
 import itertools
 import json
 import shutil
@@ -14,10 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from json import dumps
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -34,8 +31,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from models.llama.sizes import LlamaSizes
-from scripts.dev.peers import CONTENDERS, Processes, Task, require_equal_losses, write_tokens
+from scripts.dev.contenders import CONTENDERS
+from scripts.dev.peers import MODELS, print_peers
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.config import DataConfig, TokenizerConfig
@@ -47,8 +44,6 @@ from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.environment import environment
-from trainer.system.files import atomic_write
 from trainer.system.process import cores, memory_available
 from trainer.system.units import GIB
 from trainer.testing.layouts import Table
@@ -195,57 +190,6 @@ def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: Path 
         table.row(name, f"{median:,.0f}", spread, f"{100 * median / baseline:.0f} %")
 
 
-# ---------------------------------------------------------------- peers
-
-MODELS = {
-    "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
-    "125m": (LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000), 1, 512),
-    **{
-        f"host-{n}": (LlamaSizes(dim=64, n_layers=n, n_heads=4, n_kv_heads=4, hidden_dim=176, vocab_size=2048), 1, 8)
-        for n in (2, 8, 128)
-    },
-}
-"""Name -> sizes, samples of a step on each rank, and tokens of a sample. In host-N, the host is the bottleneck."""
-
-
-def print_peers(
-    model: str, contenders: Sequence[str], steps: int, repeats: int, tolerance: float, json: Path | None, **options: Any
-) -> None:
-    """Let the contenders train in turn and compare the times of their steps. options: further fields of Task."""
-    sizes, batch, seq = MODELS[model]
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        task = Task(sizes, batch, seq, folder=Path(folder), **options)
-        write_tokens(task, steps * (repeats + 1))
-        running = [Processes(name, task) for name in contenders]
-        for processes in running:
-            stack.callback(processes.close)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        cpu_seconds, losses = dict.fromkeys(contenders, 0.0), {}
-        for repeat in range(repeats + 1):
-            for processes in running:
-                durations, losses[processes.name], cpu = processes.run(steps)
-                if repeat:  # the first repeat is a warm-up
-                    times[processes.name] += durations
-                    cpu_seconds[processes.name] += cpu / (steps * repeats)
-    deviation = require_equal_losses(losses, tolerance)
-    print(f"the losses of all contenders agree within {deviation:.1e}")
-    table = Table(
-        contender="<22", median=">11", min_to_max=">19", CPU_time=">11", of_first=">9", tokens_per_second=">18"
-    )
-    medians = {name: statistics.median(of_steps) for name, of_steps in times.items()}
-    for name, median in medians.items():
-        spread = f"{1e3 * min(times[name]):.1f} - {1e3 * max(times[name]):.1f} ms"
-        ratio, rate = median / medians[contenders[0]], batch * seq * task.ranks / median
-        table.row(
-            name, f"{1e3 * median:.1f} ms", spread, f"{cpu_seconds[name]:.3f} s", f"{ratio:.3f} x", f"{rate:,.0f}"
-        )
-    if json is not None:
-        measured = {"model": model, "steps": times, "cpu_seconds_per_step": cpu_seconds, "deviation": deviation}
-        record = {**measured, "options": options, "environment": environment(ROOT)}
-        json.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(json, dumps(record, indent=1))
-
-
 def main() -> None:
     parser = Arguments(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -281,9 +225,9 @@ def main() -> None:
         "--contenders",
         nargs="+",
         choices=list(CONTENDERS),
-        default=["plain", "meshwright", "accelerate", "transformers"],
+        default=[],
         metavar="NAME",
-        help=f"training loops to compare, the baseline first: {', '.join(CONTENDERS)}",
+        help=f"training loops to compare, the baseline first: {', '.join(CONTENDERS)} (default: those for this number of ranks)",
     )
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of forward and backward")
     add("--compiled", action="store_true", help="compile every contender's model")
@@ -291,7 +235,13 @@ def main() -> None:
         "--log", action="store_true", help="log every step to the console, JSON and TensorBoard, as each contender does"
     )
     add("--tolerance", type=positive_float, default=1e-4, metavar="X", help="largest relative deviation of losses")
-    add("--json", type=Path, metavar="FILE", help="also write all times and the environment to this file")
+    add(
+        "--json",
+        type=Path,
+        dest="results",
+        metavar="FILE",
+        help="also write all times and the environment to this file",
+    )
     args = vars(parser.parse_args())
     free = memory_available()
     if free is not None and args.get("gib", 0) * GIB > free:

@@ -1,6 +1,6 @@
 """Give random input to the trainer, and report tracebacks, cases without end, and wrong input that is accepted.
 
-A case passes if its input is refused with one line, or if it is accepted and the result is right: fuzz_cases.py describes the
+A case passes if its input is refused with one line, or if it is accepted and the result is right: fuzz_cases/ describes the
 check of each target. Every case runs in its own process, with limits of CPU time and memory. The input of a case depends only on
 the seed, the target and the number of the case, so that --targets, --seed, --first and --cases 1 repeat any case.
 
@@ -34,9 +34,8 @@ from trainer.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
-
-# One thread, so that the process can be forked.
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # One thread, so that the process can be forked.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 from scripts.dev.fuzz_cases import checkpoints, commands, corpora, models, settings, tokenizers
 from trainer.config import ConfigError
@@ -44,9 +43,9 @@ from trainer.config.command_line import Arguments, non_negative_int, positive_in
 from trainer.system.logging import MAX_LINE, shorten
 from trainer.system.units import GIB
 
-CPU_SECONDS = 5
-_WALL_SECONDS = 120
-_MEMORY_BYTES = 4 * GIB
+CPU_LIMIT_S = 5
+_WALL_LIMIT_S = 120
+_MEMORY_LIMIT = 4 * GIB
 """Memory that a case may allocate."""
 _PYTHON_WORDS = ("Traceback", "NoneType", "<class ", " object at 0x", "has no attribute", "not subscriptable", "[Errno")
 """Words of Python's own messages, which no refusal contains."""
@@ -116,14 +115,14 @@ def _child(work: Callable[[], Outcome], folder: Path, cpu_seconds: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY_BYTES, size + _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY_LIMIT, size + _MEMORY_LIMIT))
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + cpu_seconds + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     for number in (signal.SIGXCPU, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
         faulthandler.register(number, file=2, all_threads=False, chain=True)  # prints the stack, then the process ends
-    signal.alarm(_WALL_SECONDS)
+    signal.alarm(_WALL_LIMIT_S)
     outcome = work()
     folder.with_suffix(".outcome").write_text(json.dumps(asdict(outcome)))
 
@@ -134,19 +133,22 @@ def _in_new_process(work: Callable[[], Outcome], folder: Path, cpu_seconds: int)
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
-        with contextlib.suppress(BaseException):  # the parent reports that there is no outcome
+        try:
             _child(work, folder, cpu_seconds)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         os._exit(0)
     _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # the processes that the case has started
     seconds = used.ru_utime + used.ru_stime
+    printed = folder.with_suffix(".output").read_text(errors="replace")
     try:
         outcome = Outcome(**json.loads(folder.with_suffix(".outcome").read_text()))
     except FileNotFoundError:
-        printed = shorten(folder.with_suffix(".output").read_text(errors="replace"))
-        return Outcome(finding=f"the process ended with status {status} after {seconds:.1f} s:\n{printed}")
-    finding = outcome.finding
+        return Outcome(finding=f"the process ended with status {status} after {seconds:.1f} s:\n{shorten(printed)}")
+    finding = outcome.finding or (shorten(printed) if "Traceback (most recent call last)" in printed else "")
     if not finding and seconds > cpu_seconds:
         finding = f"the case needed {seconds:.1f} s of CPU time"
     return Outcome(outcome.accepted, outcome.refusal, finding, seconds)
@@ -168,7 +170,7 @@ class Fuzzer:
             self._target.make_fixtures(self._fixtures)
             return Outcome(accepted=True)
 
-        outcome = _in_new_process(work, self._fixtures, _WALL_SECONDS)
+        outcome = _in_new_process(work, self._fixtures, _WALL_LIMIT_S)
         if not outcome.accepted:
             raise RuntimeError(f"the fixtures of {self._name} could not be made: {outcome.finding}")
         return self
@@ -183,7 +185,7 @@ class Fuzzer:
             folder = Path(parent) / "case"
             folder.mkdir()
             work = partial(_run_in_child, self._target, random, self._fixtures, folder)
-            return _in_new_process(work, folder, CPU_SECONDS)
+            return _in_new_process(work, folder, CPU_LIMIT_S)
 
 
 def fuzz(name: str, seed: int, first: int, cases: int, show: bool) -> int:

@@ -1,319 +1,53 @@
-"""Training loops to compare with the trainer's: plain loops around the same model, transformers' Trainer and accelerate.
+"""Comparison of this trainer's steps with those of other training loops, for benchmark.py."""
 
-Each contender trains the same architecture from the same weights on the same tokens, with AdamW and clipping. It runs in its own
-processes, which sleep while another contender runs. `benchmark.py peers` starts them and compares their times.
-"""
-
+import contextlib
+import json
 import multiprocessing
-import os
-import resource
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+import statistics
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
-from models import MODELS
 from models.llama.sizes import LlamaSizes
-from trainer.batch import Batch
-from trainer.build import build_trainer
+from scripts.dev.contenders import Task, serve
 from trainer.config import ConfigError
-from trainer.config.load import load_config
 from trainer.config.packages import require_package
-from trainer.parallel.init_weights import initialize
-from trainer.run.resolve import resolve
-from trainer.run.training_data import TrainingData
-from trainer.testing.layouts import flags
+from trainer.system.environment import environment
+from trainer.system.files import atomic_write
+from trainer.testing.layouts import Table
 
-LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
-_NEVER = 10**9
+ROOT = Path(__file__).parents[2]
 
-
-@dataclass(frozen=True)
-class Task:
-    """The work of all contenders."""
-
-    sizes: LlamaSizes
-    batch: int
-    """Number of samples in a step on each rank."""
-    seq: int
-    ranks: int
-    threads: int
-    """Number of CPU threads of each rank."""
-    dtype: str
-    """Precision of forward and backward: "fp32" or "bf16"."""
-    compiled: bool
-    log: bool
-    """Whether the contenders log each step to the console and to the files that they have for it."""
-    folder: Path
-    """Folder for tokens.npy and for the files that contenders write."""
-
-    def rows(self, rank: int) -> Iterator[Tensor]:
-        """Yield this rank's samples of each step, (batch, seq + 1)."""
-        tokens = torch.from_numpy(np.load(self.folder / "tokens.npy").astype(np.int64))
-        samples = tokens[:-1].unflatten(0, (-1, self.seq))
-        samples = torch.cat((samples, samples.roll(-1, 0)[:, :1]), 1)  # with the first token of the next sample
-        for step in range(len(samples) // (self.batch * self.ranks) - 1):
-            first = (step * self.ranks + rank) * self.batch
-            yield samples[first : first + self.batch]
-
-
-class Pacer:
-    """Pause between steps. The parent process requests a number of steps and receives their durations and losses."""
-
-    def __init__(self, pipe: Connection):
-        self._pipe, self._remaining, self._start = pipe, 0, 0.0
-        self._cpu = 0.0
-        self._durations: list[float] = []
-        self.losses: list[float] = []
-
-    def before_step(self) -> None:
-        """End a step, if one has begun, and begin the next one. Exit when the parent process exits."""
-        now = time.perf_counter()
-        if self._remaining:
-            self._durations.append(now - self._start)
-            self._remaining -= 1
-        if not self._remaining:
-            if self._durations:
-                self._pipe.send((self._durations, self.losses, _cpu_seconds() - self._cpu))
-            with suppress(EOFError):
-                self._remaining = self._pipe.recv()
-            if not self._remaining:
-                os._exit(0)
-            self._durations, self._cpu = [], _cpu_seconds()
-        self._start = time.perf_counter()
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _model(task: Task) -> nn.Module:
-    with torch.device("meta"):
-        model = MODELS["llama3"].model(task.sizes)
-    initialize(model, torch.device("cpu"), 0, set())
-    return model
-
-
-def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-
-
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, torch.zeros_like(tokens))
-
-
-def _loop(task: Task, rank: int, pacer: Pacer, model: nn.Module, wrapped: nn.Module, **hooks: Callable) -> None:
-    """Train. model: holds the parameters. wrapped: computes the logits."""
-    optimizer = hooks.get("prepare", lambda optimizer: optimizer)(_adamw(model.parameters()))
-    backward = hooks.get("backward", Tensor.backward)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=task.dtype == "bf16")
-    wrapped = torch.compile(wrapped) if task.compiled else wrapped
-    for step, row in enumerate(task.rows(rank), start=1):
-        pacer.before_step()
-        with autocast:
-            loss = F.cross_entropy(_logits(wrapped, row[:, :-1]).float().flatten(0, 1), row[:, 1:].flatten())
-        backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        pacer.losses.append(loss.item())
-        if task.log:
-            print(f"step {step} loss {loss.item():.4f} grad norm {norm.item():.3f}", flush=True)
-
-
-def plain(task: Task, rank: int, pacer: Pacer) -> None:
-    model = _model(task)
-    _loop(task, rank, pacer, model, model)
-
-
-def ddp(task: Task, rank: int, pacer: Pacer) -> None:
-    model = _model(task)
-    _loop(task, rank, pacer, model, nn.parallel.DistributedDataParallel(model))
-
-
-def fsdp2(task: Task, rank: int, pacer: Pacer) -> None:
-    """FSDP2 as its tutorial applies it: each block, then the rest."""
-    model = _model(task)
-    for block in model.layers.values():
-        fully_shard(block)
-    fully_shard(model)
-    _loop(task, rank, pacer, model, model)
-
-
-def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
-    accelerator = require_package("accelerate", "").Accelerator(
-        cpu=True, mixed_precision="bf16" if task.dtype == "bf16" else "no"
-    )
-    model = _model(task)
-    wrapped = accelerator.prepare(model)
-    # accelerate casts by itself.
-    _loop(
-        replace(task, dtype="fp32"),
-        rank,
-        pacer,
-        model,
-        wrapped,
-        prepare=accelerator.prepare,
-        backward=accelerator.backward,
-    )
-
-
-def transformers(task: Task, rank: int, pacer: Pacer) -> None:
-    hf = require_package("transformers", "")
-    spec = MODELS["llama3"].huggingface
-    config = hf.LlamaConfig(**spec.config(task.sizes, task.seq))
-    config.use_cache = False
-    model = hf.LlamaForCausalLM(config)
-    source = _model(task)
-    with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            permuted = spec.is_rope_permuted(name)
-            value = spec.permute_to_hf(parameter, task.sizes.head_dim) if permuted else parameter
-            model.get_parameter(spec.name(name)).copy_(value)
-    del source
-    rows = [row for batch in task.rows(rank) for row in batch]
-
-    def collate(batch: list[Tensor]) -> dict[str, Tensor]:
-        stacked = torch.stack(batch)
-        return {"input_ids": stacked[:, :-1], "shift_labels": stacked[:, 1:], "labels": stacked[:, 1:]}
-
-    class Pause(hf.TrainerCallback):
-        def on_step_begin(self, *args: object, **kwargs: object) -> None:
-            pacer.before_step()
-
-    class Recording(hf.Trainer):
-        def training_step(self, *args: object, **kwargs: object) -> Tensor:
-            loss = super().training_step(*args, **kwargs)
-            pacer.losses.append(loss.item())
-            return loss
-
-    arguments = hf.TrainingArguments(
-        output_dir=str(task.folder / "transformers"),
-        per_device_train_batch_size=task.batch,
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        weight_decay=WEIGHT_DECAY,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        adam_epsilon=EPS,
-        max_grad_norm=MAX_NORM,
-        optim="adamw_torch_fused",
-        max_steps=len(rows) // task.batch,
-        logging_strategy="steps" if task.log else "no",
-        logging_steps=1,
-        report_to=["tensorboard"] if task.log else [],
-        save_strategy="no",
-        use_cpu=True,
-        bf16=task.dtype == "bf16",
-        torch_compile=task.compiled,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-    trainer = Recording(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Pause()])
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
-    trainer.train()
-
-
-def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") -> None:
-    """The trainer itself, with its loop, data, guard, watchdog and metrics."""
-    sizes = {
-        name: getattr(task.sizes, name)
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-    }
-    values = {
-        "run.name": f"meshwright-{layout}",
-        "run.output_folder": task.folder,
-        "run.device": "cpu",
-        "model.name": "llama3",
-        "model.size": "debug",
-        "data.dataset": "tokens",
-        "data.path": task.folder / "tokens.npy",
-        "data.store_folder": task.folder / "stores",
-        "data.held_out_fraction": 0,
-        "data.max_document_bytes": 2**31,
-        "data.shuffle": "false",
-        "evaluation.interval_steps": 0,
-        "training.steps": _NEVER,
-        "training.seq_len": task.seq,
-        "training.local_batch_size": task.batch,
-        "training.global_batch_size": task.batch * task.ranks,
-        "training.compute_dtype": task.dtype,
-        "training.max_norm": MAX_NORM,
-        "training.cpu_threads": task.threads,
-        "training.loss_chunk_tokens": task.batch * task.seq,
-        "optimizer.lr": LR,
-        "lr_schedule.min_lr_ratio": 1.0,
-        f"parallel.{layout}": task.ranks,
-        "compile.enabled": str(task.compiled).lower(),
-        "checkpoint.enabled": "false",
-        "metrics.interval_steps": 1 if task.log else _NEVER,
-        "metrics.tensorboard": str(task.log).lower(),
-        **{f"model.overrides.{name}": size for name, size in sizes.items()},
-    }
-    if layout == "dp_replicate":
-        values["parallel.dp_shard"] = 1
-    defaults = task.folder / "defaults.toml"
-    defaults.touch()
-    config = load_config(["--config", str(defaults), *flags({key: str(value) for key, value in values.items()})])
-    trainer = build_trainer(config, resolve(config, task.ranks), torch.device("cpu"), None)
-    original = trainer.engine.forward_backward.__class__.__call__
-    batches = TrainingData.batches
-
-    def paced(*args: object) -> Iterator[Batch]:
-        for batch in batches(*args):
-            pacer.before_step()
-            yield batch
-
-    def recorded(*args: object) -> Tensor:
-        loss = original(*args)
-        pacer.losses.append(loss.item())
-        return loss
-
-    step = mock.patch.object(trainer.engine.forward_backward.__class__, "__call__", recorded)
-    with mock.patch.object(TrainingData, "batches", paced), step:
-        trainer.train()
-
-
-CONTENDERS: dict[str, Callable[[Task, int, Pacer], None]] = {
-    "plain": plain,
-    "meshwright": meshwright,
-    "meshwright-replicate": lambda *args: meshwright(*args, layout="dp_replicate"),
-    "ddp": ddp,
-    "fsdp2": fsdp2,
-    "accelerate": accelerate,
-    "transformers": transformers,
+MODELS = {
+    "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
+    "125m": (LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000), 1, 512),
+    **{
+        f"host-{n}": (LlamaSizes(dim=64, n_layers=n, n_heads=4, n_kv_heads=4, hidden_dim=176, vocab_size=2048), 1, 8)
+        for n in (2, 8, 128)
+    },
 }
+"""Name -> sizes, samples of a step on each rank, and tokens of a sample. In host-N, the host is the bottleneck."""
 
 
-def serve(name: str, task: Task, rank: int, store: str, pipe: Connection, logs: Path) -> None:
-    """Run a contender on one rank, in a process of its own."""
-    log = os.open(logs, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    if task.ranks > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(task.ranks), "LOCAL_WORLD_SIZE": str(task.ranks)}
-    torch.set_num_threads(task.threads)
-    if task.ranks > 1 or name.startswith("meshwright"):
-        dist.init_process_group("gloo", store=dist.FileStore(store, task.ranks), rank=rank, world_size=task.ranks)
-    CONTENDERS[name](task, rank, Pacer(pipe))
+def _defaults(ranks: int) -> list[str]:
+    if ranks == 1:
+        return ["plain", "meshwright", "accelerate", "transformers"]
+    return ["fsdp2", "meshwright", "ddp", "meshwright-replicate", "accelerate", "transformers"]
+
+
+def _check(contenders: Sequence[str], ranks: int) -> None:
+    """Raise ConfigError if the contenders cannot run on this number of ranks, or if a package is missing."""
+    for i, name in enumerate(contenders):
+        if name in contenders[:i]:
+            raise ConfigError("", f"--contenders {name}: is given twice")
+        if (name == "plain" and ranks > 1) or (name in ("ddp", "fsdp2") and ranks == 1):
+            raise ConfigError("", f"--contenders {name}: cannot run with --ranks {ranks}")
+        if name in ("accelerate", "transformers"):
+            require_package("accelerate", "")  # transformers' Trainer needs it too
+            require_package(name, "")
 
 
 class Processes:
@@ -366,7 +100,55 @@ def require_equal_losses(losses: dict[str, list[float]], tolerance: float) -> fl
     for name, values in others:
         deviations = [abs(a - b) / a for a, b in zip(reference, values, strict=True)]
         if not all(deviation <= tolerance for deviation in deviations):  # a loss may be NaN
-            message = f"{name} has other losses than {first}: {values[-1]} and {reference[-1]}; no time counts"
-            raise ConfigError("", message)
+            step = next(i for i, deviation in enumerate(deviations) if not deviation <= tolerance)
+            message = f"{name} has another loss than {first} at step {step + 1}: {values[step]} and {reference[step]}"
+            raise ConfigError("", f"{message}; no time counts")
         largest = max(largest, *deviations)
     return largest
+
+
+def print_peers(
+    model: str,
+    contenders: Sequence[str],
+    steps: int,
+    repeats: int,
+    tolerance: float,
+    results: Path | None,
+    **options: Any,
+) -> None:
+    """Let the contenders train in turn and compare the times of their steps. options: further fields of Task."""
+    sizes, batch, seq = MODELS[model]
+    contenders = contenders or _defaults(options["ranks"])
+    _check(contenders, options["ranks"])
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        task = Task(sizes, batch, seq, folder=Path(folder), **options)
+        write_tokens(task, steps * (repeats + 1))
+        running = []
+        for name in contenders:
+            running.append(Processes(name, task))
+            stack.callback(running[-1].close)
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        cpu_seconds, losses = dict.fromkeys(contenders, 0.0), {}
+        for repeat in range(repeats + 1):
+            for processes in running:
+                durations, losses[processes.name], cpu = processes.run(steps)
+                if repeat:  # the first repeat is a warm-up
+                    times[processes.name] += durations
+                    cpu_seconds[processes.name] += cpu / (steps * repeats)
+    deviation = require_equal_losses(losses, tolerance)
+    print(f"the losses of all contenders agree within {deviation:.1e}")
+    table = Table(
+        contender="<22", median=">11", min_to_max=">19", CPU_time=">11", of_first=">9", tokens_per_second=">18"
+    )
+    medians = {name: statistics.median(of_steps) for name, of_steps in times.items()}
+    for name, median in medians.items():
+        spread = f"{1e3 * min(times[name]):.1f} - {1e3 * max(times[name]):.1f} ms"
+        ratio, rate = median / medians[contenders[0]], batch * seq * task.ranks / median
+        table.row(
+            name, f"{1e3 * median:.1f} ms", spread, f"{cpu_seconds[name]:.3f} s", f"{ratio:.3f} x", f"{rate:,.0f}"
+        )
+    if results is not None:
+        measured = {"model": model, "step_time_s": times, "cpu_time_s": cpu_seconds, "deviation": deviation}
+        record = {**measured, "options": options, "environment": environment(ROOT)}
+        results.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(results, json.dumps(record, indent=1))

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf")
     args = parser.parse_args()
     curves = {run.name: losses(run) for run in args.runs}
-    figure = canvas(args.output)
+    figure = canvas(args.output, "--output")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     for i, (name, curve) in enumerate(curves.items()):
         width = 2 + 2.5 * (len(curves) - 1 - i)  # the first curve is the widest, so that each later one shows its edges

@@ -1,4 +1,4 @@
-"""Plot the phases and the matrix products of the first step in a trace of [profiling], for docs/profiling.md.
+"""Plot the phases and the matrix products of the first step in a trace of a CPU run with [profiling], for docs/profiling.md.
 
 python scripts/dev/plot_trace.py outputs/debug/profiles/step-00000010-rank-00000.json.gz --output docs/images/trace.png
 """
@@ -6,6 +6,7 @@ python scripts/dev/plot_trace.py outputs/debug/profiles/step-00000010-rank-00000
 import gzip
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ _OPERATORS = {
 
 
 def rows(events: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return name -> (start, duration) of every bar, in ms since the start of the first step."""
-    spans = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    starts = [event["ts"] for event in spans if event["name"] == f"{_PHASE}data"]
+    """Return name -> (start, duration) of every bar, in ms since the start of the first step. Raises ValueError if the trace
+    contains no phase."""
+    # A trace of a GPU repeats each phase in another category.
+    spans = [event for event in events if event.get("ph") == "X" and event.get("cat") in ("user_annotation", "cpu_op")]
+    starts = sorted(event["ts"] for event in spans if event["name"] == f"{_PHASE}data")
     if not starts:
-        raise ConfigError("", "the trace contains no phases")
+        raise ValueError
     first, end = starts[0], starts[1] if len(starts) > 1 else float("inf")
     bars: dict[str, list[tuple[float, float]]] = {}
     for event in sorted(spans, key=lambda event: event["ts"]):
@@ -51,9 +54,9 @@ def main() -> None:
     args = parser.parse_args()
     try:
         bars = rows(json.loads(gzip.decompress(args.trace.read_bytes()))["traceEvents"])
-    except (gzip.BadGzipFile, ValueError, KeyError, TypeError):
-        raise ConfigError("", f"{args.trace}: is not a trace") from None
-    figure = canvas(args.output)
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError("", f"{args.trace}: is not a trace of [profiling]") from None
+    figure = canvas(args.output, "--output")
     axes = figure.add_subplot(xlabel="ms")
     for i, (spans, color) in enumerate(zip(bars.values(), COLORS * len(bars), strict=False)):
         axes.broken_barh(spans, (-i - 0.4, 0.8), facecolors=color)

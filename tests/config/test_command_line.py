@@ -56,6 +56,7 @@ def test_long_messages_keep_their_beginning_and_end():
     [
         (ConfigError("", "x must be y"), "x must be y\n"),
         (ConfigError("", "a\nb\u202e"), "a\\nb\\u202e\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device\n"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "folder"), "folder: File name too long\n"),
     ],
 )

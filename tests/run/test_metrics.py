@@ -79,6 +79,24 @@ def test_throughput_excludes_evaluation_and_checkpoints(tmp_path, monkeypatch):
     assert second["tokens_per_second"] == 25_000
 
 
+def test_the_phases_of_a_record_add_up_to_the_duration_of_a_step(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    metrics = open_metrics(tmp_path)
+    write = metrics.log_event
+    monkeypatch.setattr(metrics, "log_event", lambda record: (write(record), clock.__setitem__(0, clock[0] + 4.0)))
+    for step in (1, 2):
+        with metrics.section("data"):
+            clock[0] += 1.0
+        metrics.phases.start("forward")
+        clock[0] += 2.0
+        log_step(metrics, step)
+    for record, written in zip(lines(tmp_path), (0.0, 4.0), strict=True):
+        phases = {key: record[key] for key in record if key.endswith("_time_s") and key != "step_time_s"}
+        assert record["step_time_s"] == sum(phases.values()) == 3.0 + written
+        assert record.get("metrics_time_s", 0.0) == written
+
+
 def test_mfu_of_published_examples():
     """Llama-3 405B: 430 TFLOP/s for each of 8,192 H100 were published as 43 % (arXiv:2407.21783, table 4)."""
     assert 100 * 430e12 / ACCELERATORS["NVIDIA H100 80GB HBM3"].flops["bf16"] == pytest.approx(43, abs=0.6)

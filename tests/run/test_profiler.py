@@ -3,13 +3,18 @@
 import gzip
 import json
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.training_runs import records, train
-from trainer.config import ConfigError
+from trainer.config import ConfigError, ProfilingConfig
 from trainer.config.load import load_config
+from trainer.run.profiler import Profiler
 from trainer.run.resolve import resolve
+from trainer.system import logging
 
 
 def test_a_trace_has_the_phases_of_the_chosen_steps_of_the_chosen_rank(ranks, tiny, tmp_path):
@@ -39,6 +44,32 @@ def test_a_memory_snapshot_needs_a_gpu():
     config = load_config(["--profiling.first_step", "1", "--profiling.memory_snapshot", "true", "--run.device", "cpu"])
     with pytest.raises(ConfigError, match=r"profiling.memory_snapshot: needs a GPU"):
         resolve(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--profiling.first_step", "301"], r"profiling.first_step: exceeds \[training\] steps = 300"),
+        (
+            ["--profiling.first_step", "1", "--profiling.rank", "2"],
+            r"profiling.rank: must be below the number of ranks, 2",
+        ),
+    ],
+)
+def test_a_trace_that_would_never_be_written_is_an_error(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(load_config(settings), 2)
+
+
+def warnings_after(step):
+    with mock.patch.object(logging, "warning") as warning:
+        Profiler(ProfilingConfig(first_step=1, num_steps=2), torch.device("cpu"), Path("run"), step)
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_a_resumed_run_warns_if_the_steps_are_already_completed(ranks):
+    message = "the run has already completed the steps of [profiling], up to 2: no trace"
+    assert [ranks(1).run(warnings_after, step) for step in (0, 1, 2)] == [[[]], [[]], [[message]]]
 
 
 def test_the_other_settings_need_a_first_step():

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from trainer.runtime import device as devices
 from trainer.runtime.phases import _MAX_PENDING, PhaseTimer
 
 CPU = torch.device("cpu")
@@ -48,3 +49,21 @@ def test_cleared_phases_are_forgotten(clock):
     clock[0] += 2.0
     phases.start("other")
     assert phases.take_seconds() == {"forward": 2.0}
+
+
+def test_the_end_of_a_phase_on_a_gpu_is_awaited_before_it_is_read(monkeypatch):
+    class Event:
+        reached = False
+
+        def synchronize(self):
+            self.reached = True
+
+        def elapsed_time(self, end):
+            assert end.reached, "torch raises an error for an event that is not complete"
+            return 500.0
+
+    monkeypatch.setattr(devices, "timestamp", lambda device: Event())
+    phases = PhaseTimer(CPU)
+    phases.start("forward")
+    phases.start("other")
+    assert phases.take_seconds() == {"forward": 0.5}

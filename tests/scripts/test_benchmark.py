@@ -46,18 +46,43 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
     assert table[0][-2] == table[2][-2] == "100"
 
 
-def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "contenders"), [(1, ["plain", "meshwright"]), (2, ["fsdp2", "meshwright", "ddp", "meshwright-replicate"])]
+)
+def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path, ranks, contenders):
     results = tmp_path / "results.json"
-    words = ("--contenders", "plain", "meshwright", "--steps", "2", "--repeats", "1", "--threads", "1")
+    words = ("--contenders", *contenders, "--ranks", ranks, "--steps", "2", "--repeats", "1", "--threads", "1")
     first, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "host-2", *words, "--json", results)
     assert first[:7] == ["the", "losses", "of", "all", "contenders", "agree", "within"]
-    assert [line[0] for line in table] == ["plain", "meshwright"]
-    times = json.loads(results.read_text())["steps"]
-    assert {name: len(of_steps) for name, of_steps in times.items()} == {"plain": 2, "meshwright": 2}
+    assert float(first[7]) <= 1e-4
+    assert [line[0] for line in table] == contenders
+    times = json.loads(results.read_text())["step_time_s"]
+    assert {name: len(of_steps) for name, of_steps in times.items()} == dict.fromkeys(contenders, 2)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, name):
+    pytest.importorskip("accelerate")
+    words = ("--contenders", "plain", name, "--steps", "2", "--repeats", "1", "--threads", "1")
+    _, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "host-2", *words)
+    assert [line[0] for line in table] == ["plain", name]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["plain", "plain"], "--contenders plain: is given twice\n"),
+        (["ddp"], "--contenders ddp: cannot run with --ranks 1\n"),
+        (["plain", "--ranks", "2"], "--contenders plain: cannot run with --ranks 2\n"),
+    ],
+)
+def test_impossible_contenders_are_an_error_of_one_line(words, line):
+    done = run_script("scripts/dev/benchmark.py", "peers", "--contenders", *words)
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_no_time_counts_if_the_losses_differ():
     assert require_equal_losses({"a": [2.0, 1.0], "b": [2.0, 1.0001]}, 1e-3) == pytest.approx(1e-4)
     for other in (1.1, math.nan):
-        with pytest.raises(ConfigError, match=r"b has other losses than a: .* and 1.0; no time counts"):
+        with pytest.raises(ConfigError, match=r"b has another loss than a at step 2: .* and 1.0; no time counts"):
             require_equal_losses({"a": [2.0, 1.0], "b": [2.0, other]}, 1e-3)

@@ -1,5 +1,6 @@
 """The short form of scripts/dev/fuzz.py, and its own findings."""
 
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,10 @@ def test_random_input_is_refused_with_one_line_or_gives_the_right_result():
     command = [sys.executable, ROOT / "scripts/dev/fuzz.py", "--cases", "25", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == list(TARGETS)
+    summary = re.compile(r"(\w+): 25 cases with seed 1: (\d+) accepted, (\d+) refused, 0 findings; .*")
+    targets = [summary.fullmatch(line) for line in done.stdout.splitlines()]
+    assert [match[1] for match in targets] == list(TARGETS)
+    assert all(int(match[2]) > 0 and int(match[3]) > 0 for match in targets), done.stdout
 
 
 def outcome_of(run):
@@ -50,7 +54,7 @@ def test_a_failed_case_is_a_finding(run, finding):
 
 
 def test_a_case_without_end_is_a_finding_with_its_stack(monkeypatch):
-    monkeypatch.setattr("scripts.dev.fuzz.CPU_SECONDS", 0)
+    monkeypatch.setattr("scripts.dev.fuzz.CPU_LIMIT_S", 0)
 
     def run_forever(*_):
         while True:

@@ -36,7 +36,7 @@ from trainer.config import ConfigError
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
-from trainer.system.files import is_temporary, sync, temporary_path
+from trainer.system.files import describe, is_temporary, sync, temporary_path
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
 
@@ -116,7 +116,7 @@ def make_staging_dir(final: Path) -> Path:
             storage.retry_transient(staging_dir.mkdir)
             return staging_dir
         except OSError as error:
-            return storage.describe(error)
+            return describe(error)
 
     result = run_on_rank_0(work)
     if isinstance(result, str):
@@ -144,7 +144,7 @@ def save(
             shutil.rmtree(staging_dir, ignore_errors=True)
         for failed_rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError) and cause.strerror:
-                reason = f"rank {failed_rank}: {storage.describe(cause)}"
+                reason = f"rank {failed_rank}: {describe(cause)}"
                 raise SaveFailed(f"step {request.step} could not be saved: {reason}") from error
         raise
     if rank == 0:
@@ -189,7 +189,7 @@ def prune(request: SaveRequest) -> None:
             elif _has_all_files(path):
                 complete += 1
     except OSError as error:
-        logging.warning(f"old checkpoints were not removed: {storage.describe(error)}")
+        logging.warning(f"old checkpoints were not removed: {describe(error)}")
 
 
 def _has_all_files(checkpoint: Path) -> bool:

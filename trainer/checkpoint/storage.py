@@ -29,7 +29,7 @@ from torch.futures import Future
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError, File
 from trainer.system import logging
-from trainer.system.files import HashingFile
+from trainer.system.files import HashingFile, describe
 
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30
@@ -95,10 +95,6 @@ def _blocks(head: bytes, entries: Iterable[TensorWrite]) -> Iterator[memoryview]
             flat = piece.detach().to("cpu").contiguous().flatten()
             if flat.numel():
                 yield memoryview(flat.view(torch.uint8).numpy())
-
-
-def describe(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
 
 
 def retry_transient(write: Callable[[], Any]) -> Any:

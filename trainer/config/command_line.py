@@ -14,7 +14,7 @@ from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
-from trainer.system.files import folder_error
+from trainer.system.files import describe, folder_error
 from trainer.system.logging import printable, shorten
 from trainer.system.process import local_rank, restore_interrupt
 
@@ -62,9 +62,9 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     except ConfigError as error:
         die(str(error))
     except OSError as error:
-        if error.filename is None:  # for example, the reader of stdout has exited
+        if error.strerror is None or isinstance(error, BrokenPipeError):  # not an error of the file system
             raise
-        die(f"{error.filename}: {error.strerror}")
+        die(describe(error))
     except KeyboardInterrupt:
         sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)

@@ -357,7 +357,7 @@ class MetricsConfig:
 class ProfilingConfig:
     first_step: StepsOrZero = 0
     """First step to trace with torch's profiler; 0: trace no step. The traces are written to profiles/ in the run folder."""
-    num_steps: Annotated[Count, PROFILED] = 1
+    num_steps: Annotated[int, Constraint(min=1, max=100, unit="steps"), PROFILED] = 1
     """Number of consecutive steps in a trace. A trace of a large model has about 10 MB per step."""
     rank: Annotated[Literal["all"] | int, Constraint(min=0, only_with="[profiling] first_step")] = 0
     """Rank to trace, or "all"."""

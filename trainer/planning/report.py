@@ -189,8 +189,8 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def canvas(path: Path) -> Any:
-    """Return an empty figure. Raises ConfigError if the path cannot be written."""
+def canvas(path: Path, option: str) -> Any:
+    """Return an empty figure. option: command-line option that gave the path. Raises ConfigError if it cannot be written."""
     try:
         if path.suffix.lower() not in PLOT_FORMATS:
             raise ConfigError("", f"the file name must end in {' or '.join(PLOT_FORMATS)}")
@@ -203,7 +203,7 @@ def canvas(path: Path) -> Any:
         problem = error.message
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-    raise ConfigError("", f"--plot {path}: {problem}")
+    raise ConfigError("", f"{option} {path}: {problem}")
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:

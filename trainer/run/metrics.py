@@ -46,7 +46,7 @@ class Metrics:
         self.failed_sinks: set[str] = set()
         self.summary_writer = None
         self.rewind(self.first_step)
-        self.start()
+        self.start(time.perf_counter())
 
     def rewind(self, step: int) -> None:
         """Remove the records of all steps after `step`, because training continues from `step`."""
@@ -63,11 +63,11 @@ class Metrics:
 
                 self.summary_writer = SummaryWriter(str(self.folder / "tb"), purge_step=step + 1)
 
-    def start(self) -> None:
-        """Start the window of steps that the next record covers."""
+    def start(self, now: float) -> None:
+        """Start the window of steps that the next record covers. now: result of time.perf_counter."""
         self.memory_min = devices.memory_now(self.device)
         devices.reset_memory_peak(self.device)
-        self.window_start = time.perf_counter()
+        self.window_start = now
         self.spent: dict[str, float] = {}  # section -> seconds in this window
 
     @contextmanager
@@ -90,11 +90,12 @@ class Metrics:
 
     def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, num_targets: int) -> None:
         """Record a step whose work on the device is complete. num_targets: number of target tokens over all ranks."""
-        self.phases.start("metrics")
+        now = time.perf_counter()
+        self.phases.start("metrics")  # writing this record belongs to the next window
         step, spent, training = state.step, self.spent, self.training
         phases, not_training = self.phases.take_seconds(), sum(spent.get(name, 0.0) for name in _NOT_TRAINING)
         num_steps = step - self.recorded_step
-        step_time = (time.perf_counter() - self.window_start - not_training) / num_steps
+        step_time = (now - self.window_start - not_training) / num_steps
         per_second = training.global_batch_size * training.seq_len / step_time
         per_second_per_rank = per_second / self.resolved.dims.world_size
         flops = per_second_per_rank * self.resolved.flops_per_token
@@ -129,7 +130,7 @@ class Metrics:
         self.log_event(record)
         logging.info(self._line(record))
         self.recorded_step = step
-        self.start()
+        self.start(now)
         self.phases.start("other")
 
     def _line(self, record: dict[str, Any]) -> str:

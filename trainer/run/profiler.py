@@ -1,66 +1,73 @@
 """Traces of steps by torch's profiler, and snapshots of GPU memory."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import sys
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainer.config import ProfilingConfig
 from trainer.runtime import device as devices
 from trainer.system import logging
-
-Section = Callable[[str], AbstractContextManager[Any]]
+from trainer.system.files import describe
 
 
 class Profiler:
-    """Profiler of a range of steps on one rank. It writes one file when the range or the run ends."""
+    """Profiler of a range of steps, on one rank or on all ranks. It writes one trace per rank when the range or the run ends."""
 
-    def __init__(self, config: ProfilingConfig, device: torch.device, rank: int, run_folder: Path, section: Section):
-        """section: function that times the profiler's own work, whose name is its argument."""
-        selected = config.first_step > 0 and config.rank in ("all", rank)
-        self._steps = range(config.first_step, config.first_step + config.num_steps) if selected else range(0)
-        self._memory, self._device, self._rank, self._section = config.memory_snapshot, device, rank, section
+    def __init__(self, config: ProfilingConfig, device: torch.device, run_folder: Path, step: int):
+        """step: completed steps of the run."""
+        self._steps = range(config.first_step, config.first_step + config.num_steps) if config.first_step else range(0)
+        self._config, self._device = config, device
         self._folder = run_folder / "profiles"
+        self._traces = config.rank in ("all", dist.get_rank())
         self._trace: torch.profiler.profile | None = None
-        """The profiler while it records."""
+        self.recording = False
+        """Whether the current step is traced, on this rank or on another one."""
+        if self._steps and step >= self._steps[-1]:
+            logging.warning(
+                f"the run has already completed the steps of [profiling], up to {self._steps[-1]}: no trace"
+            )
 
-    def before_step(self, step: int) -> None:
-        if step not in self._steps or self._trace is not None:
-            return
-        with self._section("profiling"):
-            if self._memory:
+    def starts_at(self, step: int) -> bool:
+        return step in self._steps and not self.recording
+
+    def ends_after(self, step: int) -> bool:
+        return self.recording and step + 1 not in self._steps
+
+    def start(self) -> None:
+        """Start to record, collectively. The device must have completed its work."""
+        self.recording = True
+        if self._traces:
+            if self._config.memory_snapshot:
                 devices.record_memory_history(True)
             self._trace = torch.profiler.profile(record_shapes=True)
             self._trace.start()
+        dist.barrier()
 
-    def after_step(self, step: int) -> None:
-        if self._trace is not None and step + 1 not in self._steps:
-            self.close()
-
-    def close(self) -> None:
-        """Write the files, if the profiler records."""
-        if self._trace is not None:
-            with self._section("profiling"):
-                self._write(self._trace)
-            self._trace = None
+    def stop(self) -> None:
+        """Write the trace, collectively. The device must have completed its work."""
+        self.recording = False
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.stop()
+            try:
+                self._write(trace)
+            except OSError as error:  # on any rank; logging prints only on some
+                print(
+                    f"[rank {dist.get_rank()}] warning: a trace cannot be written: {describe(error)}", file=sys.stderr
+                )
+            if self._config.memory_snapshot:
+                devices.record_memory_history(False)
+        dist.barrier()
+        logging.info(f"traced steps from {self._steps.start} on, rank {self._config.rank}: {self._folder}")
 
     def _write(self, trace: torch.profiler.profile) -> None:
-        devices.synchronize(self._device)
-        trace.stop()
-        name = f"step-{self._steps[0]:08d}-rank-{self._rank:05d}"
-        try:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"{name}.json.gz"
-            unfinished = path.with_name(f"unfinished-{path.name}")  # torch compresses files whose names end in .gz
-            trace.export_chrome_trace(str(unfinished))
-            unfinished.rename(path)
-            if self._memory:
-                devices.write_memory_snapshot(self._folder / f"{name}.memory.pickle")
-            logging.info(f"wrote a trace of {len(self._steps)} steps to {path}")
-        except OSError as error:
-            logging.warning(f"the trace cannot be written ({error.strerror}); the run continues")
-        finally:
-            if self._memory:
-                devices.record_memory_history(False)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"step-{self._steps.start:08d}-rank-{dist.get_rank():05d}"
+        path = self._folder / f"{name}.json.gz"
+        unfinished = path.with_name(f"unfinished-{path.name}")  # torch compresses files whose names end in .gz
+        trace.export_chrome_trace(str(unfinished))
+        unfinished.rename(path)
+        if self._config.memory_snapshot:
+            devices.write_memory_snapshot(self._folder / f"{name}.memory.pickle")

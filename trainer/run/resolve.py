@@ -57,6 +57,10 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
     if config.profiling.memory_snapshot and not on_gpu:
         raise ConfigError("profiling.memory_snapshot", "needs a GPU")
+    if config.profiling.first_step > training.steps:
+        raise ConfigError("profiling.first_step", f"exceeds [training] steps = {training.steps}")
+    if config.profiling.rank != "all" and config.profiling.rank >= world_size:
+        raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     model = meta_model(spec.model, sizes)

@@ -127,8 +127,11 @@ def timestamp(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two results of `timestamp`. The device must have reached both timestamps."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+    """Return the seconds between two results of `timestamp`. Wait until the device has reached them."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def memory_now(device: torch.device) -> int:

@@ -13,7 +13,7 @@ _MAX_PENDING = 4096
 
 
 class PhaseTimer:
-    """Timer of phases that follow each other without a gap. The host never waits for the device.
+    """Timer of phases that follow each other without a gap. The host does not wait for the device when a phase starts.
 
     Durations are those on the device. On a GPU, a phase lasts from the end of the work that was queued before the phase started
     to the end of the work that was queued before the next phase started.
@@ -33,11 +33,11 @@ class PhaseTimer:
         self._span = record_function(f"phase: {name}").__enter__() if torch.autograd._profiler_enabled() else None
         self._starts.append((name, devices.timestamp(self._device)))
         if len(self._starts) > _MAX_PENDING:
-            self._add(_MAX_PENDING // 2)  # the device has completed these, because the host is only a few steps ahead
+            self._add(_MAX_PENDING // 2)  # these are so old that the device has completed them
 
     def take_seconds(self) -> dict[str, float]:
-        """Return phase -> total seconds since the last call, without the current phase. The device must have completed its
-        work."""
+        """Return phase -> total seconds since the last call, without the current phase. Wait until the device has completed the
+        other phases."""
         self._add(max(0, len(self._starts) - 1))
         seconds, self._seconds = dict(self._seconds), Counter()
         return seconds

@@ -100,6 +100,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+def describe(error: OSError) -> str:
+    """Return the message of a file system error, with the file if it is known."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+
+
 def digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 

@@ -17,6 +17,7 @@ from trainer.checkpoint.commit import load
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.resume import find_resume_point
+from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.runtime.device import DTYPES
@@ -83,7 +84,8 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     equal = all(torch.equal(targets[name], tensor) for name, tensor in original.items())
     require(equal or (forged and not fell_back), "the loaded tensors have other values")
     try:
-        HfExport(damaged, DTYPES["bf16"]).write(folder / "exported", 2**30, lambda count: None)
+        HfExport(resolve_checkpoint(damaged), DTYPES["fp32"]).write(folder / "exported", 2**30, lambda count: None)
     except CorruptError as damage:
         return str(damage)
+    require(unchanged or forged, "a damaged checkpoint was exported")
     return "the damaged checkpoint was ignored" if fell_back else ""

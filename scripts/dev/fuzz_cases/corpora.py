@@ -16,7 +16,7 @@ import pyarrow
 from pyarrow import parquet
 
 from scripts.dev.fuzz_cases.damage import SAMPLES, damage_bytes, damage_json, require
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare.prepare import prepare
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -61,16 +61,15 @@ def _tokens_of(random: Random, tokenizer: Tokenizer) -> np.ndarray:
     )
 
 
-def _megatron(random: Random, tokenizer: Tokenizer) -> tuple[bytes, bytes]:
-    """Return the content of a .bin file and of its .idx file."""
+def _megatron(random: Random, tokenizer: Tokenizer) -> tuple[bytes, bytes, list[list[int]]]:
+    """Return the content of a .bin file and of its .idx file, and the documents that are not empty."""
     documents = [np.array(tokenizer.encode(_text(random)), "<u2") for _ in range(random.randrange(1, 5))]
     lengths = np.array([len(document) for document in documents], "<i4")
     pointers = np.cumsum(np.append(0, 2 * lengths))[:-1].astype("<i8")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(documents), len(documents) + 1)
     boundaries = np.arange(len(documents) + 1, dtype="<i8")
-    return b"".join(
-        d.tobytes() for d in documents
-    ), header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
+    index = header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes()
+    return b"".join(d.tobytes() for d in documents), index, [d.tolist() for d in documents if len(d)]
 
 
 def _split_at_eos(tokens: np.ndarray, eos: int) -> Iterator[list[int]]:
@@ -95,11 +94,10 @@ def _stored(folder: Path) -> list[list[int]]:
 
 
 def _write(
-    random: Random, kind: str, tokenizer: Tokenizer, folder: Path
+    random: Random, kind: str, damaged: bool, tokenizer: Tokenizer, folder: Path
 ) -> tuple[str, list[str] | list[list[int]] | None]:
     """Write a corpus. Return its path, and its documents as other libraries read them, or None if they may be anything."""
     texts = [_text(random) for _ in range(random.randrange(1, 6))]
-    damaged = random.random() < 0.7
 
     def write(name: str, content: bytes) -> bytes:
         for _ in range(random.choice((1, 1, 2, 5)) if damaged else 0):
@@ -140,14 +138,13 @@ def _write(
             return str(folder), [] if tokens.ndim != 1 else list(_split_at_eos(tokens, tokenizer.eos))
         case "bin":
             content = write("a.bin", _tokens_of(random, tokenizer).astype("<u2").tobytes())
-            return str(folder), list(
-                _split_at_eos(np.frombuffer(content[: len(content) // 2 * 2], "<u2"), tokenizer.eos)
-            )
+            whole = b"" if len(content) % 2 else content
+            return str(folder), list(_split_at_eos(np.frombuffer(whole, "<u2"), tokenizer.eos))
         case "megatron":
-            tokens, index = _megatron(random, tokenizer)
+            tokens, index, documents = _megatron(random, tokenizer)
             write("a.bin", tokens)
             write("a.idx", index)
-            return str(folder), None
+            return str(folder), None if damaged else documents
         case _:
             records = [
                 {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": t}]} for t in texts
@@ -163,13 +160,17 @@ _DATASETS |= dict.fromkeys(("npy", "bin", "megatron"), "tokens")
 
 def run(random: Random, fixtures: Path, folder: Path) -> str:
     tokenizer = load_tokenizer(_TOKENIZER)
-    kind = random.choice(list(_DATASETS))
+    kind, damaged = random.choice(list(_DATASETS)), random.random() < 0.7
     corpus = folder / "corpus"
     corpus.mkdir()
-    path, expected = _write(random, kind, tokenizer, corpus)
+    path, expected = _write(random, kind, damaged, tokenizer, corpus)
     stores, held_out = str(folder / "stores"), random.choice((0.0, 0.3))
     data = DataConfig(dataset=_DATASETS[kind], path=path, store_folder=stores, held_out_fraction=held_out)
-    store = prepare(data, _TOKENIZER, tokenizer)
+    try:
+        store = prepare(data, _TOKENIZER, tokenizer)
+    except ConfigError as error:
+        require(damaged or not expected, f"{kind}: an intact corpus with documents was refused: {error}")
+        raise
     check_content(store)
     documents = _stored(store)
     count = sum(read_description(store)["splits"][split]["documents"] for split in SPLITS)
@@ -181,6 +182,8 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     if expected is None:
         return ""
     if _DATASETS[kind] != "tokens":
+        ends = {(document[0], document[-1]) for document in documents}
+        require(ends <= {(tokenizer.bos, tokenizer.eos)}, "a document has no BOS or EOS")
         documents = [tokenizer.decode(document[1:-1]) for document in documents]
     require(sorted(documents) == sorted(expected), f"{kind}: expected {expected}, stored {documents}")
     return ""

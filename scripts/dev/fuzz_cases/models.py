@@ -12,6 +12,7 @@ from models import MODELS
 from scripts.dev.fuzz_cases.damage import damage_file, damage_json_file, require
 from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, import_folder, model_index
 from trainer.checkpoint.storage import read_rows
+from trainer.config import ConfigError
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,7 +93,8 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     torch.manual_seed(random.randrange(2**32))
     dtype = random.choice((torch.float32, torch.bfloat16, torch.float16))
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in _hf_shapes(config).items()}
-    if random.random() < 0.5:
+    intact = random.random() < 0.1
+    if not intact and random.random() < 0.5:
         _damage_tensors(random, tensors)
     names = sorted(tensors)
     half = random.choice((None, len(names) // 2))
@@ -108,10 +110,14 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if random.random() < 0.5:
             (folder / name).write_text(json.dumps({"bos_token": "<s>", "model": {"type": "BPE"}}))
-    for path in random.sample(sorted(folder.iterdir()), random.choice((0, 1, 1, 2))):
+    for path in random.sample(sorted(folder.iterdir()), 0 if intact else random.choice((0, 1, 1, 2))):
         (damage_json_file if path.suffix == ".json" else damage_file)(random, path)
     spec = MODELS["llama3"]
-    source = HfModelFolder(folder, spec)
+    try:
+        source = HfModelFolder(folder, spec)
+    except ConfigError as error:
+        require(not intact, f"an intact model was refused: {error}")
+        raise
     out = folder / "imported"
     import_folder(source, "llama3", out, random.choice((1, 1000, 2**30)), lambda count: None)
     metadata = ModelMetadata.read(out)
@@ -128,7 +134,10 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
         all(tuple(stored[n].shape) == s and stored[n].is_floating_point() for n, s in shapes.items()), "wrong shapes"
     )
     require(len(index) == len(shapes) and source.sizes == sizes, "the imported model is another one")
-    name = "model/tok_embeddings.weight"
-    embedding = read_rows(out, name, index[name], 0, sizes.vocab_size)
-    require(torch.equal(embedding, stored["model.embed_tokens.weight"]), "the embedding has other values")
+    for name, entry in index.items():
+        tensor = read_rows(out, name, entry, 0, entry.shape[0])
+        if spec.huggingface.is_rope_permuted(name):
+            tensor = spec.huggingface.permute_to_hf(tensor, sizes.head_dim)
+        original = stored[spec.huggingface.name(name.removeprefix("model/"))]
+        require(torch.equal(tensor, original), f"{name} has other values")
     return ""

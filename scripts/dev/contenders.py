@@ -1,0 +1,325 @@
+"""Training loops to compare with the trainer's: plain loops around the same model, transformers' Trainer and accelerate.
+
+Each contender trains the same architecture from the same weights on the same tokens, with AdamW and clipping. It runs in its own
+processes, which sleep while another contender runs. `benchmark.py peers` starts them and compares their times.
+"""
+
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from models import MODELS
+from models.llama.sizes import LlamaSizes
+from trainer.batch import Batch
+from trainer.build import build_trainer
+from trainer.config.load import load_config
+from trainer.config.packages import require_package
+from trainer.parallel.init_weights import initialize
+from trainer.run.resolve import resolve
+from trainer.run.training_data import TrainingData
+from trainer.testing.layouts import flags
+
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+_NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class Task:
+    """The work of all contenders."""
+
+    sizes: LlamaSizes
+    batch: int
+    """Number of samples in a step on each rank."""
+    seq: int
+    ranks: int
+    threads: int
+    """Number of CPU threads of each rank."""
+    dtype: str
+    """Precision of forward and backward: "fp32" or "bf16"."""
+    compiled: bool
+    log: bool
+    """Whether the contenders log each step to the console and to the files that they have for it."""
+    folder: Path
+    """Folder for tokens.npy and for the files that contenders write."""
+
+    def rows(self, rank: int) -> Iterator[Tensor]:
+        """Yield this rank's samples of each step, (batch, seq + 1)."""
+        tokens = torch.from_numpy(np.load(self.folder / "tokens.npy").astype(np.int64))
+        samples = tokens[:-1].unflatten(0, (-1, self.seq))
+        samples = torch.cat((samples, samples.roll(-1, 0)[:, :1]), 1)  # with the first token of the next sample
+        for step in range(len(samples) // (self.batch * self.ranks) - 1):
+            first = (step * self.ranks + rank) * self.batch
+            yield samples[first : first + self.batch]
+
+
+class Pacer:
+    """Pause between steps. The parent process requests a number of steps and receives their durations and losses."""
+
+    def __init__(self, pipe: Connection):
+        self._pipe, self._remaining, self._start = pipe, 0, 0.0
+        self._cpu = 0.0
+        self._durations: list[float] = []
+        self.losses: list[float] = []
+
+    def before_step(self) -> None:
+        """End a step, if one has begun, and begin the next one. Exit when the parent process exits."""
+        now = time.perf_counter()
+        if self._remaining:
+            self._durations.append(now - self._start)
+            self._remaining -= 1
+        if not self._remaining:
+            if self._durations:
+                self._pipe.send((self._durations, self.losses, _cpu_seconds() - self._cpu))
+            with suppress(EOFError):
+                self._remaining = self._pipe.recv()
+            if not self._remaining:
+                os._exit(0)
+            self._durations, self._cpu = [], _cpu_seconds()
+        self._start = time.perf_counter()
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _model(task: Task) -> nn.Module:
+    with torch.device("meta"):
+        model = MODELS["llama3"].model(task.sizes)
+    initialize(model, torch.device("cpu"), 0, set())
+    return model
+
+
+def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, torch.zeros_like(tokens))
+
+
+def _loop(
+    task: Task,
+    rank: int,
+    pacer: Pacer,
+    model: nn.Module,
+    wrapped: nn.Module,
+    prepare: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> None:
+    """Train. model: holds the parameters. wrapped: computes the logits. prepare: wraps the optimizer."""
+    optimizer = prepare(_adamw(model.parameters()))
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=task.dtype == "bf16")
+    wrapped = torch.compile(wrapped) if task.compiled else wrapped
+    for step, row in enumerate(task.rows(rank), start=1):
+        pacer.before_step()
+        with autocast:
+            loss = F.cross_entropy(_logits(wrapped, row[:, :-1]).float().flatten(0, 1), row[:, 1:].flatten())
+        backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        pacer.losses.append(loss.item())
+        if task.log:
+            print(f"step {step} loss {loss.item():.4f} grad norm {norm.item():.3f}", flush=True)
+
+
+def plain(task: Task, rank: int, pacer: Pacer) -> None:
+    model = _model(task)
+    _loop(task, rank, pacer, model, model)
+
+
+def ddp(task: Task, rank: int, pacer: Pacer) -> None:
+    model = _model(task)
+    _loop(task, rank, pacer, model, nn.parallel.DistributedDataParallel(model))
+
+
+def fsdp2(task: Task, rank: int, pacer: Pacer) -> None:
+    """FSDP2 as its tutorial applies it: each block, then the rest."""
+    model = _model(task)
+    for block in model.layers.values():
+        fully_shard(block)
+    fully_shard(model)
+    _loop(task, rank, pacer, model, model)
+
+
+def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
+    accelerator = require_package("accelerate", "").Accelerator(
+        cpu=True, mixed_precision="bf16" if task.dtype == "bf16" else "no"
+    )
+    model = _model(task)
+    wrapped = accelerator.prepare(model)
+    # accelerate casts by itself.
+    _loop(
+        replace(task, dtype="fp32"),
+        rank,
+        pacer,
+        model,
+        wrapped,
+        prepare=accelerator.prepare,
+        backward=accelerator.backward,
+    )
+
+
+def transformers(task: Task, rank: int, pacer: Pacer) -> None:
+    hf = require_package("transformers", "")
+    spec = MODELS["llama3"].huggingface
+    config = hf.LlamaConfig(**spec.config(task.sizes, task.seq))
+    config.use_cache = False
+    model = hf.LlamaForCausalLM(config)
+    source = _model(task)
+    with torch.no_grad():
+        for name, parameter in source.named_parameters():
+            permuted = spec.is_rope_permuted(name)
+            value = spec.permute_to_hf(parameter, task.sizes.head_dim) if permuted else parameter
+            model.get_parameter(spec.name(name)).copy_(value)
+    del source
+    of_ranks = zip(*(task.rows(r) for r in range(task.ranks)), strict=True)
+    rows = [row for batches in of_ranks for batch in batches for row in batch]  # accelerate gives each rank its batches
+
+    def collate(batch: list[Tensor]) -> dict[str, Tensor]:
+        stacked = torch.stack(batch)
+        return {"input_ids": stacked[:, :-1], "shift_labels": stacked[:, 1:], "labels": stacked[:, 1:]}
+
+    class Pause(hf.TrainerCallback):
+        def on_step_begin(self, *args: object, **kwargs: object) -> None:
+            pacer.before_step()
+
+    class Recording(hf.Trainer):
+        def training_step(self, *args: object, **kwargs: object) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            pacer.losses.append(loss.item())
+            return loss
+
+    arguments = hf.TrainingArguments(
+        output_dir=str(task.folder / "transformers"),
+        per_device_train_batch_size=task.batch,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=WEIGHT_DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        max_grad_norm=MAX_NORM,
+        optim="adamw_torch_fused",
+        max_steps=len(rows) // (task.batch * task.ranks),
+        logging_strategy="steps" if task.log else "no",
+        logging_steps=1,
+        report_to=["tensorboard"] if task.log else [],
+        save_strategy="no",
+        use_cpu=True,
+        bf16=task.dtype == "bf16",
+        torch_compile=task.compiled,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = Recording(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Pause()])
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+    trainer.train()
+
+
+def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") -> None:
+    """The trainer itself, with its loop, data, guard, watchdog and metrics."""
+    sizes = {
+        name: getattr(task.sizes, name)
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+    }
+    values = {
+        "run.name": f"meshwright-{layout}",
+        "run.output_folder": task.folder,
+        "run.device": "cpu",
+        "model.name": "llama3",
+        "model.size": "debug",
+        "data.dataset": "tokens",
+        "data.path": task.folder / "tokens.npy",
+        "data.store_folder": task.folder / "stores",
+        "data.held_out_fraction": 0,
+        "data.max_document_bytes": 2**31,
+        "data.shuffle": "false",
+        "evaluation.interval_steps": 0,
+        "training.steps": _NEVER,
+        "training.seq_len": task.seq,
+        "training.local_batch_size": task.batch,
+        "training.global_batch_size": task.batch * task.ranks,
+        "training.compute_dtype": task.dtype,
+        "training.max_norm": MAX_NORM,
+        "training.cpu_threads": task.threads,
+        "training.loss_chunk_tokens": task.batch * task.seq,
+        "optimizer.lr": LR,
+        "lr_schedule.min_lr_ratio": 1.0,
+        f"parallel.{layout}": task.ranks,
+        "compile.enabled": str(task.compiled).lower(),
+        "checkpoint.enabled": "false",
+        "resilience.hang_timeout_s": 10**7,  # a pause is not a hang
+        "metrics.interval_steps": 1 if task.log else _NEVER,
+        "metrics.tensorboard": str(task.log).lower(),
+        **{f"model.overrides.{name}": size for name, size in sizes.items()},
+    }
+    if layout == "dp_replicate":
+        values["parallel.dp_shard"] = 1
+    defaults = task.folder / "defaults.toml"
+    defaults.touch()
+    config = load_config(["--config", str(defaults), *flags({key: str(value) for key, value in values.items()})])
+    trainer = build_trainer(config, resolve(config, task.ranks), torch.device("cpu"), None)
+    original = trainer.engine.forward_backward.__class__.__call__
+    batches = TrainingData.batches
+
+    def paced(*args: object) -> Iterator[Batch]:
+        for batch in batches(*args):
+            pacer.before_step()
+            yield batch
+
+    def recorded(*args: object) -> Tensor:
+        loss = original(*args)
+        pacer.losses.append(loss.item())
+        return loss
+
+    step = mock.patch.object(trainer.engine.forward_backward.__class__, "__call__", recorded)
+    with mock.patch.object(TrainingData, "batches", paced), step:
+        trainer.train()
+
+
+CONTENDERS: dict[str, Callable[[Task, int, Pacer], None]] = {
+    "plain": plain,
+    "meshwright": meshwright,
+    "meshwright-replicate": lambda *args: meshwright(*args, layout="dp_replicate"),
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "accelerate": accelerate,
+    "transformers": transformers,
+}
+
+
+def serve(name: str, task: Task, rank: int, store: str, pipe: Connection, logs: Path) -> None:
+    """Run a contender on one rank, in a process of its own."""
+    log = os.open(logs, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if task.ranks > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(task.ranks), "LOCAL_WORLD_SIZE": str(task.ranks)}
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)  # accelerate would set another number of threads
+    torch.set_num_threads(task.threads)
+    if task.ranks > 1 or name.startswith("meshwright"):
+        dist.init_process_group("gloo", store=dist.FileStore(store, task.ranks), rank=rank, world_size=task.ranks)
+    CONTENDERS[name](task, rank, Pacer(pipe))
