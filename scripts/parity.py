@@ -58,8 +58,9 @@ from trainer.testing.layouts import (
 )
 from trainer.testing.ranks import LocalRanks, RankError
 
-LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 1e-2}}
-"""compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error."""
+LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 3e-2}}
+"""compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error. In bf16, the gradient norm of the
+debug run on one rank deviates from that in fp32 by 0.1 % in most steps, but by up to 2 % in a single step."""
 
 
 def deviations(reference: Sequence[dict], records: Sequence[dict]) -> dict[str, float]:

@@ -69,12 +69,25 @@ def test_errors_of_a_script_are_one_printable_line(error, line, capsys):
     assert (exit.value.code, capsys.readouterr().err) == (2, line)
 
 
-def test_an_error_without_a_file_is_not_hidden():
+def test_other_errors_are_not_hidden():
     def main():
-        raise BrokenPipeError
+        raise OSError("no errno")
 
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(OSError, match="no errno"):
         run_to_end(main)
+
+
+@pytest.mark.parametrize(
+    ("reader", "code", "error"), [("pipe", 141, ""), ("/dev/full", 2, "No space left on device\n")]
+)
+def test_output_that_nobody_reads_ends_a_script_without_a_traceback(reader, code, error):
+    program = "from trainer.config.command_line import run_to_end; run_to_end(lambda: print('x' * 10**6))"
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") if reader == "pipe" else open(reader, "w") as out:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (code, error)
 
 
 def test_an_interrupt_before_run_to_end_is_one_line():

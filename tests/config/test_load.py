@@ -77,6 +77,7 @@ COMMAND_LINES = {
     "--metrics.tensorboard": "--metrics.tensorboard: expects a value",
     "--run.seed -1": "--run.seed -1: must be at least 0",
     "--run.name a/b": "--run.name a/b: must be a single folder name",
+    "--run.output_folder=": "--run.output_folder : must not be empty",
     "--run.name=  ": "--run.name   : must be a single folder name",
     "--run.name=a\nb": "--run.name a\\nb: must be printable text",
     "--training.steps 9999999999999": "--training.steps 9999999999999: must be at most 1000000000000",

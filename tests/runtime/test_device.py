@@ -23,7 +23,8 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(monkeypatch, choice, driver):
         devices.select_device(choice)
     assert error.value.message.startswith(f"this node has {'a' if driver else 'no'} GPU driver, ")
     assert error.value.message.endswith(
-        "finds no GPU; install a build for this driver, or train on the CPU with --run.device cpu"
+        f"finds no GPU; install {'a build of torch for this' if driver else 'a'} driver, "
+        "or train on the CPU with --run.device cpu"
     )
     assert devices.select_device("cpu") == torch.device("cpu")
 
@@ -68,6 +69,8 @@ def test_cores_are_divided_among_the_ranks_of_a_node(monkeypatch):
         assert torch.get_num_threads() == 4
         devices.set_cpu_threads(3)
         assert torch.get_num_threads() == 3
+        with pytest.raises(ConfigError, match=r"training.cpu_threads: this node has only 8 cores"):
+            devices.set_cpu_threads(9)
     finally:
         torch.set_num_threads(before)
 

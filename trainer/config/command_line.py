@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,15 +55,20 @@ class Arguments(argparse.ArgumentParser):
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
     """Check the environment and call main. On a ConfigError or a file system error, print one line and exit with code 2. On
-    Ctrl-C, print one line and exit with code 130."""
+    Ctrl-C, print one line and exit with code 130. If the reader of stdout has exited, exit with code 141."""
     try:
         restore_interrupt()
         check_environment()
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
     except ConfigError as error:
         die(str(error))
+    except BrokenPipeError:
+        _exit_without_reader(128 + signal.SIGPIPE)
     except OSError as error:
-        if error.strerror is None or isinstance(error, BrokenPipeError):  # not an error of the file system
+        if error.strerror is None:  # not an error of the file system
             raise
         die(describe(error))
     except KeyboardInterrupt:
@@ -165,6 +171,14 @@ def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> C
 def _print_and_exit(text: str) -> NoReturn:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `--help | head` closes the pipe early
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _exit_without_reader(0)
+    except OSError as error:
+        die(describe(error))
     sys.exit(0)
+
+
+def _exit_without_reader(code: int) -> NoReturn:
+    """Exit after the reader of stdout has exited, as in `--help | head`. The interpreter's clean-up must not write to it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

@@ -159,6 +159,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
     name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
+    yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
     for setting in settings().values():
         if config.value(setting.key) != setting.default:

@@ -60,12 +60,14 @@ def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
     if choice == "cpu":
         return
     if not gpu_count() and (choice == "gpu" or has_gpu_driver()):
-        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built for CPUs"
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
         if torch.version.hip:
-            build = f"is built for ROCm {torch.version.hip}"
-        found = "this node has a GPU driver, but" if has_gpu_driver() else "this node has no GPU driver, and"
-        message = f"{found} torch {torch.__version__} ({build}) finds no GPU; install a build for this driver"
-        raise ConfigError("", f"{message}, or train on the CPU with --run.device cpu")
+            build = f"built for ROCm {torch.version.hip}"
+        finds = f"torch {torch.__version__} ({build}) finds no GPU"
+        message = f"this node has no GPU driver, and {finds}; install a driver"
+        if has_gpu_driver():
+            message = f"this node has a GPU driver, but {finds}; install a build of torch for this driver"
+        raise ConfigError("run.device", f"{message}, or train on the CPU with --run.device cpu")
     if 0 < gpu_count() < ranks:
         message = f"NGPU={ranks}: this node has only {gpu_count()} GPUs; reduce NGPU, or train on the CPU with --run.device cpu"
         raise ConfigError("", message)
@@ -97,7 +99,10 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def set_cpu_threads(threads: int) -> None:
-    """Set the number of threads for CPU operators. 0 means this rank's share of the cores."""
+    """Set the number of threads for CPU operators. 0 means this rank's share of the cores. Raise ConfigError if there are more
+    threads than cores, which would make each step many times slower."""
+    if threads > cores():
+        raise ConfigError("training.cpu_threads", f"this node has only {cores()} cores")
     torch.set_num_threads(threads or max(1, cores() // local_world_size()))
 
 

@@ -132,7 +132,7 @@ def _write(
             np.save(buffer, _tokens_of(random, tokenizer))
             content = write("a.npy", buffer.getvalue())
             try:
-                tokens = np.load(io.BytesIO(content), allow_pickle=False)
+                tokens = np.load(io.BytesIO(content))
             except Exception:  # numpy evaluates the header as Python
                 return str(folder), []
             return str(folder), [] if tokens.ndim != 1 else list(_split_at_eos(tokens, tokenizer.eos))
