@@ -1,5 +1,6 @@
 """Simulated memory and traffic against real gloo ranks."""
 
+import itertools
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -183,3 +184,10 @@ def test_the_timeline_contains_the_peak():
     peak = total.index(plan.peak)
     assert {category: row[peak] for category, row in plan.timeline.items()} == plan.by_category
     assert plan.timeline_in_backward[peak] == plan.peak_at.in_backward
+
+
+def test_the_timeline_has_one_backward_per_simulated_microbatch():
+    for microbatches in (1, 3):
+        (plan,) = planned(2, "--training.global_batch_size", str(4 * microbatches))
+        backward = plan.timeline_in_backward
+        assert sum(now and not before for before, now in itertools.pairwise([False, *backward])) == microbatches

@@ -172,7 +172,8 @@ class Recorder(TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), allocation
         self.allocations.append(allocation)
         point = ExecutionPoint(allocation.module, allocation.in_backward)
-        if not self.points or self.points[-1][1] != point:
+        # A tensor that existed before the recording may be observed in the middle of it. The events of the points must ascend.
+        if not self.points or (event >= 0 and self.points[-1][1] != point):
             self.points.append((event, point))
 
     def _free(self, key: int) -> None:
