@@ -187,7 +187,7 @@ def test_the_timeline_contains_the_peak():
 
 
 def test_the_timeline_has_one_backward_per_simulated_microbatch():
-    for microbatches in (1, 3):
+    for microbatches in (1, 2, 4):
         (plan,) = planned(2, "--training.global_batch_size", str(4 * microbatches))
         backward = plan.timeline_in_backward
         assert sum(now and not before for before, now in itertools.pairwise([False, *backward])) == microbatches
