@@ -54,6 +54,10 @@ class Failed(Exception):
     """The last line that a command printed before it failed."""
 
 
+def _records(run: Path, kind: str) -> list[Row]:
+    return [record for record in read_json_lines(run / "metrics.jsonl") if record["kind"] == kind]
+
+
 @dataclass(frozen=True)
 class Session:
     """The options of a call and the commands that the parts share."""
@@ -96,7 +100,7 @@ class Session:
 
     def measure(self, name: str, settings: Mapping[str, str]) -> Row:
         """Train and return the throughput and the memory of the last steps."""
-        records = [r for r in read_json_lines(self.train(name, settings) / "metrics.jsonl") if r["kind"] == "train"]
+        records = _records(self.train(name, settings), "train")
         last = records[len(records) // 2 :]
         names = [n for n in last[-1] if n.endswith(("_time_s", "_gib", "_percent")) or n == "tokens_per_second"]
         return {n: statistics.median(r[n] for r in last) for n in names}
@@ -126,13 +130,11 @@ def parity(session: Session) -> Iterator[tuple[str, Task]]:
     for name, changes in variants.items():
 
         def run(name: str = name, changes: Mapping[str, str] = changes) -> Row:
-            settings = session.settings("8b", **_TINY, **steps, **{"training.compute_dtype": "fp32"} | changes)
-            for setting in _BF16:
-                settings.pop(setting, None)
+            settings = session.settings("1b", **_TINY, **steps, **{"training.compute_dtype": "fp32"} | changes)
             losses = []
             for device in ("auto", "cpu"):
                 folder = session.train(f"parity {name} {device}", settings | {"run.device": device})
-                losses.append([r["loss"] for r in read_json_lines(folder / "metrics.jsonl") if r["kind"] == "train"])
+                losses.append([record["loss"] for record in _records(folder, "train")])
             deviations = [abs(a - b) / b for a, b in zip(*losses, strict=True)]
             return {"largest deviation": max(deviations), "steps": len(deviations)}
 
@@ -183,7 +185,7 @@ def saves(session: Session) -> Iterator[tuple[str, Task]]:
         def run(mode: str = mode) -> Row:
             changes = {"checkpoint.enabled": "true", "checkpoint.async_mode": mode, "checkpoint.interval_steps": "2"}
             folder = session.train(f"saves {mode}", session.settings("1b", **changes, **{"checkpoint.keep": "1"}))
-            records = [r for r in read_json_lines(folder / "metrics.jsonl") if r["kind"] == "checkpoint"]
+            records = _records(folder, "checkpoint")
             return {key: statistics.median(r[key] for r in records) for key in ("blocked_s", "background_s")}
 
         yield mode, run

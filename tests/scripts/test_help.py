@@ -6,31 +6,18 @@ import signal
 
 import pytest
 
+from scripts.dev.fuzz_cases.commands import parser_of
 from tests.conftest import ROOT
 
 COMMANDS = sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))
-
-
-class Parsed(Exception):
-    """Carries the parser of a command."""
-
-
-def parser_of(command, monkeypatch):
-    def parse(self, *_):
-        raise Parsed(self)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(Parsed) as parsed:
-        importlib.import_module(command).main()
-    return parsed.value.args[0]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_every_option_with_a_text_and_a_value(command, monkeypatch):
     if command.endswith("train_tokenizer"):
         pytest.importorskip("tokenizers")
-    parsers = [parser_of(command, monkeypatch)]
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    parsers = [parser_of(importlib.import_module(command).main)]
     while parsers:
         parser = parsers.pop()
         usage = parser.format_usage()

@@ -72,7 +72,6 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
             raise
         die(describe(error))
     except KeyboardInterrupt:
-        sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
         end_children()
         os._exit(130)

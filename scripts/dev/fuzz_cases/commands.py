@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -31,20 +31,21 @@ def make_fixtures(folder: Path) -> None:
         importlib.import_module(name)
 
 
-class _Parsed(Exception):
+class Parsed(Exception):
     """Carries the parser of a command."""
 
 
-def _parser(main: object) -> argparse.ArgumentParser:
+def parser_of(main: Callable[[], None]) -> argparse.ArgumentParser:
+    """Return the parser of a command without parsing any arguments."""
     original = argparse.ArgumentParser.parse_known_args
 
     def parse(self: argparse.ArgumentParser, *_: object) -> None:
-        raise _Parsed(self)
+        raise Parsed(self)
 
     argparse.ArgumentParser.parse_known_args = parse
     try:
         main()
-    except _Parsed as parsed:
+    except Parsed as parsed:
         return parsed.args[0]
     finally:
         argparse.ArgumentParser.parse_known_args = original
@@ -92,7 +93,7 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
         str(ROOT),
     ]
     values = [*NUMBERS, *TEXTS, *paths, *paths, "-5", "--", "--x", "\udcff"]
-    words = list(_words(random, _parser(main), values))
+    words = list(_words(random, parser_of(main), values))
     if random.random() < 0.1:
         words.insert(random.randrange(len(words) + 1), random.choice(values))
     if command in ("scripts.parity", "scripts.train_tokenizer"):  # their valid calls take minutes

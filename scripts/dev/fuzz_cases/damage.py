@@ -108,7 +108,7 @@ def random_value(random: Random, depth: int = 0) -> Any:
     """Return a value that JSON can hold."""
     kind = random.randrange(9 if depth < 3 else 7)
     if kind < 3:
-        return random.choice((*TEXTS, *(name for name in NUMBERS)))
+        return random.choice((*TEXTS, *NUMBERS))
     if kind < 6:
         with contextlib.suppress(ValueError):  # more than 4,300 digits
             text = random.choice(NUMBERS)
