@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.system.children import start_fork_server
+from trainer.system.children import end_children, start_fork_server
 
 TIMEOUT_S = 120
 
@@ -24,7 +24,9 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
     )
     try:
-        pipe.send((function(*args), None))
+        result = function(*args)
+        end_children()  # before the parent process can kill this one
+        pipe.send((result, None))
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     try:
