@@ -11,7 +11,9 @@ from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.parallelize import configure_compiler
 
-SIZES = LlamaSizes(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
+SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
+"""Not multiples of the vector width. The vocabulary is sharded unevenly."""
+SHAPE = {"batch": 3, "seq": 14}
 
 
 def gathers(recompute):
@@ -24,7 +26,7 @@ def gathers(recompute):
         checkpointing=ActivationCheckpointConfig(recompute_all_gather=recompute),
         compiled=True,
     )
-    batch = inputs(SIZES)
+    batch = inputs(SIZES, **SHAPE)
     counts = []
     for _ in range(2):  # the first step compiles
         model.zero_grad()
@@ -51,7 +53,7 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
     assert recomputed[0] == saved[0]
     assert recomputed[1] - saved[1] == 2 * SIZES.n_layers
     model = reference(SIZES)
-    batch = inputs(SIZES)
+    batch = inputs(SIZES, **SHAPE)
     model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
     for name, parameter in model.named_parameters():
         for gradients in (saved_gradients, recomputed_gradients):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.summary_writer = SummaryWriter(str(self.folder / "tb"), purge_step=step + 1)
+                threading.excepthook = _report_exception_in_thread
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -189,6 +191,12 @@ class Metrics:
         if self.summary_writer:
             with self._warn_on_write_error(_TENSORBOARD):
                 self.summary_writer.close()
+
+
+def _report_exception_in_thread(args: threading.ExceptHookArgs) -> None:
+    """Print the traceback, except that of TensorBoard's thread after a failed write, which its next method call raises again."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(args)
 
 
 def _remove_records_after(step: int, path: Path) -> None:
