@@ -84,5 +84,5 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     try:
         resolve(config, random.choice((1, 1, 1, 2, 4, 8, 6, 64)))
     except ConfigError as error:
-        return config.explain(error)
+        raise ConfigError("", config.explain(error)) from None
     return ""
