@@ -1,0 +1,145 @@
+"""A step of the Engine on a GPU that does not exist: the meta device, under fake tensors.
+
+Builds of torch for CPUs abort in autograd on fake tensors of device "cuda". The trainer distinguishes GPUs from CPUs by
+`device.type != "cpu"`, so on the meta device it takes the paths of a GPU, except those of trainer/runtime that test for "cuda".
+Fake tensors raise an error for an operator on tensors of several devices, and for one whose result the host reads.
+Kernels, streams, pinned memory and NCCL are not simulated; scripts/dev/gpu_acceptance.sh checks them on a GPU.
+"""
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.batch import Batch
+from trainer.engine import Engine, build_model_parts
+from trainer.parallel.attention import AttentionBackend, Mask
+from trainer.parallel.mesh import Meshes
+from trainer.planning.patches import FAKE_GPU_KERNELS, skip_shape_negotiation
+from trainer.run.resolve import resolve
+from trainer.testing.layouts import Layout, flags, load_layout, num_ranks
+
+FAKE_GPU = torch.device("meta")
+
+
+class _Event:
+    """An event on which the host may wait, because code that computes on the CPU must wait for its input."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    wait = synchronize = record
+
+
+class _Stream:
+    def __init__(self, *args: object, **kwargs: object):
+        pass
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _DeviceModule:
+    """The functions of torch.cuda that a step uses. It has no `synchronize`, which a step must not call."""
+
+    Event, Stream = _Event, _Stream
+
+    def current_stream(self, device: object = None) -> _Stream:
+        return _Stream()
+
+    def stream(self, stream: _Stream) -> _Stream:
+        return stream
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> None:
+        """Return no index: "meta" and "meta:0" are different devices."""
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+class _CheckedMask(torch.nn.Module):
+    """A mask that is computed, but not used, because flex_attention has no kernel for this device."""
+
+    def __init__(self, mask: Mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, positions: torch.Tensor, documents: torch.Tensor) -> None:
+        self.mask(positions, documents)
+
+
+BACKEND = AttentionBackend(
+    lambda cp, by_document, dtype: _CheckedMask(Mask(cp, by_document, create_block_mask)), FAKE_GPU_KERNELS.attention
+)
+
+
+class _EqualDtypes(TorchDispatchMode):
+    """Refuse matrix products of several dtypes, as a GPU does. Fake tensors accept them."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        dtypes = {tensor.dtype for tensor in args if isinstance(tensor, torch.Tensor)}
+        if function in _MATRIX_PRODUCTS and len(dtypes) > 1:
+            raise RuntimeError(f"{function} of {dtypes}")
+        return function(*args, **(kwargs or {}))
+
+
+aten = torch.ops.aten
+_MATRIX_PRODUCTS = (aten.mm.default, aten.mm.out, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def prepare_process() -> None:
+    """Make the meta device usable in this process, permanently."""
+    torch.meta = _DeviceModule()
+    torch.accelerator.current_stream = lambda device=None: _Stream()
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    FSDPParamGroup._validate_no_meta_params = lambda group: None
+
+
+def run_step(argv: list[str], layout: str) -> str:
+    """Run two steps of rank 0 in this process. Return the type of the device of their outcome."""
+    prepare_process()
+    config = load_layout([*argv, *flags(Layout.parse(layout).settings)])
+    ranks = num_ranks(config.parallel)
+    resolved = resolve(config, ranks)
+    dist.destroy_process_group()  # gloo, which a LocalRank has
+    dist.init_process_group("cpu:fake,meta:fake", rank=0, world_size=ranks, store=FakeStore())
+    meshes = Meshes(resolved.dims, FAKE_GPU)
+    parts = build_model_parts(config, resolved, meshes, BACKEND)
+    shape = config.training.local_batch_size, config.training.seq_len
+    with FakeTensorMode(allow_non_fake_inputs=True), _EqualDtypes():
+        engine = Engine(config, resolved, FAKE_GPU, meshes, parts, set(resolved.parameter_names))
+        if resolved.dims.pp > 1:
+            skip_shape_negotiation(engine.forward_backward.schedule)
+        for _ in range(2):
+            batches = [
+                Batch(*(torch.zeros(shape, dtype=torch.int64, device=FAKE_GPU) for _ in Batch._fields))
+                for _ in range(resolved.grad_accum)
+            ]
+            outcome, _ = engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
+    return outcome.device.type
