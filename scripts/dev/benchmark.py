@@ -1,6 +1,7 @@
 """Measure the speed of training steps compared with other trainers, of checkpoint saves, data preparation and data loading.
 
 python scripts/dev/benchmark.py peers --model 58m
+python scripts/dev/benchmark.py start --model 58m
 python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
 """
@@ -32,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from scripts.dev.contenders import CONTENDERS
-from scripts.dev.peers import MODELS, print_peers
+from scripts.dev.peers import MODELS, print_peers, print_start
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.config import DataConfig, TokenizerConfig
@@ -198,7 +199,9 @@ def main() -> None:
     )
     of_data = "tokens per second of preparing and loading data, compared with baselines that do not use the trainer"
     of_peers = "duration of a training step of this trainer and of other training loops with the same losses"
+    of_start = "seconds from the command to the first loss, of this trainer and of a plain training loop"
     peers = commands.add_parser("peers", help=of_peers, doc=of_peers)
+    start = commands.add_parser("start", help=of_start, doc=of_start)
     checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
     data = commands.add_parser("data", help=of_data, doc=of_data)
     for command, option, default, text in (
@@ -206,6 +209,8 @@ def main() -> None:
         (peers, "threads", 2, "number of CPU threads of each rank"),
         (peers, "steps", 5, "number of steps in a repeat"),
         (peers, "repeats", 5, "number of repeats of each contender; the table shows the median of all steps"),
+        (start, "threads", 2, "number of CPU threads"),
+        (start, "repeats", 5, "number of runs of each command; the table shows their median"),
         (checkpoint, "ranks", 2, "number of ranks over which the state is sharded"),
         (checkpoint, "repeats", 7, "number of saves in each mode"),
         (data, "mib", 64, "size of the text to prepare in MiB"),
@@ -219,8 +224,9 @@ def main() -> None:
         command.add_argument(
             "--folder", type=existing_folder, metavar="PATH", help="parent of the temporary folder that is written"
         )
+    for command in (peers, start):
+        command.add_argument("--model", choices=list(MODELS), default="58m", help="model and batch")
     add = peers.add_argument
-    add("--model", choices=list(MODELS), default="58m", help="model and batch")
     add(
         "--contenders",
         nargs="+",
@@ -246,7 +252,8 @@ def main() -> None:
     free = memory_available()
     if free is not None and args.get("gib", 0) * GIB > free:
         parser.error(f"--gib {args['gib']:g}: must be less than the free memory of {free / GIB:.1f} GiB")
-    run = {"peers": print_peers, "checkpoint": print_saves, "data": print_data}[args.pop("command")]
+    commands = {"peers": print_peers, "start": print_start, "checkpoint": print_saves, "data": print_data}
+    run = commands[args.pop("command")]
     run(**args)
 
 

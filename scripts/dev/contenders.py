@@ -4,6 +4,7 @@ Each contender trains the same architecture from the same weights on the same to
 processes, which sleep while another contender runs. `benchmark.py peers` starts them and compares their times.
 """
 
+import math
 import os
 import resource
 import time
@@ -15,15 +16,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from models import MODELS
 from models.llama.sizes import LlamaSizes
+from scripts.dev import plain_loop
+from scripts.dev.kernels import KernelRecorder
+from scripts.dev.plain_loop import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, adamw, cross_entropy
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.config.load import load_config
@@ -33,7 +35,6 @@ from trainer.run.resolve import resolve
 from trainer.run.training_data import TrainingData
 from trainer.testing.layouts import flags
 
-LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 _NEVER = 10**9
 
 
@@ -58,12 +59,50 @@ class Task:
 
     def rows(self, rank: int) -> Iterator[Tensor]:
         """Yield this rank's samples of each step, (batch, seq + 1)."""
-        tokens = torch.from_numpy(np.load(self.folder / "tokens.npy").astype(np.int64))
-        samples = tokens[:-1].unflatten(0, (-1, self.seq))
-        samples = torch.cat((samples, samples.roll(-1, 0)[:, :1]), 1)  # with the first token of the next sample
-        for step in range(len(samples) // (self.batch * self.ranks) - 1):
-            first = (step * self.ranks + rank) * self.batch
-            yield samples[first : first + self.batch]
+        return plain_loop.rows(self.folder / "tokens.npy", self.seq, self.batch, rank, self.ranks)
+
+    def flags(self, layout: str = "dp_shard") -> list[str]:
+        """Return the command-line arguments with which the trainer does this work. layout: axis of the ranks."""
+        sizes = {
+            name: getattr(self.sizes, name)
+            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
+        }
+        values = {
+            "run.name": f"meshwright-{layout}",
+            "run.output_folder": self.folder,
+            "run.device": "cpu",
+            "model.name": "llama3",
+            "model.size": "debug",
+            "data.dataset": "tokens",
+            "data.path": self.folder / "tokens.npy",
+            "data.store_folder": self.folder / "stores",
+            "data.held_out_fraction": 0,
+            "data.max_document_bytes": 2**31,
+            "data.shuffle": "false",
+            "evaluation.interval_steps": 0,
+            "training.steps": _NEVER,
+            "training.seq_len": self.seq,
+            "training.local_batch_size": self.batch,
+            "training.global_batch_size": self.batch * self.ranks,
+            "training.compute_dtype": self.dtype,
+            "training.max_norm": MAX_NORM,
+            "training.cpu_threads": self.threads,
+            "training.loss_chunk_tokens": self.batch * self.seq,
+            "optimizer.lr": LR,
+            "lr_schedule.min_lr_ratio": 1.0,
+            f"parallel.{layout}": self.ranks,
+            "compile.enabled": str(self.compiled).lower(),
+            "checkpoint.enabled": "false",
+            "resilience.hang_timeout_s": 10**7,  # a pause is not a hang
+            "metrics.interval_steps": 1 if self.log else _NEVER,
+            "metrics.tensorboard": str(self.log).lower(),
+            **{f"model.overrides.{name}": size for name, size in sizes.items()},
+        }
+        if layout == "dp_replicate":
+            values["parallel.dp_shard"] = 1
+        defaults = self.folder / "defaults.toml"
+        defaults.touch()
+        return ["--config", str(defaults), *flags({key: str(value) for key, value in values.items()})]
 
 
 class Pacer:
@@ -104,20 +143,6 @@ def _model(task: Task) -> nn.Module:
     return model
 
 
-def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-
-
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, torch.zeros_like(tokens))
-
-
 def _loop(
     task: Task,
     rank: int,
@@ -128,13 +153,13 @@ def _loop(
     backward: Callable[[Tensor], Any] = Tensor.backward,
 ) -> None:
     """Train. model: holds the parameters. wrapped: computes the logits. prepare: wraps the optimizer."""
-    optimizer = prepare(_adamw(model.parameters()))
+    optimizer = prepare(adamw(model.parameters()))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=task.dtype == "bf16")
     wrapped = torch.compile(wrapped) if task.compiled else wrapped
     for step, row in enumerate(task.rows(rank), start=1):
         pacer.before_step()
         with autocast:
-            loss = F.cross_entropy(_logits(wrapped, row[:, :-1]).float().flatten(0, 1), row[:, 1:].flatten())
+            loss = cross_entropy(wrapped, row)
         backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -240,46 +265,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
 
 def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") -> None:
     """The trainer itself, with its loop, data, guard, watchdog and metrics."""
-    sizes = {
-        name: getattr(task.sizes, name)
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-    }
-    values = {
-        "run.name": f"meshwright-{layout}",
-        "run.output_folder": task.folder,
-        "run.device": "cpu",
-        "model.name": "llama3",
-        "model.size": "debug",
-        "data.dataset": "tokens",
-        "data.path": task.folder / "tokens.npy",
-        "data.store_folder": task.folder / "stores",
-        "data.held_out_fraction": 0,
-        "data.max_document_bytes": 2**31,
-        "data.shuffle": "false",
-        "evaluation.interval_steps": 0,
-        "training.steps": _NEVER,
-        "training.seq_len": task.seq,
-        "training.local_batch_size": task.batch,
-        "training.global_batch_size": task.batch * task.ranks,
-        "training.compute_dtype": task.dtype,
-        "training.max_norm": MAX_NORM,
-        "training.cpu_threads": task.threads,
-        "training.loss_chunk_tokens": task.batch * task.seq,
-        "optimizer.lr": LR,
-        "lr_schedule.min_lr_ratio": 1.0,
-        f"parallel.{layout}": task.ranks,
-        "compile.enabled": str(task.compiled).lower(),
-        "checkpoint.enabled": "false",
-        "resilience.hang_timeout_s": 10**7,  # a pause is not a hang
-        "metrics.interval_steps": 1 if task.log else _NEVER,
-        "metrics.tensorboard": str(task.log).lower(),
-        **{f"model.overrides.{name}": size for name, size in sizes.items()},
-    }
-    if layout == "dp_replicate":
-        values["parallel.dp_shard"] = 1
-    defaults = task.folder / "defaults.toml"
-    defaults.touch()
-    config = load_config(["--config", str(defaults), *flags({key: str(value) for key, value in values.items()})])
+    config = load_config(task.flags(layout))
     trainer = build_trainer(config, resolve(config, task.ranks), torch.device("cpu"), None)
     original = trainer.engine.forward_backward.__class__.__call__
     batches = TrainingData.batches
@@ -299,6 +285,19 @@ def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") ->
         trainer.train()
 
 
+def kernels(task: Task, rank: int, pacer: Pacer) -> None:
+    """Not a training loop: the matrix products and attention kernels of the plain loop's first step, which no loop can avoid."""
+    model, recorder = _model(task), KernelRecorder()
+    with recorder, torch.autocast("cpu", torch.bfloat16, enabled=task.dtype == "bf16"):
+        cross_entropy(model, next(task.rows(rank))).backward()
+    del model
+    for _ in task.rows(rank):
+        pacer.before_step()
+        for call in recorder.calls:
+            call()
+        pacer.losses.append(math.nan)
+
+
 CONTENDERS: dict[str, Callable[[Task, int, Pacer], None]] = {
     "plain": plain,
     "meshwright": meshwright,
@@ -307,6 +306,7 @@ CONTENDERS: dict[str, Callable[[Task, int, Pacer], None]] = {
     "fsdp2": fsdp2,
     "accelerate": accelerate,
     "transformers": transformers,
+    "kernels": kernels,
 }
 
 

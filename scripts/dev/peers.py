@@ -3,9 +3,14 @@
 import contextlib
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,7 @@ MODELS = {
 
 def _defaults(ranks: int) -> list[str]:
     if ranks == 1:
-        return ["plain", "meshwright", "accelerate", "transformers"]
+        return ["plain", "meshwright", "accelerate", "transformers", "kernels"]
     return ["fsdp2", "meshwright", "ddp", "meshwright-replicate", "accelerate", "transformers"]
 
 
@@ -135,6 +140,7 @@ def print_peers(
                 if repeat:  # the first repeat is a warm-up
                     times[processes.name] += durations
                     cpu_seconds[processes.name] += cpu / (steps * repeats)
+    losses.pop("kernels", None)  # has no losses
     deviation = require_equal_losses(losses, tolerance)
     print(f"the losses of all contenders agree within {deviation:.1e}")
     table = Table(
@@ -152,3 +158,46 @@ def print_peers(
         record = {**measured, "options": options, "environment": environment(ROOT)}
         results.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(results, json.dumps(record, indent=1))
+
+
+def seconds_to_first_loss(command: Sequence[object]) -> float:
+    """Run a command until it prints a line with a loss, and end it. Return the seconds. Raise ConfigError if there is none."""
+    environment = os.environ | {"PYTHON": sys.executable, "NGPU": "1"}
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+    line = ""
+    with process:
+        for line in process.stdout:
+            if " | loss " in line:
+                seconds = time.perf_counter() - start
+                process.kill()
+                return seconds
+    raise ConfigError("", f"{command[0]} printed no loss: {line.strip() or 'no output'}")
+
+
+def print_start(model: str, threads: int, repeats: int) -> None:
+    """Run the plain loop's script and the trainer's in turn, and compare their times to the first loss."""
+    sizes, batch, seq = MODELS[model]
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(sizes, batch, seq, 1, threads, "fp32", compiled=False, log=True, folder=Path(folder))
+        write_tokens(task, steps=9)
+        (task.folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
+        files = task.folder / "tokens.npy", task.folder / "sizes.json"
+        commands = {
+            "plain": [sys.executable, ROOT / "scripts" / "dev" / "plain_loop.py", *files, batch, seq, threads],
+            "meshwright": [ROOT / "run_llama_train.sh", *task.flags()],
+        }
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for repeat in range(repeats + 1):
+            for name, command in commands.items():
+                seconds = seconds_to_first_loss(command)
+                if repeat:  # the first repeat prepares the data
+                    times[name].append(seconds)
+    table = Table(contender="<12", first_loss=">11", min_to_max=">16", of_first=">9")
+    baseline = statistics.median(times["plain"])
+    for name, of_repeats in times.items():
+        median = statistics.median(of_repeats)
+        spread = f"{min(of_repeats):.2f} - {max(of_repeats):.2f} s"
+        table.row(name, f"{median:.2f} s", spread, f"{median / baseline:.2f} x")

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.dev import benchmark
 from scripts.dev.benchmark import main
-from scripts.dev.peers import require_equal_losses
+from scripts.dev.peers import require_equal_losses, seconds_to_first_loss
 from tests.commands import run_script
 from trainer.config import ConfigError
 
@@ -47,7 +47,8 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "contenders"), [(1, ["plain", "meshwright"]), (2, ["fsdp2", "meshwright", "ddp", "meshwright-replicate"])]
+    ("ranks", "contenders"),
+    [(1, ["plain", "meshwright", "kernels"]), (2, ["fsdp2", "meshwright", "ddp", "meshwright-replicate"])],
 )
 def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path, ranks, contenders):
     results = tmp_path / "results.json"
@@ -58,6 +59,17 @@ def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_pat
     assert [line[0] for line in table] == contenders
     times = json.loads(results.read_text())["step_time_s"]
     assert {name: len(of_steps) for name, of_steps in times.items()} == dict.fromkeys(contenders, 2)
+
+
+def test_times_to_the_first_loss_are_compared(monkeypatch, capsys):
+    _, *table = lines_of(monkeypatch, capsys, "start", "--model", "host-2", "--repeats", "1", "--threads", "1")
+    assert [line[0] for line in table] == ["plain", "meshwright"]
+    assert all(float(line[1]) > 0 for line in table)
+
+
+def test_a_command_without_a_loss_is_an_error():
+    with pytest.raises(ConfigError, match="printed no loss: no such model"):
+        seconds_to_first_loss([sys.executable, "-c", "print('no such model')"])
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
