@@ -214,7 +214,9 @@ class HuggingFaceTokenizer(Tokenizer):
         content = path.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception:  # the package raises only Exception itself
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # the package raises Exception itself, and a panic of its Rust code is only a BaseException
             raise ConfigError("tokenizer.path", f"{path} is not a valid tokenizer.json") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
