@@ -19,6 +19,9 @@ _LONGEST_STEPS = 5
 _MIN_SILENCE_S = 15.0
 """Minimum heartbeat timeout in seconds. A process under load may send no heartbeat for several seconds."""
 
+_STORE_TIMEOUT_S = 10.0
+"""Maximum time to wait for the heartbeats of other ranks when this rank ends."""
+
 
 class Watchdog:
     """Detector of hangs. If no step completes in time, it prints every thread's stack and the state of the other ranks, and
@@ -111,8 +114,13 @@ class Watchdog:
                 lines += parse_collectives(recorder())
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        # Query the store last, because it may be on the node that hangs.
-        print("".join(f"{line}\n" for line in self._stalled_ranks()), end="", file=sys.stderr, flush=True)
+        # Query the store last and in another thread, because it may be on a node that hangs or cannot be reached.
+        stalled: list[list[str]] = []
+        query = threading.Thread(target=lambda: stalled.append(self._stalled_ranks()), daemon=True)
+        query.start()
+        query.join(3 * self.beat_s + _STORE_TIMEOUT_S)
+        lines = stalled[0] if stalled else ["the node of rank 0 does not answer; the state of other ranks is unknown"]
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _stalled_ranks(self) -> list[str]:
