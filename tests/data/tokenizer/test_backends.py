@@ -224,7 +224,8 @@ def test_a_tokenizer_json_without_bos_or_eos_is_rejected(exported):
     (exported / "tokenizer_config.json").write_text("{}")
     (exported / "config.json").write_text('{"bos_token_id": 99999, "eos_token_id": true}')
     assert error_of(config) == f"the tokenizer's folder names no BOS token in any of {files}"
-    merged_too_long = b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "bb": 1}, "merges": [["a", "bb"]]}}'
+    model = {"type": "BPE", "vocab": {"a": 0, "bb": 1}, "merges": [["a", "bb"]]}
+    merged_too_long = json.dumps({"version": "1.0", "model": model}).encode()
     for content in (b"", b"{}", b"\xff", b"{", merged_too_long):  # the last one makes the package panic
         path.write_bytes(content)
         assert error_of(config) == f"{path} is not a valid tokenizer.json"

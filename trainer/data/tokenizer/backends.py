@@ -216,7 +216,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except KeyboardInterrupt:
             raise
-        except BaseException:  # the package raises Exception itself, and a panic of its Rust code is only a BaseException
+        except BaseException:  # a panic of the package's Rust code is not an Exception
             raise ConfigError("tokenizer.path", f"{path} is not a valid tokenizer.json") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
