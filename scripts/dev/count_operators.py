@@ -1,0 +1,118 @@
+"""Count the matrix products and the memory traffic of one block, without a GPU.
+
+For each mode of activation checkpointing, eager and compiled, the script prints the matrix products of forward and backward, and
+the bytes that operators read and write for each additional token. Weights do not count, because their traffic does not grow with
+the number of tokens. Eager operators are counted with fake tensors; compiled ones by the compiler, for this machine's CPU.
+
+    python scripts/dev/count_operators.py --name llama3 --size 8b
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import compile_fx, metrics
+from torch._inductor import config as inductor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from models import MODELS
+from trainer.config import ActivationCheckpointConfig
+from trainer.config.command_line import Arguments, run_to_end
+from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
+from trainer.planning.patches import fused_norms
+from trainer.planning.recorder import Recorder
+from trainer.testing.layouts import Table
+
+MODES = ("none", "selective", "full")
+
+
+def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a block in bf16, its input (1, tokens, dim) and the result of the model's `rope`."""
+    spec = MODELS[name]
+    sizes = replace(spec.sizes[size], n_layers=1, vocab_size=8)
+    model = spec.model(sizes)
+    rope = model.rope(torch.arange(tokens)[None])
+    hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
+    (block,) = model.get_submodule(spec.plan(sizes).blocks).children()
+    return block, hidden, rope
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def recomputing(block: nn.Module, mode: str, compiled: bool) -> Any:
+    config = ActivationCheckpointConfig(mode=mode)
+    policy = recompute_policy(0, config, gathers=False, compiled=compiled)
+    return block_forward(block.forward, policy, config, compiled)
+
+
+def count_eager(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:
+    """Return the number of matrix products and of bytes of one forward and backward."""
+    with FakeTensorMode(allow_non_fake_inputs=True), fused_norms(on_gpu=True):
+        with default_dtype(torch.bfloat16):
+            block, hidden, rope = block_and_inputs(name, size, tokens)
+        forward, recorder = recomputing(block, mode, compiled=False), Recorder(on_gpu=True)
+        with recorder:
+            forward(hidden, rope, None).backward(torch.empty_like(hidden))
+    return recorder.op_counts["mm"], sum(n * num_bytes for (_, _, num_bytes), n in recorder.op_costs.items())
+
+
+def count_compiled(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:
+    """Return the same numbers for the compiled block, after all fusions."""
+    matmuls = 0
+
+    def count_matmuls(graph: torch.fx.Graph) -> None:
+        nonlocal matmuls
+        matmuls += sum(node.target in SAVEABLE_OPS["matmuls"] for node in graph.nodes)
+
+    torch._dynamo.reset()
+    metrics.reset()
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # otherwise the compiler does not count bytes
+    compile_fx.inductor_metrics_log.propagate = False
+    logging.getLogger("torch._logging").setLevel(logging.ERROR)  # a warning about every context_fn
+    with (
+        default_dtype(torch.bfloat16),
+        inductor.patch(post_grad_custom_post_pass=count_matmuls, force_disable_caches=True),
+    ):
+        block, hidden, rope = block_and_inputs(name, size, tokens)
+        recomputing(block, mode, compiled=True)(hidden, rope, None).backward(torch.empty_like(hidden))
+    return matmuls, metrics.num_bytes_accessed
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument("--name", choices=list(MODELS), default="llama3", help="model family")
+    parser.add_argument("--size", default="8b", metavar="SIZE", help="size of the model")
+    args = parser.parse_args()
+    if args.size not in MODELS[args.name].sizes:
+        parser.error(f"--size {args.size}: expected one of {', '.join(MODELS[args.name].sizes)}")
+    table = Table(blocks="<10", mode="<12", matrix_products=">16", MB_per_token=">14")
+    for kind, count, tokens in (("eager", count_eager, 1024), ("compiled", count_compiled, 128)):
+        for mode in MODES:
+            (matmuls, few), (_, many) = (count(args.name, args.size, mode, n) for n in (tokens, 2 * tokens))
+            table.row(kind, mode, str(matmuls), f"{(many - few) / tokens / 1e6:.3f}")
+
+
+if __name__ == "__main__":
+    run_to_end(main)
