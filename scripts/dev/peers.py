@@ -20,11 +20,13 @@ from models.llama.sizes import LlamaSizes
 from scripts.dev.contenders import Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
+from trainer.system.children import children_ignore_interrupts
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write
 from trainer.testing.layouts import Table
 
 ROOT = Path(__file__).parents[2]
+_PLAIN_LOOP = "from scripts.dev.plain_loop import main; main()"
 
 MODELS = {
     "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
@@ -67,7 +69,8 @@ class Processes:
             pipe, end = context.Pipe()
             arguments = (name, task, rank, str(task.folder / f"{name}.store"), end, self._log)
             process = context.Process(target=serve, args=arguments, daemon=True)
-            process.start()
+            with children_ignore_interrupts():
+                process.start()
             end.close()
             self._pipes.append(pipe)
             self._processes.append(process)
@@ -165,7 +168,7 @@ def seconds_to_first_loss(command: Sequence[object]) -> float:
     environment = os.environ | {"PYTHON": sys.executable, "NGPU": "1"}
     start = time.perf_counter()
     process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
     )
     line = ""
     with process:
@@ -186,7 +189,7 @@ def print_start(model: str, threads: int, repeats: int) -> None:
         (task.folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
         files = task.folder / "tokens.npy", task.folder / "sizes.json"
         commands = {
-            "plain": [sys.executable, ROOT / "scripts" / "dev" / "plain_loop.py", *files, batch, seq, threads],
+            "plain": [sys.executable, "-c", _PLAIN_LOOP, *files, batch, seq, threads],
             "meshwright": [ROOT / "run_llama_train.sh", *task.flags()],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}

@@ -1,14 +1,9 @@
-"""A training loop around the model and nothing else: the baseline of benchmark.py. It imports no part of the trainer.
-
-python scripts/dev/plain_loop.py TOKENS.npy SIZES.json BATCH SEQ THREADS
-"""
+"""A training loop around the model and nothing else: the baseline of benchmark.py. It imports no part of the trainer."""
 
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
@@ -49,6 +44,7 @@ def cross_entropy(model: nn.Module, row: Tensor) -> Tensor:
 
 
 def main() -> None:
+    """Train and print each loss. Command-line arguments: tokens.npy, a JSON file of the sizes, batch, seq, threads."""
     tokens_file, sizes_file, *numbers = sys.argv[1:]
     batch, seq, threads = map(int, numbers)
     torch.set_num_threads(threads)
@@ -61,7 +57,3 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step} | loss {loss.item():.4f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -181,6 +181,7 @@ def _in_order(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+        pool.shutdown()  # Python would otherwise wait when it exits, and Ctrl-C would print a traceback
     except BrokenProcessPool:
         message = "a worker process was killed, possibly for lack of memory; use fewer workers"
         raise ConfigError("data.prepare_workers", message) from None
