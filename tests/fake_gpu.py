@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.batch import Batch
 from trainer.engine import Engine, build_model_parts
+from trainer.parallel.activation_checkpoint import SAVEABLE_OPS
 from trainer.parallel.attention import AttentionBackend, Mask
 from trainer.parallel.mesh import Meshes
 from trainer.planning.patches import FAKE_GPU_KERNELS, skip_shape_negotiation
@@ -109,8 +110,7 @@ class _EqualDtypes(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-aten = torch.ops.aten
-_MATRIX_PRODUCTS = (aten.mm.default, aten.mm.out, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_MATRIX_PRODUCTS = (*SAVEABLE_OPS["matmuls"], torch.ops.aten.mm.out)
 
 
 def prepare_process() -> None:

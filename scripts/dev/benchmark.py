@@ -1,4 +1,4 @@
-"""Measure the speed of training steps compared with other trainers, of checkpoint saves, data preparation and data loading.
+"""Measure training steps and the time to the first loss beside other training loops, checkpoint saves, and data loading.
 
 python scripts/dev/benchmark.py peers --model 58m
 python scripts/dev/benchmark.py start --model 58m

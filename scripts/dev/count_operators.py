@@ -75,7 +75,8 @@ def count_eager(name: str, size: str, mode: str, tokens: int) -> tuple[int, floa
         forward, recorder = recomputing(block, mode, compiled=False), Recorder(on_gpu=True)
         with recorder:
             forward(hidden, rope, None).backward(torch.empty_like(hidden))
-    return recorder.op_counts["mm"], sum(n * num_bytes for (_, _, num_bytes), n in recorder.op_costs.items())
+    matmuls = sum(recorder.op_counts[op.overloadpacket.__name__] for op in SAVEABLE_OPS["matmuls"])
+    return matmuls, sum(n * num_bytes for (_, _, num_bytes), n in recorder.op_costs.items())
 
 
 def count_compiled(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""The matrix products and attention kernels of a training step, replayed without anything else: a limit for benchmark.py."""
+"""The matrix products and attention kernels of a training step, replayed alone: a lower bound of an eager step."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from trainer.parallel.activation_checkpoint import SAVEABLE_OPS
+
 aten = torch.ops.aten
 KERNELS = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *SAVEABLE_OPS["matmuls"],
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )

@@ -47,6 +47,8 @@ def _defaults(ranks: int) -> list[str]:
 
 def _check(contenders: Sequence[str], ranks: int) -> None:
     """Raise ConfigError if the contenders cannot run on this number of ranks, or if a package is missing."""
+    if not set(contenders) - {"kernels"}:
+        raise ConfigError("", "--contenders kernels: needs a training loop to compare with")
     for i, name in enumerate(contenders):
         if name in contenders[:i]:
             raise ConfigError("", f"--contenders {name}: is given twice")
@@ -143,8 +145,7 @@ def print_peers(
                 if repeat:  # the first repeat is a warm-up
                     times[processes.name] += durations
                     cpu_seconds[processes.name] += cpu / (steps * repeats)
-    losses.pop("kernels", None)  # has no losses
-    deviation = require_equal_losses(losses, tolerance)
+    deviation = require_equal_losses({name: values for name, values in losses.items() if values}, tolerance)
     print(f"the losses of all contenders agree within {deviation:.1e}")
     table = Table(
         contender="<22", median=">11", min_to_max=">19", CPU_time=">11", of_first=">9", tokens_per_second=">18"
@@ -165,10 +166,10 @@ def print_peers(
 
 def seconds_to_first_loss(command: Sequence[object]) -> float:
     """Run a command until it prints a line with a loss, and end it. Return the seconds. Raise ConfigError if there is none."""
-    environment = os.environ | {"PYTHON": sys.executable, "NGPU": "1"}
+    variables = os.environ | {"PYTHON": sys.executable, "NGPU": "1"}
     start = time.perf_counter()
     process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, cwd=ROOT
     )
     line = ""
     with process:

@@ -1,4 +1,4 @@
-"""Steps on a fake GPU: every tensor is on the device, every operator accepts its dtypes, and the host waits for no result."""
+"""Steps on a fake GPU: every tensor is on the device, matrix products have one dtype, and the host reads no result."""
 
 from unittest import mock
 

@@ -11,7 +11,6 @@ from tests.end_to_end.test_commands import SCRIPT, start
 from tests.training_runs import records, train
 
 FIRST, SECOND = "10.213.0.1", "10.213.0.2"
-STEPS = 40
 
 
 def ip(*words):
@@ -25,49 +24,70 @@ def namespaces():
     if shutil.which("ip") is None:
         pytest.skip("needs the command ip")
     try:
-        ip("netns", "add", names[0])
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"may not create network namespaces: {error.stderr.strip()}")
-    try:
-        ip("netns", "add", names[1])
+        for name in names:
+            ip("netns", "add", name)
         ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
         for name, address in zip(names, (FIRST, SECOND), strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "cable", "up")
             ip("-n", name, "link", "set", "lo", "up")
         yield names
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"cannot connect network namespaces: {error.stderr.strip()}")
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def start_nodes(namespaces, flags, port):
-    variables = {"NNODES": "2", "NGPU": "2", "MASTER_ADDR": FIRST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "cable"}
-    nodes = enumerate(namespaces)
-    return [start("ip", "netns", "exec", name, SCRIPT, *flags, NODE_RANK=str(i), **variables) for i, name in nodes]
+@pytest.fixture
+def start_nodes(namespaces):
+    """start_nodes(flags, port): start a launcher with two ranks in each namespace."""
+    started = []
+
+    def start_both(flags, port):
+        common = {"NNODES": "2", "NGPU": "2", "MASTER_ADDR": FIRST, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "cable"}
+        command = [SCRIPT, *flags]
+        both = [
+            start("ip", "netns", "exec", name, *command, NODE_RANK=str(i), **common)
+            for i, name in enumerate(namespaces)
+        ]
+        started.extend(both)
+        return both
+
+    yield start_both
+    for launcher in started:
+        launcher.kill()
+        launcher.wait()
 
 
-def test_a_lost_link_ends_the_run_which_resumes_with_the_losses_of_one_node(namespaces, tiny, tmp_path, ranks):
-    flags = [*tiny, "--training.steps", str(STEPS), "--training.global_batch_size", "8", "--run.output_folder"]
-    two_nodes = [*flags, str(tmp_path / "two"), "--checkpoint.interval_steps", "5"]
-    running = start_nodes(namespaces, [*two_nodes, "--resilience.hang_timeout_s", "4"], "29500")
+def test_a_lost_link_ends_the_run_which_resumes_with_the_losses_of_one_node(
+    namespaces, start_nodes, tiny, tmp_path, ranks
+):
+    common = [*tiny, "--training.global_batch_size", "8", "--lr_schedule.min_lr_ratio", "1.0"]
+    two_nodes = [*common, "--run.output_folder", str(tmp_path / "two"), "--checkpoint.interval_steps", "5"]
+    endless = ["--training.steps", "100000", "--resilience.hang_timeout_s", "4"]
+    running = start_nodes([*two_nodes, *endless], "29500")
     metrics = tmp_path / "two" / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
     while not metrics.exists() or len(records(metrics.parent)) < 12:
         assert all(node.poll() is None for node in running), [node.communicate() for node in running if node.poll()]
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     ip("-n", namespaces[1], "link", "set", "cable", "down")
     last_words = ("sends no heartbeat; its last one was at step", "the node of rank 0 does not answer")
     for node, words in zip(running, last_words, strict=True):
         _, err = node.communicate(timeout=120)
         assert node.returncode == 1
-        assert "no step has completed for" in err and words in err
+        for line in ("no step has completed for", "waiting in gloo:", words):
+            assert line in err
 
+    steps = max(record["step"] for record in records(metrics.parent)) + 5
     ip("-n", namespaces[1], "link", "set", "cable", "up")
-    for node in start_nodes(namespaces, two_nodes, "29501"):
+    for node in start_nodes([*two_nodes, "--training.steps", str(steps)], "29501"):
         _, err = node.communicate(timeout=120)
         assert (node.returncode, err) == (0, "")
-    ranks(4).run(train, [*flags, str(tmp_path / "one")])
+    ranks(4).run(train, [*common, "--run.output_folder", str(tmp_path / "one"), "--training.steps", str(steps)])
     losses = [
         {record["step"]: record["loss"] for record in records(tmp_path / name / "tiny")} for name in ("two", "one")
     ]
-    assert len(losses[0]) == STEPS and losses[0] == losses[1]
+    assert len(losses[0]) == steps and losses[0] == losses[1]

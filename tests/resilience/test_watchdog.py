@@ -1,6 +1,7 @@
 """Detection of hangs."""
 
 import json
+import threading
 import time
 from types import SimpleNamespace
 
@@ -40,6 +41,22 @@ def overdue_times():
 def test_only_steps_are_timed_and_a_hang_exceeds_five_times_the_longest_step(ranks):
     # The longest step before the pause takes 10 s. Of the next step, 29 s are after the pause.
     assert ranks(1).run(overdue_times) == [[0.0, 0.0, 0.0, 51.0, 0.0, 0.0, 146.0]]
+
+
+def test_a_rank_ends_although_the_store_does_not_answer(monkeypatch, capfd):
+    exits = []
+    monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(watchdog, "_STORE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(watchdog.os, "_exit", exits.append)
+    dog = Watchdog(0.0)
+    answer = threading.Event()
+    monkeypatch.setattr(dog, "_stalled_ranks", answer.wait)
+    dog._end(41.2)
+    answer.set()
+    lines = capfd.readouterr().err.splitlines()
+    assert exits == [1] and lines[0] == "[rank 3] no step has completed for 41 s, since step 0"
+    assert lines[-1] == "the node of rank 0 does not answer; the state of other ranks is unknown"
 
 
 def test_a_collective_that_has_not_completed_is_reported():

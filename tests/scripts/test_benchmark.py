@@ -84,6 +84,7 @@ def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, n
     ("words", "line"),
     [
         (["plain", "plain"], "--contenders plain: is given twice\n"),
+        (["kernels"], "--contenders kernels: needs a training loop to compare with\n"),
         (["ddp"], "--contenders ddp: cannot run with --ranks 1\n"),
         (["plain", "--ranks", "2"], "--contenders plain: cannot run with --ranks 2\n"),
     ],

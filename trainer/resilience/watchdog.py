@@ -20,7 +20,7 @@ _MIN_SILENCE_S = 15.0
 """Minimum heartbeat timeout in seconds. A process under load may send no heartbeat for several seconds."""
 
 _STORE_TIMEOUT_S = 10.0
-"""Maximum time to wait for the heartbeats of other ranks when this rank ends."""
+"""Seconds that the store may take to answer, in addition to the heartbeats that the query waits for."""
 
 
 class Watchdog:

@@ -46,6 +46,8 @@ class Metrics:
     def __post_init__(self) -> None:
         self.failed_sinks: set[str] = set()
         self.summary_writer = None
+        if self.folder and self.config.tensorboard:
+            _silence_tensorboard_thread()
         self.rewind(self.first_step)
         self.start(time.perf_counter())
 
@@ -63,7 +65,6 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.summary_writer = SummaryWriter(str(self.folder / "tb"), purge_step=step + 1)
-                threading.excepthook = _report_exception_in_thread
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -193,10 +194,15 @@ class Metrics:
                 self.summary_writer.close()
 
 
-def _report_exception_in_thread(args: threading.ExceptHookArgs) -> None:
-    """Print the traceback, except that of TensorBoard's thread after a failed write, which its next method call raises again."""
-    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-        threading.__excepthook__(args)
+def _silence_tensorboard_thread() -> None:
+    """Print no traceback of a failed write in TensorBoard's thread, because the next call of its methods raises the exception."""
+    report = threading.excepthook
+
+    def report_others(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            report(args)
+
+    threading.excepthook = report_others
 
 
 def _remove_records_after(step: int, path: Path) -> None:

@@ -24,8 +24,10 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
         "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
     )
     try:
-        result = function(*args)
-        end_children()  # before the parent process can kill this one
+        try:
+            result = function(*args)
+        finally:
+            end_children()  # before the parent process kills this one
         pipe.send((result, None))
     except BaseException:
         pipe.send((None, traceback.format_exc()))

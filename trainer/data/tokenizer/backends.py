@@ -214,7 +214,7 @@ class HuggingFaceTokenizer(Tokenizer):
         content = path.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic of the package's Rust code is not an Exception
             raise ConfigError("tokenizer.path", f"{path} is not a valid tokenizer.json") from None
