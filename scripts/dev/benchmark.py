@@ -191,7 +191,7 @@ def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: Path 
         table.row(name, f"{median:,.0f}", spread, f"{100 * median / baseline:.0f} %")
 
 
-def main() -> None:
+def _parser() -> Arguments:
     parser = Arguments(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     of_saves = (
@@ -226,6 +226,11 @@ def main() -> None:
         )
     for command in (peers, start):
         command.add_argument("--model", choices=list(MODELS), default="58m", help="model and batch")
+    _add_peers_options(peers)
+    return parser
+
+
+def _add_peers_options(peers: Arguments) -> None:
     add = peers.add_argument
     add(
         "--contenders",
@@ -248,13 +253,16 @@ def main() -> None:
         metavar="FILE",
         help="also write all times and the environment to this file",
     )
+
+
+def main() -> None:
+    parser = _parser()
     args = vars(parser.parse_args())
     free = memory_available()
     if free is not None and args.get("gib", 0) * GIB > free:
         parser.error(f"--gib {args['gib']:g}: must be less than the free memory of {free / GIB:.1f} GiB")
-    commands = {"peers": print_peers, "start": print_start, "checkpoint": print_saves, "data": print_data}
-    run = commands[args.pop("command")]
-    run(**args)
+    runs = {"peers": print_peers, "start": print_start, "checkpoint": print_saves, "data": print_data}
+    runs[args.pop("command")](**args)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ VALUES = (
 
 
 def case_41(harness: FaultHarness, rng: SeededRandom) -> None:
-    """Load 250 configurations with random values of up to three settings: a plan or a one-line error."""
+    """Load 250 configurations with random values of up to three settings: each is accepted or a one-line error."""
     flags = [f"--{key}" for key, setting in settings().items() if not setting.is_table]
     for _ in range(250):
         chosen = rng.sample(flags, rng.randrange(1, 4))
