@@ -1,12 +1,15 @@
 """Detection of hangs."""
 
 import json
+import sys
 import threading
 import time
 from types import SimpleNamespace
 
+from torch.distributed.pipelining.schedules import _wait_batch_p2p
+
 from trainer.resilience import watchdog
-from trainer.resilience.watchdog import Watchdog, parse_collectives
+from trainer.resilience.watchdog import Watchdog, parse_collectives, waits_for_stage
 
 
 def overdue_times():
@@ -57,6 +60,11 @@ def test_a_rank_ends_although_the_store_does_not_answer(monkeypatch, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert exits == [1] and lines[0] == "[rank 3] no step has completed for 41 s, since step 0"
     assert lines[-1] == "the node of rank 0 does not answer; the state of other ranks is unknown"
+
+
+def test_a_rank_that_waits_for_another_stage_is_recognized():
+    assert waits_for_stage(SimpleNamespace(f_code=_wait_batch_p2p.__code__))
+    assert not waits_for_stage(sys._getframe()) and not waits_for_stage(None)
 
 
 def test_a_collective_that_has_not_completed_is_reported():

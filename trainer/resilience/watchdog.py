@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,8 @@ class Watchdog:
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # a build of torch has those of its backends
             if recorder := getattr(torch._C._distributed_c10d, name, None):
                 lines += parse_collectives(recorder())
+        if waits_for_stage(sys._current_frames().get(threading.main_thread().ident)):
+            lines.append("waiting for another stage of the pipeline")
         print("\n".join(lines), file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # Query the store last and in another thread, because it may be on a node that hangs or cannot be reached.
@@ -143,6 +146,12 @@ class Watchdog:
         ]
         behind = [f"{rank} (step {step})" for rank, step in enumerate(steps) if step < max(steps)]
         return lines + ([f"ranks behind step {max(steps)}: {', '.join(behind[:8])}"] if behind else [])
+
+
+def waits_for_stage(frame: FrameType | None) -> bool:
+    """Return whether a thread waits in a pipeline schedule. The flight recorder of gloo does not list sends and receives. frame:
+    the innermost frame of the thread."""
+    return frame is not None and frame.f_code.co_name == "_wait_batch_p2p"
 
 
 def parse_collectives(dump: str) -> list[str]:
