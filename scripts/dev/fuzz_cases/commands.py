@@ -96,8 +96,8 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     words = list(_words(random, parser_of(main), values))
     if random.random() < 0.1:
         words.insert(random.randrange(len(words) + 1), random.choice(values))
-    # Valid calls of these commands take minutes, so another argument makes the call invalid.
-    if command in ("scripts.parity", "scripts.train_tokenizer", "scripts.dev.count_operators") or "--search" in words:
+    # Valid calls of these commands take long, so another argument makes the call invalid.
+    if command in ("scripts.parity", "scripts.prepare_data", "scripts.train_tokenizer") or "--search" in words:
         words.append(random.choice(("--x", "--steps", "--vocab-size")))
     sys.argv = [f"{command.replace('.', '/')}.py", *words]
     print(sys.argv, flush=True)
