@@ -44,7 +44,8 @@ def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tens
     """Return a block in bf16, its input (1, tokens, dim) and the result of the model's `rope`."""
     spec = MODELS[name]
     sizes = replace(spec.sizes[size], n_layers=1, vocab_size=8)
-    model = spec.model(sizes)
+    with default_dtype(torch.bfloat16):
+        model = spec.model(sizes)
     rope = model.rope(torch.arange(tokens)[None])
     hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
     (block,) = model.get_submodule(spec.plan(sizes).blocks).children()
@@ -70,8 +71,7 @@ def recomputing(block: nn.Module, mode: str, compiled: bool) -> Any:
 def count_eager(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:
     """Return the number of matrix products and of bytes of one forward and backward."""
     with FakeTensorMode(allow_non_fake_inputs=True), fused_norms(on_gpu=True):
-        with default_dtype(torch.bfloat16):
-            block, hidden, rope = block_and_inputs(name, size, tokens)
+        block, hidden, rope = block_and_inputs(name, size, tokens)
         forward, recorder = recomputing(block, mode, compiled=False), Recorder(on_gpu=True)
         with recorder:
             forward(hidden, rope, None).backward(torch.empty_like(hidden))
@@ -92,10 +92,7 @@ def count_compiled(name: str, size: str, mode: str, tokens: int) -> tuple[int, f
     compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # otherwise the compiler does not count bytes
     compile_fx.inductor_metrics_log.propagate = False
     logging.getLogger("torch._logging").setLevel(logging.ERROR)  # a warning about every context_fn
-    with (
-        default_dtype(torch.bfloat16),
-        inductor.patch(post_grad_custom_post_pass=count_matmuls, force_disable_caches=True),
-    ):
+    with inductor.patch(post_grad_custom_post_pass=count_matmuls, force_disable_caches=True):
         block, hidden, rope = block_and_inputs(name, size, tokens)
         recomputing(block, mode, compiled=True)(hidden, rope, None).backward(torch.empty_like(hidden))
     return matmuls, metrics.num_bytes_accessed
