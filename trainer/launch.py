@@ -100,8 +100,10 @@ def main() -> NoReturn:
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
     )  # otherwise torchrun warns and sets 1
-    # The ranks report their own errors; the agent's report of them is noise.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The ranks report their own errors; the agent's report of them is noise. Its module server.api has a level of its own
+    # and logs a traceback if, after a complete run, the first node's launcher ends while this one reads from its store.
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     arguments = options.arguments(config.distributed.init_timeout_s)
     forwarder = SignalForwarder(SignalException)
     try:
