@@ -223,7 +223,8 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
 
     def collate(batch: list[Tensor]) -> dict[str, Tensor]:
         stacked = torch.stack(batch)
-        return {"input_ids": stacked[:, :-1], "shift_labels": stacked[:, 1:], "labels": stacked[:, 1:]}
+        labels = stacked[:, 1:].contiguous()
+        return {"input_ids": stacked[:, :-1], "shift_labels": labels, "labels": labels}
 
     class Pause(hf.TrainerCallback):
         def on_step_begin(self, *args: object, **kwargs: object) -> None:
