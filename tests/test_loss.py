@@ -169,18 +169,18 @@ def fake_group():
     dist.destroy_process_group()
 
 
-def test_chunks_need_at_most_an_eighth_of_the_memory_of_full_logits(fake_group):
+def test_chunks_need_at_most_a_twentieth_of_the_memory_of_full_logits(fake_group):
     """At 8,192 tokens and a vocabulary of 128,256. A sharded vocabulary needs its share of that."""
     _, full = peaks_gib(full_loss, 64, torch.float32)
     (chunked, _), (sharded, _) = (peaks_gib(chunked_loss, 64, torch.float32, tp) for tp in (1, 2))
-    assert (full, chunked, sharded) == pytest.approx((11.74, 0.98, 0.49), rel=0.02)
+    assert (full, chunked, sharded) == pytest.approx((11.74, 0.491, 0.247), rel=0.02)
 
 
 def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third(fake_group):
     """Chunks accumulate the gradient in fp32, full logits do not. docs/performance.md has these figures."""
     _, full = peaks_gib(full_loss, 4096, torch.bfloat16)
     assert full == pytest.approx(11.74, rel=0.02)
-    for tp, figures in {1: (1.04, 3.06), 2: (0.55, 1.59), 8: (0.19, 0.49)}.items():
+    for tp, figures in {1: (0.80, 3.06), 2: (0.43, 1.59), 8: (0.19, 0.49)}.items():
         assert peaks_gib(chunked_loss, 4096, torch.bfloat16, tp) == pytest.approx(figures, rel=0.02)
 
 

@@ -25,6 +25,7 @@ from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, log_summary, model_files, run_folder, save_run_info, versions
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
+from trainer.runtime.host_memory import keep_freed_memory
 from trainer.state import TrainState
 from trainer.system.files import digest
 from trainer.trainer import Trainer
@@ -36,6 +37,8 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     folder, names = run_folder(config), resolved.parameter_names
     create_run_folder(folder)
     devices.set_cpu_threads(config.training.cpu_threads)
+    if device.type == "cpu":
+        keep_freed_memory()
     deterministic = devices.set_deterministic(config.run.deterministic, device)
     torch.manual_seed(config.run.seed + dist.get_rank())
 

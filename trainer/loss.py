@@ -17,9 +17,14 @@ _ROWS = 8192
 """Number of weight rows whose gradients are accumulated at a time, unless the device can add a product of another dtype."""
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the product of two matrices to `total`, which is fp32."""
-    if a.device.type != "cpu" and a.dtype != total.dtype:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """Add the product of two matrices to `total`, which is fp32. If is_first is true, the values of `total` are not used."""
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)
+        return
+    if is_first:
+        total.zero_()
+    if a.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     # The product has the dtype of the factors. Computed a few rows at a time, it needs little memory.
@@ -30,22 +35,36 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _loss_and_gradient(
     hidden: Tensor, weight: Tensor, labels: Tensor, first_row: int, group: ProcessGroup | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy of some tokens and its gradient for the logits, (tokens, rows) in the weight's dtype.
+    """Return the summed cross-entropy of some tokens over the full vocabulary, and its gradient for the logits of this rank's
+    vocabulary rows, (tokens, rows) in the weight's dtype.
 
-    hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row, group: see
-    _cross_entropy."""
+    hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row: index of the first of
+    these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary.
+    """
     logits = F.linear(hidden, weight).float()
     is_target = (labels != IGNORE_INDEX)[:, None]
-    targets = labels[:, None].where(is_target, 0)
-    losses, normalizers, target_rows, is_local = _cross_entropy(logits, targets, first_row, group)
-    total = (losses * is_target).sum()
+    target_rows, is_on_rank = labels[:, None].where(is_target, 0), is_target
+    largest = logits.amax(-1, keepdim=True)
+    if group is not None:
+        target_rows = target_rows - first_row
+        is_on_rank = is_target & (target_rows >= 0) & (target_rows < logits.shape[1])
+        target_rows = target_rows.where(is_on_rank, 0)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    # In place, because the logits are the largest tensor of a step.
+    logits -= largest
+    target_logits = logits.gather(1, target_rows)
+    sums = logits.exp_().sum(-1, keepdim=True)
+    if group is not None:
+        sums_and_targets = torch.stack((sums, target_logits * is_on_rank))
+        dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
+        sums, target_logits = sums_and_targets
+    total = ((sums.log() - target_logits) * is_target).sum()
     if not needs_gradient:
         return total, None
     if torch.compiler.is_compiling():
-        is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_local, -1)
-        return total, (((logits - normalizers).exp() - is_target_row.float()) * is_target).to(weight.dtype)
-    # In place: a few operations on large tensors.
-    logits.sub_(normalizers).exp_().scatter_add_(1, target_rows, -is_local.float()).mul_(is_target)
+        is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_on_rank, -1)
+        return total, ((logits / sums - is_target_row.float()) * is_target).to(weight.dtype)
+    logits.mul_(is_target / sums).scatter_add_(1, target_rows, -is_on_rank.float())
     return total, logits.to(weight.dtype)
 
 
@@ -57,29 +76,6 @@ def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]
 def chunk_starts(num_tokens: int, chunk_tokens: int) -> Sequence[int]:
     """Return the index of each chunk's first token. Planning replaces this function by one that simulates a few chunks."""
     return range(0, num_tokens, chunk_tokens)
-
-
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, first_row: int, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four tensors of shape (tokens, 1): the cross-entropy over the full vocabulary, the log normalizer, the index of the
-    target's row on this rank, and whether this rank has that row.
-
-    logits: logits of this rank's vocabulary rows, shape (tokens, rows), fp32. targets: token ids, shape (tokens, 1). group: ranks
-    over which the vocabulary is sharded, or None if this rank has the full vocabulary."""
-    rows = targets - first_row
-    is_local = (rows >= 0) & (rows < logits.shape[1])
-    rows = rows.where(is_local, 0)
-    largest = logits.amax(-1, keepdim=True)
-    if group is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    sums = (logits - largest).exp_().sum(-1, keepdim=True)
-    sums_and_targets = torch.stack((sums, logits.gather(1, rows) * is_local))
-    if group is not None:
-        dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
-    sums, target_logits = sums_and_targets
-    normalizers = largest + sums.log()
-    return normalizers - target_logits, normalizers, rows, is_local
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -100,19 +96,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_gradient: bool,
     ) -> Tensor:
         """hidden: (tokens, dim); weight: this rank's vocabulary rows, (rows, dim); labels: (tokens,). shard: arguments first_row
-        and group of _cross_entropy. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
+        and group of _loss_and_gradient. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
         the ranks is the full gradient."""
         compute = _compiled_loss_and_gradient() if compiled and shard[1] is None else _loss_and_gradient
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_gradient else None
         for start in chunk_starts(hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, needs_gradient)
             total += loss
             if needs_gradient:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-                _add_product(grad_weight, grad_logits.T, hidden[chunk])
+                _add_product(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)

@@ -94,7 +94,6 @@ class Trainer:
         self.stragglers.after_data(seconds())
         results = self.engine.step(microbatches, self._lr(self.state.step + 1), stop, self.checkpoints.before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
-        self.metrics.after_step()
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
         self.watchdog.after_step(self.state.step)

@@ -5,14 +5,15 @@ Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from models.llama.sizes import LlamaSizes
+from models.recompute import call_with_recomputed
 from models.spec import Head
 
 
@@ -90,9 +91,29 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202). Autograd saves the two factors, but not silu(gate)."""
 
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.factors = None
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.factors or ctx.saved_tensors
+        ctx.factors = None
+        return torch.ops.aten.silu_backward(gradient * up, gate), F.silu(gate).mul_(gradient)
+
+    @staticmethod
+    def recompute(ctx: Any) -> Tensor:
+        """Return the result of forward again, before backward. ctx: its `grad_fn`."""
+        gate, up = ctx.factors = ctx.saved_tensors  # an activation checkpoint provides them only once
+        return F.silu(gate).mul_(up)
+
+
+class FeedForward(nn.Module):
     def __init__(self, sizes: LlamaSizes):
         super().__init__()
         self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
@@ -102,13 +123,12 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w1(x), self.w3(x)  # (batch, seq, local hidden)
         if torch.compiler.is_compiling():
-            return self._down(gate, up)  # if compiled, the compiler chooses which tensors to save
-        # Save two of the four tensors that autograd would save. Backward recomputes only the activation: torch stops the
-        # recomputation at the last saved tensor, which is before the product with w2.
-        return checkpoint(self._down, gate, up, use_reentrant=False, preserve_rng_state=False)
-
-    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.w2(F.silu(gate) * up)
+            return self.w2(F.silu(gate) * up)  # the compiler chooses which tensors to save
+        hidden = SwiGLU.apply(gate, up)
+        if hidden.grad_fn is None:
+            return self.w2(hidden)
+        # Of the four tensors that autograd would save, two are saved.
+        return call_with_recomputed(self.w2, hidden, partial(SwiGLU.recompute, hidden.grad_fn))
 
 
 class Block(nn.Module):

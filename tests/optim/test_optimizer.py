@@ -122,7 +122,7 @@ def skip_a_step(precision):
     model = nn.Sequential(nn.Linear(6, 256), nn.RMSNorm(256), nn.Linear(256, 3, bias=False))
     fully_shard(model)
     config = OptimizerConfig(state_dtype=precision)
-    optimizer = build_optimizer(dict(model.named_parameters()), config, 1)
+    optimizer = build_optimizer(dict(model.named_parameters()), config, dist.get_world_size())
 
     def step(scale, skip):
         optimizer.start_step(1e-2)

@@ -35,11 +35,11 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
     if config.state_dtype == "8bit":
         quantizers = {name: BlockQuantizer(signed, parameters[0].device) for name, signed in _MOMENTS.items()}
     if all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
-        optimizer = torch.optim.AdamW(groups, **hyperparameters)
+        optimizer = _AdamW(groups, **hyperparameters)
     else:
         optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
     for p in parameters:
-        state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+        state = {"step": optimizer.num_steps}
         for name in _MOMENTS:
             if quantizers and is_quantizable(p):
                 codes, scales = quantizers[name].zeros_like(to_local(p.detach()))
@@ -50,44 +50,68 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
     return optimizer
 
 
-class _MixedPrecisionAdamW(torch.optim.AdamW):
-    """AdamW for parameters and moments of different dtypes. torch's fused kernel computes each update in fp32. The
-    results are then rounded to nearest."""
+class _AdamW(torch.optim.AdamW):
+    """torch's AdamW with less work on the host: all parameters share one counter of steps, and the fused kernel gets local
+    tensors. The caller sets `found_inf` and `grad_scale`, fp32 scalars by which the fused kernel skips or scales an update."""
+
+    def __init__(self, groups: list[dict], **hyperparameters: Any):
+        super().__init__(groups, **hyperparameters)
+        self.num_steps = torch.zeros((), dtype=torch.float32, device=groups[0]["params"][0].device)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.num_steps += 1 - self.found_inf
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+
+    def _update(self, parameters: list[Tensor], group: dict) -> None:
+        moments = ([to_local(self.state[p][name]) for p in parameters] for name in _MOMENTS)
+        gradients = [to_local(p.grad) for p in parameters]
+        self._run_kernel([to_local(p) for p in parameters], gradients, *moments, group)
+
+    def _run_kernel(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        group: dict,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            parameters, gradients, exp_avgs, exp_avg_sqs, [], [self.num_steps] * len(parameters),
+            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+            amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
+        )  # fmt: skip
+
+
+class _MixedPrecisionAdamW(_AdamW):
+    """AdamW for parameters and moments of different dtypes. The fused kernel computes each update in fp32. The results are then
+    rounded to nearest."""
 
     def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
         """quantizers: name of each 8-bit moment -> its quantizer."""
         super().__init__(groups, **hyperparameters)
         self.quantizers = quantizers
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, group)
+    def _update(self, parameters: list[Tensor], group: dict) -> None:
+        for p in parameters:
+            tensors = {"p": to_local(p), "grad": to_local(p.grad)}
+            tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
+            rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
+            for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
+                self._update_rows(dict(zip(tensors, chunk, strict=True)), group)
 
-    def _update(self, p: Tensor, group: dict) -> None:
-        step = self.state[p]["step"]
-        step += 1
-        tensors = {"p": to_local(p), "grad": to_local(p.grad)}
-        tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
-        rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
-        for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
-            self._update_rows(dict(zip(tensors, chunk, strict=True)), step, group)
-        # A skipped update must not increase the step.
-        step -= self.found_inf
-
-    def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
+    def _update_rows(self, stored: dict[str, Tensor], group: dict) -> None:
         """Update some rows of a parameter. stored: these rows of the parameter, gradient, moments and their scales, by name."""
         values = {}
         for name in ("p", *_MOMENTS):
             value, scales = stored[name], stored.get(f"{name}_scale")
             values[name] = value.float() if scales is None else self.quantizers[name].dequantize(value, scales)
-        torch._fused_adamw_(
-            [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]], [], [step],
-            lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-            eps=group["eps"], amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
-        )  # fmt: skip
+        fp32 = [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]]
+        self._run_kernel(*fp32, group)
         for name, value in values.items():
             if f"{name}_scale" in stored:
                 self.quantizers[name].quantize_(value, stored[name], stored[f"{name}_scale"])

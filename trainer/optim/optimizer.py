@@ -31,8 +31,8 @@ class Optimizer:
         rank's pipeline stage, or the world size if the run has no pipeline parallelism."""
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
-        factors = [_replication_factor(p, ranks_per_stage) for p in self.names]
-        self.replication = torch.tensor(factors, dtype=torch.float32, device=self.device)
+        shares = [1 / _replication_factor(p, ranks_per_stage) for p in self.names]
+        self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
         self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
         """Parameter -> torch's optimizer that updates it."""
         self.frees_gradients = config.frees_gradients
@@ -60,8 +60,9 @@ class Optimizer:
 
     def start_step(self, lr: float) -> None:
         """Prepare a step before its first backward: set the learning rate and free the gradients."""
-        for p, optimizer in self.optimizer_of.items():
+        for p in self.names:
             p.grad = None
+        for optimizer in set(self.optimizer_of.values()):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
@@ -71,7 +72,7 @@ class Optimizer:
         two scalars: the norm before scaling, and the number of ranks on which `vote` is true."""
         norms = [self.grad_norms[p] for p in self.names] if self.frees_gradients else _grad_norms(self.names)
         # One all-reduce for all layouts: ranks that hold the same values contribute equal shares of their squared norm.
-        local = (torch.stack(norms).square() / self.replication).sum()
+        local = torch.stack(norms).square().dot(self.shares)
         squared, votes = sum_over(torch.stack([local, torch.full_like(local, vote)]), dist.group.WORLD).unbind()
         norm = squared.sqrt()
         self.grad_scale = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
@@ -80,7 +81,7 @@ class Optimizer:
     def step(self, skip: Tensor) -> None:
         """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change."""
         for optimizer in set(self.optimizer_of.values()):
-            _step(optimizer, skip.to(self.replication), self.grad_scale)
+            _step(optimizer, skip.to(self.shares), self.grad_scale)
 
     def state(self) -> dict[str, Tensor]:
         """Return "<parameter>/<quantity>" -> state tensor, not a copy. Hyperparameters are omitted, because they are settings."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.activation_checkpoint import Forward
-from trainer.parallel.recompute import Restore, replace_saved
+from models.recompute import Restore, replace_saved
 from trainer.runtime.host_memory import Event, HostTransfer
 
 

@@ -40,8 +40,12 @@ class Step(ABC):
 def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
     """Return the number of target tokens on all ranks as a scalar. microbatches: full sequences. If the loss is divided by this
     number, every target token has the same weight, regardless of padding and masks."""
-    local = torch.stack([(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]).sum()
-    return sum_over(local, batch_group)
+    counts = [(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]
+    return sum_over(_sum(counts), batch_group)
+
+
+def _sum(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.stack(scalars).sum() if len(scalars) > 1 else scalars[0]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,21 +57,21 @@ class SpmdStep(Step):
     """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
     def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        losses = []
+        losses, divisor = [], num_targets.clamp(min=1)  # a batch may be all padding
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
             self.phases.start("forward")
-            loss = self._loss_sum(batch) / num_targets.clamp(min=1)  # a batch may be all padding
+            loss = self._loss_sum(batch) / divisor
             self.phases.start("backward")
             loss.backward()
             losses.append(loss.detach())
         self.phases.start("reduction")
-        return sum_over(torch.stack(losses).sum(), self.loss_group)
+        return sum_over(_sum(losses), self.loss_group)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        loss_sum = torch.stack([self._loss_sum(batch) for batch in microbatches]).sum()
-        return sum_over(loss_sum, self.loss_group), count_targets(microbatches, self.batch_group)
+        losses = [self._loss_sum(batch) for batch in microbatches]
+        return sum_over(_sum(losses), self.loss_group), count_targets(microbatches, self.batch_group)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         batch = self.shard_sequence(batch)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.spec import Head, ParallelPlan
-from trainer.parallel.recompute import call_with_gathered
+from models.recompute import call_with_gathered
 
 
 class _Embedding(RowwiseParallel):

@@ -74,28 +74,30 @@ class StabilityGuard:
         # numbers of accepted steps, of skipped steps in a row, and of all skipped steps
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
+        self.slots = torch.arange(WINDOW, device=device)
 
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
         """Return a scalar that is true if the update must be skipped, and the outcome tensor for StepMonitor. All arguments are
         scalars. votes: number of ranks that were asked to stop."""
         # With offloaded parameters, loss and gradient norm are on different devices.
         values = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
-        finite = values.isfinite().all()
-        spike = torch.zeros_like(finite)
+        accept = values.isfinite().all()
         accepted, consecutive_skips, total = self.counts.unbind()
+        spike = torch.zeros_like(accept)
         if self.config.on_loss_spike != "off":
-            filled = (torch.arange(WINDOW, device=values.device) < accepted).float()
+            filled = (self.slots < accepted).float()
             mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)
             variance = ((self.history - mean[:, None]).square() * filled).sum(1) / filled.sum().clamp(min=1)
             high = values > mean + self.config.spike_threshold_sigma * variance.sqrt()
-            spike = high.any() & finite & (accepted >= _MIN_HISTORY)
-        accept = finite & ~spike
-        # Recorded under every policy, because on_loss_spike may be switched on when the run is resumed.
-        slot = torch.arange(WINDOW, device=values.device) == accepted % WINDOW
-        self.history.copy_(torch.where(slot & accept, values[:, None], self.history))
+            spike = high.any() & accept & (accepted >= _MIN_HISTORY)
+            accept = accept & ~spike
         skipped = ~accept
-        self.counts.copy_(torch.stack([accepted + accept, (consecutive_skips + 1) * skipped, total + skipped]))
-        outcome = torch.cat([torch.stack([votes > 0, skipped, spike]).double(), self.counts[1:], values.double()])
+        # Recorded under every policy, because on_loss_spike may be switched on when the run is resumed.
+        slot = self.slots == accepted % WINDOW
+        self.history.copy_(torch.where(slot & accept, values[:, None], self.history))
+        self.counts += torch.stack([accept, skipped, skipped])
+        consecutive_skips *= skipped
+        outcome = torch.stack([votes, skipped, spike, consecutive_skips, total, *values])
         return skipped, outcome
 
     def state(self) -> dict[str, Tensor]:
@@ -143,9 +145,9 @@ class StepMonitor:
         while len(self.unread) > (1 if self.late and not now else 0):
             step, cursor, values, copied = self.unread.popleft()
             copied.synchronize()
-            stop, skipped, spike, consecutive, total, loss, grad_norm = values.tolist()
+            votes, skipped, spike, consecutive, total, loss, grad_norm = values.tolist()
             outcome = StepOutcome(
-                step, cursor, bool(stop), bool(skipped), bool(spike), int(consecutive), int(total), loss, grad_norm
+                step, cursor, votes > 0, bool(skipped), bool(spike), int(consecutive), int(total), loss, grad_norm
             )
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"

@@ -68,7 +68,6 @@ class Metrics:
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
-        self.memory_min = devices.memory_now(self.device)
         devices.reset_memory_peak(self.device)
         self.window_start = now
         self.spent: dict[str, float] = {}  # section -> seconds in this window
@@ -84,9 +83,6 @@ class Metrics:
         finally:
             self.phases.start("other")
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
-
-    def after_step(self) -> None:
-        self.memory_min = min(self.memory_min, devices.memory_now(self.device))
 
     def due(self, step: int) -> bool:
         return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.training.steps)
@@ -124,7 +120,7 @@ class Metrics:
             "evaluation_time_s": spent.get("evaluation", 0.0),
             "checkpoint_time_s": spent.get("checkpoint", 0.0),
             "memory_peak_gib": devices.memory_peak(self.device) / GIB,
-            "memory_min_gib": self.memory_min / GIB,
+            "memory_end_gib": devices.memory_now(self.device) / GIB,
         }
         if reserved := devices.memory_reserved(self.device):
             record["memory_reserved_gib"] = reserved / GIB

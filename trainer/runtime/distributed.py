@@ -186,8 +186,10 @@ def clone_store() -> dist.Store:
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of a tensor over the ranks of a group, as a new tensor."""
+    """Return the sum of a tensor over the ranks of a group. The tensor does not change; it is the result if the group has only
+    one rank."""
+    if group.size() == 1:
+        return tensor
     total = tensor.clone()
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     return total

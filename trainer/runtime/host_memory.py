@@ -1,5 +1,6 @@
-"""Pinned buffers in host memory, and asynchronous copies to and from them."""
+"""Host memory: pages that the process keeps, pinned buffers, and asynchronous copies to and from them."""
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,18 @@ from trainer.system.units import GIB
 _PAGE_BYTES = 4096
 
 Event = torch.cuda.Event | torch.cpu.Event
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of glibc's mallopt."""
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep freed memory for later allocations. By default, glibc returns large tensors to the kernel when they are
+    freed, and each step waits for the kernel to provide and clear the same pages again. Do nothing without glibc."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:

@@ -31,8 +31,15 @@ def call_with_gathered(
     gathered = gather(shard)
     if not recompute:
         return forward(gathered, *args)
-    with replace_saved(gathered, _Recomputed(partial(gather, shard.detach())).save):
-        return forward(gathered, *args)
+    return call_with_recomputed(forward, gathered, partial(gather, shard.detach()), *args)
+
+
+def call_with_recomputed(
+    forward: Callable[..., Tensor], tensor: Tensor, recompute: Callable[[], Tensor], *args: Any
+) -> Tensor:
+    """Return `forward(tensor, *args)`. Backward calls `recompute` where autograd would have saved `tensor`."""
+    with replace_saved(tensor, _Recomputed(recompute).save):
+        return forward(tensor, *args)
 
 
 class _Recomputed:
