@@ -26,5 +26,4 @@ def test_memory_that_was_freed_is_used_again_without_page_faults():
     for setting in ("keep_freed_memory()", ""):
         program = [sys.executable, "-c", COUNT_FAULTS.format(setting=setting)]
         faults[setting] = int(subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
-    assert faults["keep_freed_memory()"] < PAGES / 100
-    assert faults[""] > PAGES / 2
+    assert faults["keep_freed_memory()"] < faults[""] / 4

@@ -41,7 +41,8 @@ class ConcatSamples:
 
     def __getitem__(self, samples: np.ndarray) -> Batch:
         tokens, labels, positions, documents = np.empty((4, len(samples), self.seq_len), np.int64)
-        for row, start in enumerate((np.maximum(samples, 0) * self.seq_len).tolist()):
+        for row, sample in enumerate(samples.tolist()):
+            start = max(sample, 0) * self.seq_len
             # Slicing a memory map is three times as fast as indexing.
             span = self.store.tokens[start : start + self.seq_len + 1]
             tokens[row], labels[row] = span[:-1], span[1:]
@@ -57,7 +58,8 @@ class ConcatSamples:
                 lengths = np.append(boundaries, self.seq_len) - starts
                 positions[row] = np.arange(self.seq_len) - np.repeat(starts, lengths)
                 documents[row] = np.repeat(np.arange(first - 1, last), lengths)
-        labels[samples < 0] = IGNORE_INDEX
+            if sample < 0:
+                labels[row] = IGNORE_INDEX
         if not self.reset_positions:
             return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
         return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents)))
