@@ -96,8 +96,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         needs_gradient: bool,
     ) -> Tensor:
         """hidden: (tokens, dim); weight: this rank's vocabulary rows, (rows, dim); labels: (tokens,). shard: arguments first_row
-        and group of _loss_and_gradient. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum over
-        the ranks is the full gradient."""
+        and group of _loss_and_gradient. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum
+        over the ranks is the full gradient."""
         compute = _compiled_loss_and_gradient() if compiled and shard[1] is None else _loss_and_gradient
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None

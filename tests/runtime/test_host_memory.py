@@ -15,7 +15,7 @@ from trainer.runtime.host_memory import keep_freed_memory
 tensor = torch.ones({PAGES}, 1024)
 del tensor
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-tensor = torch.ones({PAGES}, 1024)
+tensor = torch.ones({PAGES} // 2, 1024)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 

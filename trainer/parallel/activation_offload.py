@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.parallel.activation_checkpoint import Forward
 from models.recompute import Restore, replace_saved
+from trainer.parallel.activation_checkpoint import Forward
 from trainer.runtime.host_memory import Event, HostTransfer
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from trainer.batch import Batch
 from models.recompute import call_with_gathered
+from trainer.batch import Batch
 
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:

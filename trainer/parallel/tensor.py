@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.spec import Head, ParallelPlan
 from models.recompute import call_with_gathered
+from models.spec import Head, ParallelPlan
 
 
 class _Embedding(RowwiseParallel):

@@ -18,8 +18,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep freed memory for later allocations. By default, glibc returns large tensors to the kernel when they are
-    freed, and each step waits for the kernel to provide and clear the same pages again. Do nothing without glibc."""
+    """Let the process keep freed memory for later allocations. By default, glibc returns the memory of large tensors to the
+    kernel, and each step waits until the kernel has provided and cleared the same pages again. Do nothing without glibc."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
