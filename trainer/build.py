@@ -13,7 +13,7 @@ from trainer.config import Config
 from trainer.config.render import to_toml
 from trainer.engine import Engine, build_model_parts
 from trainer.evaluate import Evaluator, build_eval_sets
-from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND
+from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
 from trainer.parallel.mesh import Meshes
 from trainer.resilience.guard import StepMonitor
 from trainer.resilience.straggler import StragglerDetector
@@ -45,7 +45,8 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     meshes = Meshes(resolved.dims, device)
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)
-    check_memory(config, [parameter for part in model_parts.values() for parameter in part.parameters()], device)
+    parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
+    check_memory(config, resolved, parameters, device)
     check_disk(config, resolved.num_parameters, 0 if point is None else point.state.step)
 
     data = TrainingData(config, resolved.tokenizer, meshes.data["batch"], device)
@@ -64,7 +65,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     checkpoints = _build_checkpoints(config, resolved, engine, data, state, point)
 
     save_run_info(config, device)
-    log_summary(config, resolved, device, deterministic, data.datasets)
+    log_summary(config, resolved, device, deterministic, _attention_kernel(config, resolved, device), data.datasets)
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
@@ -82,6 +83,14 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
         profiler=Profiler(config.profiling, device, folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s),
     )
+
+
+def _attention_kernel(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
+    sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
+    q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, sizes.head_dim
+    k = 1, sizes.n_kv_heads // dims.tp, seq_len, sizes.head_dim
+    masked = config.data.document_mask or dims.cp > 1
+    return kernel_name((q, k), masked, devices.DTYPES[config.training.compute_dtype], device)
 
 
 def _build_checkpoints(

@@ -92,7 +92,7 @@ class Task:
             f"parallel.{layout}": self.ranks,
             "compile.enabled": str(self.compiled).lower(),
             "checkpoint.enabled": "false",
-            "resilience.hang_timeout_s": 10**7,  # a pause is not a hang
+            "resilience.hang_timeout_s": 0,  # a pause is not a hang
             "metrics.interval_steps": 1 if self.log else _NEVER,
             "metrics.tensorboard": str(self.log).lower(),
             **{f"model.overrides.{name}": size for name, size in sizes.items()},

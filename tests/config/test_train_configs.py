@@ -209,8 +209,13 @@ def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name)
         (["--parallel.pp", "2", "--parallel.pipeline_schedule", "ZBVZeroBubble"], True, ["cc"], False),
     ],
 )
-def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, flags, on_gpu, compilers, compiled):
+def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, tmp_path, flags, on_gpu, compilers, compiled):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(validate.shutil, "which", lambda name: name in compilers)
+    monkeypatch.setattr(validate.sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "Python.h").touch()
     config = load_config(flags)
     assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == compiled
+    (tmp_path / "Python.h").unlink()
+    explicit = config.compile.enabled is True
+    assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == explicit

@@ -81,8 +81,8 @@ ADVICE = "scripts/plan.py estimates the memory of a run, and docs/memory.md desc
 
 
 def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
-    """16 bytes per parameter on two ranks of one node."""
-    need = size_of(tiny) * 16 / 12
+    """20 bytes per parameter on two ranks of one node, which accumulate gradients that are not sharded."""
+    need = size_of(tiny) * 20 / 12
     returns = {"trainer.run.preflight.node_id": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
@@ -94,7 +94,7 @@ def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
 def on_a_gpu(argv):
     config = load_config(argv)
     shard = torch.empty(2**20, device="meta")
-    check_memory(config, [shard], torch.device("cuda"))
+    check_memory(config, resolve(config, 1), [shard], torch.device("cuda"))
 
 
 def test_too_little_device_memory_is_an_error(ranks, tiny):
@@ -145,4 +145,20 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
 )
 def test_bytes_of_a_parameter(words, need):
     config = load_config(words)
-    assert minimum_memory(config, 1) == need
+    assert minimum_memory(config, resolve(config, 1), 1) == need
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "words", "need"),
+    [
+        (2, [], 16),
+        (8, [], 12 + 2 * 4),
+        (8, ["--parallel.reduce_dtype", "bf16"], 12 + 2 * 2),
+        (8, ["--training.reduce_every_microbatch", "true"], 16),
+        (8, ["--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"], 16),
+    ],
+)
+def test_gradients_that_two_ranks_have_not_reduced_yet_are_not_sharded(global_batch_size, words, need):
+    batch = ["--training.local_batch_size", "1", "--training.global_batch_size", str(global_batch_size)]
+    config = load_config([*batch, *words])
+    assert minimum_memory(config, resolve(config, 2), 1) == (need, 0)

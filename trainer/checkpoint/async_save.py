@@ -104,13 +104,21 @@ class Writer:
 class SyncWriter(Writer):
     """Writer for the mode "off". Training waits until the checkpoint is written."""
 
+    def __init__(self, device: torch.device, tensors: Tensors):
+        super().__init__(device, tensors)
+        self.group = _writer_group()
+
     def start(self, request: SaveRequest, staging_dir: Path, tensors: Tensors) -> "Future[float]":
         contents = {name: to_local(tensor) for name, tensor in tensors.items()}
-        group = dist.group.WORLD if dist.get_world_size() > 1 else None
-        commit.save(request, staging_dir, local_save_plan(tensors), contents, group)
+        commit.save(request, staging_dir, local_save_plan(tensors), contents, self.group)
         written: Future[float] = Future()
         written.set_result(0.0)
         return written
+
+
+def _writer_group() -> dist.ProcessGroup | None:
+    """Return a process group of all ranks for saves, or None if there is only one rank."""
+    return dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
 
 class StagedWriter(Writer):
@@ -170,7 +178,7 @@ class ThreadWriter(StagedWriter):
 
     def __init__(self, device: torch.device, tensors: Tensors):
         super().__init__(device, tensors)
-        self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
+        self.group = _writer_group()
 
     def write(self, request: SaveRequest, staging_dir: Path) -> None:
         commit.save(request, staging_dir, self.plan, self.contents, self.group)

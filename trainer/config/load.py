@@ -193,6 +193,11 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
+    limit = config.distributed.timeout_s
+    message = (
+        f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
+    )
+    yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
     undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
 

@@ -268,6 +268,8 @@ class ParallelConfig:
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
     """Whether to free gathered parameters after forward. "default" frees none with pp > 1, otherwise those of every FSDP unit
     except the output unit. An integer: after forward, keep the parameters sharded over groups of this number of ranks."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which FSDP sums the gradients of the ranks. "bf16" halves the traffic of gradients, but rounds every sum."""
     fsdp_prefetch: CountOrZero = 0
     """Number of FSDP units to gather in advance, in forward and backward. 0: FSDP's default, which is 1 unit in backward."""
     cpu_offload: bool = False
@@ -301,7 +303,7 @@ class ActivationCheckpointConfig:
 class CompileConfig:
     enabled: Literal["auto"] | bool = "auto"
     """Whether to compile each block and, without tensor parallelism, the loss (torch.compile). "auto": on GPUs, if the node has
-    a C compiler and the pipeline schedule allows it."""
+    a C compiler and Python's headers, and the pipeline schedule allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)

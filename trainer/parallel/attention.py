@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models.spec import ParallelPlan
@@ -80,6 +81,19 @@ GPU_BACKEND = AttentionBackend(
     lambda cp, by_document, dtype: Mask(cp, by_document, torch.compile(create_block_mask)),
     lambda kernel: FlexAttention(torch.compile(flex_attention)),
 )
+
+
+def kernel_name(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], masked: bool, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Return the name of the attention kernel in training, such as "flash_attention". shapes: of q and of k and v on this rank.
+    masked: whether attention gets a mask."""
+    if masked and device.type != "cpu":
+        return "flex_attention"
+    q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=dtype, device=device) if masked else None
+    gqa = q.shape[1] != k.shape[1]
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=not masked, enable_gqa=gqa)).name.lower()
 
 
 def apply_attention(

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -17,11 +16,11 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     group of modules in plan.fsdp_units is also a unit.
 
     mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype
-    of the parameters. Gradients are reduced in fp32. Gradients are summed, not averaged, because the loss is already divided by
+    of the parameters. Gradients are summed, not averaged, because the loss is already divided by
     the number of target tokens.
     """
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(DTYPES[dtype], DTYPES[config.reduce_dtype], cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
     shard = partial(fully_shard, mesh=mesh[axes], mp_policy=policy, offload_policy=offload)

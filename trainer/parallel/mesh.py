@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import ConfigError, ParallelConfig
 
@@ -64,11 +66,19 @@ class ParallelDims:
 
 
 class Meshes:
-    """Three device meshes over the same ranks."""
+    """Three device meshes over the same ranks. Axes that consist of the same ranks share a process group."""
 
     def __init__(self, dims: ParallelDims, device: torch.device):
+        groups: dict[str, ProcessGroup] = {}
+
         def mesh(**axes: int) -> DeviceMesh:
-            return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            ranks = torch.arange(dims.world_size).view(tuple(axes.values()))
+            partitions = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(axes.values())]
+            for partition in partitions:
+                if str(partition) not in groups:
+                    groups[str(partition)] = _new_group(partition)
+            of_axes = [groups[str(partition)] for partition in partitions]
+            return DeviceMesh.from_group(of_axes, device.type, ranks, mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
         """Mesh that assigns the parameters to ranks."""
@@ -76,3 +86,13 @@ class Meshes:
         """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)
         """Mesh whose axis "loss" contains the ranks that compute the loss of different tokens."""
+
+
+def _new_group(partition: list[list[int]]) -> ProcessGroup:
+    """Return the process group of this rank's part. partition: the ranks of each part; together, the parts contain all ranks."""
+    if len(partition) == 1:
+        return dist.group.WORLD
+    if dist.group.WORLD.bound_device_id is not None:
+        return dist.split_group(split_ranks=partition)  # one call for all parts
+    ranks = next(part for part in partition if dist.get_rank() in part)
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sysconfig
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,8 @@ def resolve_compilation(choice: Literal["auto"] | bool, parallel: ParallelConfig
         return choice
     splits_backward = parallel.pp > 1 and SCHEDULES[parallel.pipeline_schedule].splits_backward
     has_compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))))
-    return on_gpu and has_compiler and not splits_backward
+    has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))  # Triton compiles with them
+    return on_gpu and has_compiler and has_headers and not splits_backward
 
 
 def check_supported(

@@ -138,14 +138,13 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
     parameters = resolved.num_parameters / (dims.tp * dims.pp)
-    state, _ = minimum_memory(config, int(parameters / dims.fsdp))
-    accumulates = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
+    state, _ = minimum_memory(config, resolved, int(parameters / dims.fsdp))
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
     activations = block_bytes * _blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
     hidden = math.prod(resolved.hidden_shape) * DTYPES[config.training.compute_dtype].itemsize
     received = hidden * resolved.grad_accum * (2 * stages - 1) * (dims.pp > 1)
-    return state + 4 * parameters * accumulates + activations + received  # gradients are accumulated in fp32
+    return state + activations + received
 
 
 def _likely_speed(candidate: Candidate, block_s: float) -> float:

@@ -62,8 +62,10 @@ class Metrics:
         if self.folder and self.config.tensorboard:
             with self._warn_on_write_error(_TENSORBOARD):
                 # Imported here, because only one rank writes, and only if TensorBoard is enabled.
+                from tensorboard.compat.proto.summary_pb2 import Summary
                 from torch.utils.tensorboard import SummaryWriter
 
+                self.new_summary = Summary
                 self.summary_writer = SummaryWriter(str(self.folder / "tb"), purge_step=step + 1)
 
     def start(self, now: float) -> None:
@@ -161,10 +163,13 @@ class Metrics:
                 file.write(json.dumps(finite) + "\n")
         if self.summary_writer:
             group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
+            # One event for all values. SummaryWriter.add_scalar would write one event, which takes as long, for each value.
+            summary = self.new_summary()
+            for name, value in record.items():
+                if name not in _NOT_PLOTTED and isinstance(value, int | float):
+                    summary.value.add(tag=f"{group}/{name}", simple_value=value)
             with self._warn_on_write_error(_TENSORBOARD):
-                for name, value in record.items():
-                    if name not in _NOT_PLOTTED and isinstance(value, int | float):
-                        self.summary_writer.add_scalar(f"{group}/{name}", value, record["step"])
+                self.summary_writer.file_writer.add_summary(summary, record["step"])
 
     @contextmanager
     def _warn_on_write_error(self, sink: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.checkpoint.resume import list_checkpoints
 from trainer.config import CheckpointConfig, Config, ConfigError
+from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import run_folder
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
@@ -30,24 +31,27 @@ def state_bytes(config: Config) -> int:
     return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
 
 
-def minimum_memory(config: Config, count: int) -> tuple[int, int]:
+def minimum_memory(config: Config, resolved: ResolvedRun, count: int) -> tuple[int, int]:
     """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
     state are counted. count: number of parameters of the rank."""
-    optimizer = config.optimizer
+    optimizer, parallel, fsdp = config.optimizer, config.parallel, resolved.dims.fsdp
     parameter, moments = _parameter_and_moment_bytes(config)
-    gradient = 0 if optimizer.frees_gradients else parameter
-    if config.parallel.cpu_offload:
-        return 0, count * (2 * parameter + moments)
+    gradients = 0 if optimizer.frees_gradients else count * parameter
+    accumulates = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
+    # Before they are reduced, gradients of several microbatches are not sharded.
+    accumulated = count * fsdp * DTYPES[parallel.reduce_dtype].itemsize if accumulates and fsdp > 1 else 0
+    if parallel.cpu_offload:
+        return accumulated, count * (2 * parameter + moments)
     if optimizer.offload == "none":
-        return count * (parameter + gradient + moments), 0
+        return count * (parameter + moments) + max(gradients, accumulated), 0
     copy = parameter if parameter < 4 else 0
     # The host holds an fp32 copy, the gradient, the moments and a copy of the parameter.
-    return count * (parameter + gradient), count * (4 + parameter + moments + copy)
+    return count * parameter + max(gradients, accumulated), count * (4 + parameter + moments + copy)
 
 
-def check_memory(config: Config, parameters: Iterable[Tensor], device: torch.device) -> None:
+def check_memory(config: Config, resolved: ResolvedRun, parameters: Iterable[Tensor], device: torch.device) -> None:
     """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's parameters, on the meta device."""
-    on_device, on_host = minimum_memory(config, sum(to_local(p).numel() for p in parameters))
+    on_device, on_host = minimum_memory(config, resolved, sum(to_local(p).numel() for p in parameters))
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))

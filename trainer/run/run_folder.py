@@ -147,14 +147,14 @@ def save_run_info(config: Config, device: torch.device) -> None:
 
 
 def log_summary(
-    config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, data: Datasets
+    config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, attention: str, data: Datasets
 ) -> None:
-    """Log the model, device and data of the run."""
+    """Log the model, device and data of the run. attention: name of the attention kernel."""
     dims, training = resolved.dims, config.training
     logging.info(
         f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
         f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
-        f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}"
+        f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, {attention}"
     )
     logging.info(
         f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "

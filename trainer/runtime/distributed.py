@@ -1,6 +1,7 @@
 """The process group of a run: initialization, shutdown, and collectives outside the training step."""
 
 import os
+import resource
 import sys
 import time
 import traceback
@@ -36,6 +37,7 @@ def world_size() -> int:
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
+    _allow_more_connections()
     store = _create_store(timedelta(seconds=config.init_timeout_s))
     _wait_for_all_ranks(store, config.init_timeout_s)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # enables the flight recorder that the watchdog reads
@@ -47,6 +49,13 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
         timeout=timedelta(seconds=config.timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
+
+
+def _allow_more_connections() -> None:
+    """Raise the limit of open files to its maximum. In each process group, gloo opens a connection to every other rank."""
+    _, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS has a lower limit than it returns
+        resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
 
 
 def _create_store(timeout: timedelta) -> dist.Store:
@@ -124,7 +133,9 @@ def report_failure(error: BaseException) -> None:
 
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether the error shows that another rank ended during a collective."""
-    patterns = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+    # Other errors of NCCL, such as a lack of memory, are this rank's own.
+    nccl = ("ncclRemoteError", "NCCL communicator was aborted")
+    patterns = ("gloo", "Connection closed by peer", "Connection reset by peer", *nccl)
     return isinstance(error, RuntimeError) and any(pattern in str(error) for pattern in patterns)
 
 

@@ -1,6 +1,8 @@
 """Host memory: pages that the process keeps, pinned buffers, and asynchronous copies to and from them."""
 
 import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -17,10 +19,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt."""
 
 
+_LIBC = ctypes.CDLL(None)
+
+
 def keep_freed_memory() -> None:
     """Let the process keep freed memory for later allocations. By default, glibc returns the memory of large tensors to the
     kernel, and each step waits until the kernel has provided and cleared the same pages again. Do nothing without glibc."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    if mallopt := getattr(_LIBC, "mallopt", None):
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
 
@@ -34,6 +39,17 @@ def pin(buffer: Tensor, device: torch.device) -> None:
         code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code != 0:
             raise MemoryError(f"cannot pin {buffer.nbytes / GIB:.1f} GiB of host memory (CUDA error {code})")
+        exclude_from_forks(buffer)
+
+
+def exclude_from_forks(buffer: Tensor) -> None:
+    """Make forked processes inherit no page that lies completely inside the buffer. When a process forks, such as a worker of the
+    data loader, Linux copies its pinned pages immediately."""
+    if sys.platform == "linux":
+        start = -(-buffer.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
+        stop = (buffer.data_ptr() + buffer.nbytes) // _PAGE_BYTES * _PAGE_BYTES
+        if stop > start:
+            _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTFORK)
 
 
 class HostTransfer:

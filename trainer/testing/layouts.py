@@ -50,6 +50,7 @@ PARITY_MATRIX = [
     *(f"{layout} model.overrides.n_kv_heads=2" for layout in ("tp=2", "cp=2")),
     *(f"{layout} training.compute_dtype=bf16" for layout in ("dp_shard=2", "tp=2", "cp=2", "pp=2", "dp_shard=2 tp=2 pp=2")),
     "pp=2 pipeline_schedule=ZBVZeroBubble training.compute_dtype=bf16",
+    "dp_shard=2 reduce_dtype=bf16 training.compute_dtype=bf16",
     *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "dp_shard=2", "tp=2", "cp=2", "pp=2")),
     "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=selective",
     "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=full",
