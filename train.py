@@ -6,11 +6,12 @@ from contextlib import suppress
 
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import check_environment, config_from_command_line, one_line_errors
-from trainer.system.process import die_with_parent, exit_on_interrupt, local_rank, restore_interrupt
+from trainer.system.process import die_with_parent, exit_on_interrupt, limit_spinning, local_rank, restore_interrupt
 
 
 def run(config: Config) -> int:
     """Train on this rank as the configuration specifies. Return the exit code."""
+    limit_spinning()
     # Imported here so that --help and errors in settings do not wait for torch.
     from torch.distributed import DistNetworkError, DistStoreError
 

@@ -1,4 +1,4 @@
-"""Replacement of tensors that autograd saves for backward."""
+"""Replacement of tensors that autograd saves for backward. The tensors may be DTensors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,16 +22,6 @@ def replace_saved(tensor: Tensor, replace: Callable[[Tensor], Restore]) -> saved
         lambda saved: replace(saved) if _storage_id(saved) == storage else saved,
         lambda saved: saved if isinstance(saved, Tensor) else saved(),
     )
-
-
-def call_with_gathered(
-    forward: Callable[..., Tensor], gather: Callable[[Tensor], Tensor], shard: Tensor, *args: Any, recompute: bool
-) -> Tensor:
-    """Return `forward(gather(shard), *args)`. recompute: whether backward repeats the gather."""
-    gathered = gather(shard)
-    if not recompute:
-        return forward(gathered, *args)
-    return call_with_recomputed(forward, gathered, partial(gather, shard.detach()), *args)
 
 
 def call_with_recomputed(

@@ -1,5 +1,6 @@
 """Construction of the Trainer of a run and of all its components."""
 
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -42,7 +43,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     deterministic = devices.set_deterministic(config.run.deterministic, device)
     torch.manual_seed(config.run.seed + dist.get_rank())
 
-    meshes = Meshes(resolved.dims, device)
+    meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)
     parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]

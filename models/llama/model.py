@@ -108,7 +108,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def recompute(ctx: Any) -> Tensor:
-        """Return the result of forward again, before backward. ctx: its `grad_fn`."""
+        """Compute the result of forward from the saved factors. Backward must not have run yet. ctx: the result's `grad_fn`."""
         gate, up = ctx.factors = ctx.saved_tensors  # an activation checkpoint provides them only once
         return F.silu(gate).mul_(up)
 
@@ -127,7 +127,7 @@ class FeedForward(nn.Module):
         hidden = SwiGLU.apply(gate, up)
         if hidden.grad_fn is None:
             return self.w2(hidden)
-        # Of the four tensors that autograd would save, two are saved.
+        # Autograd would save four tensors; two are saved.
         return call_with_recomputed(self.w2, hidden, partial(SwiGLU.recompute, hidden.grad_fn))
 
 

@@ -81,6 +81,10 @@ COMMAND_LINES = {
     "--run.name=  ": "--run.name   : must be a single folder name",
     "--run.name=a\nb": "--run.name a\\nb: must be printable text",
     "--training.steps 9999999999999": "--training.steps 9999999999999: must be at most 1000000000000",
+    "--resilience.hang_timeout_s 600": (
+        "--resilience.hang_timeout_s 600: must be below [distributed] timeout_s, 600: otherwise a collective fails before the "
+        "hang is reported"
+    ),
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
     "--run.name ..": "--run.name ..: must be a single folder name",
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: exceeds 255 bytes, the limit for a folder name",

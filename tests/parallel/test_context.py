@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from models.llama.model import CausalAttention
 from trainer.batch import Batch
-from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask
+from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name
 from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
 from trainer.planning.recorder import Recorder
 
@@ -116,3 +116,9 @@ def largest_difference_from_separate_documents(kernel):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_attention_ends_at_document_boundaries(ranks, size, kernel):
     assert max(ranks(size).run(largest_difference_from_separate_documents, kernel)) < 5e-6
+
+
+def test_the_name_of_the_attention_kernel():
+    shapes = (1, 4, 32, 16), (1, 2, 32, 16)
+    assert kernel_name(shapes, False, torch.float32, torch.device("cpu")) == "flash_attention"
+    assert kernel_name(shapes, True, torch.float32, torch.device("cuda")) == "flex_attention"

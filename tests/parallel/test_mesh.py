@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainer.config import ConfigError, ParallelConfig
 from trainer.parallel.mesh import Meshes, ParallelDims
@@ -45,3 +46,21 @@ def test_size_one_axes_exist(ranks):
             {"pp": 1, "loss": 4, "tp": 1},
         ]
     assert [coordinates for _, coordinates in results] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
+
+
+def num_groups(config):
+    Meshes(ParallelDims.from_config(config, world_size=4), torch.device("cpu"))
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize(
+    ("config", "groups"),
+    [
+        (ParallelConfig(), {"all ranks", "one rank"}),
+        (ParallelConfig(tp=4), {"all ranks", "one rank"}),
+        (ParallelConfig(tp=2), {"all ranks", "one rank", "fsdp", "batch", "loss", "tp"}),
+        (ParallelConfig(pp=2, cp=2), {"all ranks", "one rank", "pp", "fsdp", "cp", "loss"}),
+    ],
+)
+def test_axes_of_one_name_and_all_axes_of_one_rank_share_a_process_group(ranks, config, groups):
+    assert ranks(4).run(num_groups, config) == [len(groups)] * 4

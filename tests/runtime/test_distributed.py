@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer.config import ConfigError
-from trainer.runtime.distributed import once_per_node, require_agreement, run_on_rank_0
+from trainer.runtime.distributed import is_peer_loss, once_per_node, require_agreement, run_on_rank_0
 from trainer.testing.ranks import RankError
 
 
@@ -44,3 +44,17 @@ def test_differing_values_of_ranks_are_reported(ranks):
     ranks(2).run(require_same_values, False)
     with pytest.raises(RankError, match="ranks were launched with different settings: b is 0 on rank 0, 1 on rank 1"):
         ranks(2).run(require_same_values, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234", True),
+        ("NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("NCCL error: ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'", False),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_only_errors_that_another_rank_caused_are_a_lost_connection(text, lost):
+    assert is_peer_loss(RuntimeError(text)) == lost

@@ -186,7 +186,7 @@ class TrainingConfig:
     local_batch_size: Samples = 1
     """Number of samples in one microbatch on one data-parallel rank. Several microbatches make up the global batch."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Precision of forward and backward. Gradients are always reduced in fp32."""
+    """Precision of forward and backward."""
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
     """Precision of the parameters between steps. bf16 needs half as much memory as fp32, but rounding loses small updates unless
     [optimizer] offload keeps an fp32 copy."""
@@ -269,7 +269,8 @@ class ParallelConfig:
     """Whether to free gathered parameters after forward. "default" frees none with pp > 1, otherwise those of every FSDP unit
     except the output unit. An integer: after forward, keep the parameters sharded over groups of this number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which FSDP sums the gradients of the ranks. "bf16" halves the traffic of gradients, but rounds every sum."""
+    """Precision in which FSDP sums the gradients of microbatches and of ranks. "bf16" halves the traffic, but rounds every sum.
+    It does not affect a single data-parallel rank, which needs no FSDP."""
     fsdp_prefetch: CountOrZero = 0
     """Number of FSDP units to gather in advance, in forward and backward. 0: FSDP's default, which is 1 unit in backward."""
     cpu_offload: bool = False
@@ -390,7 +391,7 @@ class ResilienceConfig:
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
     """Time without a completed step after which the run prints every rank's stack and aborts. The limit is at least 5 times the
     longest step so far. During evaluations, checkpoints and the first step, the run aborts only if a rank's heartbeat is
-    missing. 0: never abort."""
+    missing. 0: never abort. The time must be below [distributed] timeout_s."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from models.recompute import call_with_gathered
+from trainer.parallel.recompute import call_with_gathered
 from trainer.batch import Batch
 
 

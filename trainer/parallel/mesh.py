@@ -1,6 +1,7 @@
 """Parallel degrees and device meshes."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -66,18 +67,22 @@ class ParallelDims:
 
 
 class Meshes:
-    """Three device meshes over the same ranks. Axes that consist of the same ranks share a process group."""
+    """Three device meshes over the same ranks. Axes of the same name and ranks share a process group, and so do all axes of one
+    rank. Other axes do not share groups, because collectives of one group wait for each other."""
 
-    def __init__(self, dims: ParallelDims, device: torch.device):
+    def __init__(self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None):
+        """timeout: of collectives; None: torch's default."""
         groups: dict[str, ProcessGroup] = {}
 
         def mesh(**axes: int) -> DeviceMesh:
             ranks = torch.arange(dims.world_size).view(tuple(axes.values()))
             partitions = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(axes.values())]
-            for partition in partitions:
-                if str(partition) not in groups:
-                    groups[str(partition)] = _new_group(partition)
-            of_axes = [groups[str(partition)] for partition in partitions]
+            of_axes = []
+            for (name, size), partition in zip(axes.items(), partitions, strict=True):
+                key = f"{name if size > 1 else 'one rank'}: {partition}"
+                if key not in groups:
+                    groups[key] = _new_group(partition, f"mesh_{name}", timeout)
+                of_axes.append(groups[key])
             return DeviceMesh.from_group(of_axes, device.type, ranks, mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
@@ -88,11 +93,12 @@ class Meshes:
         """Mesh whose axis "loss" contains the ranks that compute the loss of different tokens."""
 
 
-def _new_group(partition: list[list[int]]) -> ProcessGroup:
-    """Return the process group of this rank's part. partition: the ranks of each part; together, the parts contain all ranks."""
+def _new_group(partition: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
+    """Return the process group of this rank's part. partition: the ranks of each part; together, the parts contain all ranks.
+    name: shown in messages."""
     if len(partition) == 1:
         return dist.group.WORLD
     if dist.group.WORLD.bound_device_id is not None:
-        return dist.split_group(split_ranks=partition)  # one call for all parts
+        return dist.split_group(None, partition, timeout, group_desc=name)  # one call for all parts
     ranks = next(part for part in partition if dist.get_rank() in part)
-    return dist.new_group(ranks, use_local_synchronization=True)
+    return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=name)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.recompute import call_with_gathered
+from trainer.parallel.recompute import call_with_gathered
 from models.spec import Head, ParallelPlan
 
 

@@ -42,7 +42,7 @@ def _cast_forward(module: nn.Module, dtype: torch.dtype) -> Forward:
 
 
 class GradientAccumulator:
-    """Accumulator of the gradients of several microbatches in fp32, as FSDP does it. Autograd alone would add them in the
+    """Accumulator of the gradients of several microbatches in fp32, as FSDP does it by default. Autograd alone would add them in the
     parameter's dtype, and would run the optimizer's hooks after every microbatch."""
 
     def __init__(self, parameters: Iterable[Tensor], frees_gradients: bool):

@@ -97,7 +97,7 @@ class StabilityGuard:
         slot = self.slots == accepted % WINDOW
         self.history.copy_(torch.where(slot & accept, values[:, None], self.history))
         self.counts += torch.stack([accept, skipped, skipped])
-        consecutive_skips *= skipped
+        consecutive_skips *= skipped  # a view of self.counts
         outcome = torch.stack([votes, skipped, spike, consecutive_skips, total, *values])
         return skipped, outcome
 

@@ -163,7 +163,7 @@ class Metrics:
                 file.write(json.dumps(finite) + "\n")
         if self.summary_writer:
             group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
-            # One event for all values. SummaryWriter.add_scalar would write one event, which takes as long, for each value.
+            # add_scalar would write one event for each value, and each event takes as long as this one.
             summary = self.new_summary()
             for name, value in record.items():
                 if name not in _NOT_PLOTTED and isinstance(value, int | float):

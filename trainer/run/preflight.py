@@ -37,9 +37,12 @@ def minimum_memory(config: Config, resolved: ResolvedRun, count: int) -> tuple[i
     optimizer, parallel, fsdp = config.optimizer, config.parallel, resolved.dims.fsdp
     parameter, moments = _parameter_and_moment_bytes(config)
     gradients = 0 if optimizer.frees_gradients else count * parameter
-    accumulates = resolved.grad_accum > 1 and not config.training.reduce_every_microbatch
-    # Before they are reduced, gradients of several microbatches are not sharded.
-    accumulated = count * fsdp * DTYPES[parallel.reduce_dtype].itemsize if accumulates and fsdp > 1 else 0
+    accumulated = 0
+    if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
+        # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
+        sharded = resolved.dims.batch * resolved.dims.cp > 1 or resolved.dims.pp > 1 or parallel.cpu_offload
+        width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
+        accumulated = count * fsdp * width
     if parallel.cpu_offload:
         return accumulated, count * (2 * parameter + moments)
     if optimizer.offload == "none":

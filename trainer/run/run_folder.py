@@ -154,7 +154,8 @@ def log_summary(
     logging.info(
         f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
         f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
-        f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, {attention}"
+        f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
+        f"attention: {attention}"
     )
     logging.info(
         f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "

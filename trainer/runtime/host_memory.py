@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.system.units import GIB
 
-_PAGE_BYTES = 4096
+_PAGE_BYTES = mmap.PAGESIZE
 
 Event = torch.cuda.Event | torch.cpu.Event
 

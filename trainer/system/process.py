@@ -45,6 +45,13 @@ def memory_available() -> int | None:
         return free
 
 
+def limit_spinning() -> None:
+    """Let OpenMP threads that wait for others sleep after a few microseconds, unless the user has chosen another policy. By
+    default they wait actively for milliseconds, which slows down a run beside other jobs. Call this before torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
 def die_with_parent() -> None:
     """On Linux, have the kernel kill this process when its parent exits for any reason."""
     if sys.platform == "linux":
