@@ -156,7 +156,11 @@ def test_bytes_of_a_parameter(words, need):
         (8, ["--parallel.reduce_dtype", "bf16"], 12 + 2 * 2),
         (8, ["--training.reduce_every_microbatch", "true"], 16),
         (8, ["--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"], 16),
-        (8, ["--training.parameter_dtype", "bf16", "--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"], 2 + 8 + 4),
+        (
+            8,
+            ["--training.parameter_dtype", "bf16", "--parallel.dp_shard", "1", "--parallel.dp_replicate", "2"],
+            2 + 8 + 4,
+        ),
     ],
 )
 def test_gradients_that_two_ranks_have_not_reduced_yet_are_not_sharded(global_batch_size, words, need):

@@ -50,7 +50,10 @@ def test_differing_values_of_ranks_are_reported(ranks):
     ("text", "lost"),
     [
         ("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234", True),
-        ("NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting", True),
+        (
+            "NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+            True,
+        ),
         ("NCCL communicator was aborted on rank 1.", True),
         ("NCCL error: ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'", False),
         ("mat1 and mat2 shapes cannot be multiplied", False),
