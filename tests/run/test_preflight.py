@@ -144,7 +144,7 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
     ],
 )
 def test_bytes_of_a_parameter(words, need):
-    config = load_config(words)
+    config = load_config([*words, "--training.global_batch_size", "1", "--training.local_batch_size", "1"])
     assert minimum_memory(config, resolve(config, 1), 1) == need
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from trainer.parallel.recompute import call_with_gathered
 from trainer.batch import Batch
+from trainer.parallel.recompute import call_with_gathered
 
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer.parallel.recompute import call_with_gathered
 from models.spec import Head, ParallelPlan
+from trainer.parallel.recompute import call_with_gathered
 
 
 class _Embedding(RowwiseParallel):

@@ -42,8 +42,8 @@ def _cast_forward(module: nn.Module, dtype: torch.dtype) -> Forward:
 
 
 class GradientAccumulator:
-    """Accumulator of the gradients of several microbatches in fp32, as FSDP does it by default. Autograd alone would add them in the
-    parameter's dtype, and would run the optimizer's hooks after every microbatch."""
+    """Accumulator of the gradients of several microbatches in fp32, as FSDP does it by default. Autograd alone would add them in
+    the parameter's dtype, and would run the optimizer's hooks after every microbatch."""
 
     def __init__(self, parameters: Iterable[Tensor], frees_gradients: bool):
         """frees_gradients: whether hooks of the optimizer use and free each gradient during backward. Create the accumulator
