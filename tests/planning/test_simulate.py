@@ -46,7 +46,7 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL):
     ],
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
-    measured = ranks(size).run(measure, [*TWO_BLOCKS, *EIGHT, *layout], 8)
+    measured = ranks(size).run(measure, [*TWO_BLOCKS, *EIGHT, *layout], 16)
     for plan in planned(size, *EIGHT, *layout, ranks=range(size), model=TWO_BLOCKS):
         real = measured[plan.rank]
         assert plan.peak == pytest.approx(real.total(), rel=0.03)

@@ -67,8 +67,8 @@ class ParallelDims:
 
 
 class Meshes:
-    """Three device meshes over the same ranks. Axes of the same name and ranks share a process group, and so do all axes of one
-    rank. Other axes do not share groups, because collectives of one group wait for each other."""
+    """Three device meshes over the same ranks. Axes of one name consist of the same ranks in all meshes and share a process
+    group. So do all axes of one rank. Other axes share no group, because collectives of one group wait for each other."""
 
     def __init__(self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None):
         """timeout: of collectives; None: torch's default."""
@@ -76,13 +76,12 @@ class Meshes:
 
         def mesh(**axes: int) -> DeviceMesh:
             ranks = torch.arange(dims.world_size).view(tuple(axes.values()))
-            partitions = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(axes.values())]
-            of_axes = []
-            for (name, size), partition in zip(axes.items(), partitions, strict=True):
-                key = f"{name if size > 1 else 'one rank'}: {partition}"
-                if key not in groups:
-                    groups[key] = _new_group(partition, f"mesh_{name}", timeout)
-                of_axes.append(groups[key])
+            names = [name if size > 1 else "one_rank" for name, size in axes.items()]
+            for axis, name in enumerate(names):
+                if name not in groups:
+                    partition = ranks.movedim(axis, -1).flatten(0, -2).tolist()
+                    groups[name] = _new_group(partition, f"mesh_{name}", timeout)
+            of_axes = [groups[name] for name in names]
             return DeviceMesh.from_group(of_axes, device.type, ranks, mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)

@@ -46,7 +46,7 @@ def parallelize(
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
-    sharded = shards_parameters(meshes, parallel)
+    sharded = shards_parameters(meshes.model["dp_replicate"].size() * meshes.model["fsdp"].size(), parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
@@ -73,10 +73,9 @@ def parallelize(
     return model_parts
 
 
-def shards_parameters(meshes: Meshes, parallel: ParallelConfig) -> bool:
+def shards_parameters(ranks: int, parallel: ParallelConfig) -> bool:
     """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to offload them, or in a pipeline,
-    whose schedules rely on FSDP to accumulate gradients."""
-    ranks = meshes.model["dp_replicate"].size() * meshes.model["fsdp"].size()
+    whose schedules rely on FSDP to accumulate gradients. ranks: dp_replicate x fsdp."""
     return ranks > 1 or parallel.pp > 1 or parallel.cpu_offload
 
 

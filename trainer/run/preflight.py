@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.checkpoint.resume import list_checkpoints
 from trainer.config import CheckpointConfig, Config, ConfigError
+from trainer.parallel.parallelize import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import run_folder
 from trainer.runtime import device as devices
@@ -40,7 +41,7 @@ def minimum_memory(config: Config, resolved: ResolvedRun, count: int) -> tuple[i
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
         # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
-        sharded = resolved.dims.batch * resolved.dims.cp > 1 or resolved.dims.pp > 1 or parallel.cpu_offload
+        sharded = shards_parameters(resolved.dims.dp_replicate * fsdp, parallel)
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
         accumulated = count * fsdp * width
     if parallel.cpu_offload:
