@@ -1,6 +1,13 @@
 """The model families that a configuration can select by name."""
 
+from models.gemma import GEMMA2, GEMMA3
+from models.granite import GRANITE3
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
+from models.mistral import MINISTRAL3, MISTRAL
+from models.olmo import OLMO2, OLMO3
+from models.phi import PHI
+from models.qwen import QWEN2_5, QWEN3
+from models.smollm import SMOLLM3
 from models.spec import ModelSpec
 
 MODELS: dict[str, ModelSpec] = {
@@ -8,4 +15,15 @@ MODELS: dict[str, ModelSpec] = {
     "llama3": LLAMA3,
     "llama3.1": LLAMA3_1,
     "llama3.2": LLAMA3_2,
+    "qwen2.5": QWEN2_5,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "ministral3": MINISTRAL3,
+    "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite3": GRANITE3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi": PHI,
 }

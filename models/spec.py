@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-Head = Callable[[Tensor, Tensor], Tensor]
-"""Function (hidden, weight) -> summed loss. The output module calls it. hidden: (batch, seq, dim); weight: (vocab, dim)."""
+Head = Callable[..., Tensor]
+"""Function (hidden, weight, softcap=None) -> summed loss. The output module calls it. hidden: (batch, seq, dim); weight: (vocab,
+dim). softcap: see Output in models/components.py."""
 
 
 class Model(Protocol):
@@ -25,6 +26,9 @@ class Model(Protocol):
     def flops_per_token(self, seq_len: int) -> int:
         """Return the number of floating-point operations per token, in forward and backward."""
 
+    def plan(self) -> "ParallelPlan":
+        """Return how the model may be sharded. The model must be complete and not parallelized."""
+
 
 class SizeError(ValueError):
     """Invalid dimensions of a model."""
@@ -33,6 +37,21 @@ class SizeError(ValueError):
         """names: names of the invalid dimensions."""
         super().__init__(message)
         self.names = names
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Semantics of attention, which is causal. Layers of one kind share a mask and a positional encoding. Every mask and every
+    kernel receives this description."""
+
+    window: int | None = None
+    """Number of keys that a query attends to: its own and those before it. None: all of them."""
+    scale: float | None = None
+    """Factor of the scores. None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Limit of the scores: softcap * tanh(score / softcap) replaces a score (Gemma Team 2024, arXiv:2408.00118)."""
+    rope: Callable[[Tensor], Any] | None = None
+    """Function (positions) -> positional encoding, an argument of the blocks. None: the layers have no positional encoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,42 +78,23 @@ class ParallelPlan:
     attention: str
     """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask) ->
     output, where k and v cover the full sequence."""
-    mask: str
-    """Name of the replaceable module that computes the mask of all blocks. The module has no parameters. Its forward is
-    (positions, documents) -> mask. The module must be replaced too if a new kernel needs another type of mask."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HuggingFace:
-    """The mapping between a model and Hugging Face's format of this model."""
-
-    name: Callable[[str], str]
-    """Function (parameter name) -> its name in Hugging Face's format."""
-    is_buffer: Callable[[str], bool]
-    """Function (tensor name in Hugging Face's format) -> whether the model computes the tensor, so it is no parameter."""
-    is_rope_permuted: Callable[[str], bool]
-    """Function (parameter name) -> whether Hugging Face's format has the parameter's rows in another order within each head."""
-    permute_to_hf: Callable[[Tensor, int], Tensor]
-    """Function (rows of complete heads, head_dim) -> the rows in Hugging Face's order."""
-    permute_from_hf: Callable[[Tensor, int], Tensor]
-    """Inverse of permute_to_hf."""
-    config: Callable[[Any, int], dict[str, Any]]
-    """Function (sizes, seq_len) -> the fields of config.json that depend on the model."""
-    sizes: Callable[[Mapping[str, Any]], Any]
-    """Function (content of config.json) -> sizes. Raises ValueError for an unsupported model."""
-    seq_len: Callable[[Mapping[str, Any]], int]
-    """Function (content of config.json) -> context window in tokens. Raises ValueError if it is not valid."""
+    masks: str
+    """Name of the container of the replaceable modules that compute masks, one for each kind of layer. They have no parameters.
+    Their forward is (positions, documents) -> mask. A module must be replaced too if a new kernel needs another type of mask."""
+    kinds: Mapping[str, LayerKind]
+    """Names of the masks, and the semantics that they implement."""
+    layer_kinds: tuple[str, ...]
+    """Kind of each block, a key of `kinds`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model family. Sizes are frozen dataclasses with at least `vocab_size`, `dim` and `head_dim`. Invalid dimensions raise
-    SizeError."""
+    """A model family. Sizes are frozen dataclasses (models/sizes.py)."""
 
     model: Callable[[Any], Model]
     sizes: Mapping[str, Any]
-    plan: Callable[[Any], ParallelPlan]
-    huggingface: HuggingFace
+    huggingface: Any
+    """The mapping between the model and Hugging Face's format of it, a models.huggingface.HuggingFace."""
 
 
 @lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second

@@ -37,8 +37,9 @@ def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
 def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
     if family is not None and family not in MODELS:
         die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
-    folder = HfModelFolder(source, MODELS[family or next(iter(MODELS))])
-    family = family or next((n for n, s in MODELS.items() if folder.sizes in s.sizes.values()), next(iter(MODELS)))
+    folder = HfModelFolder(source, None if family is None else MODELS[family])
+    families = [name for name, spec in MODELS.items() if spec.huggingface is folder.spec.huggingface]
+    family = family or next((n for n in families if folder.sizes in MODELS[n].sizes.values()), families[0])
     total = sum(tensor.num_bytes for tensor in folder.index.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         import_folder(folder, family, out, shard_bytes, bar.update)
@@ -58,7 +59,7 @@ def main() -> None:
         shard_help = "maximum size of one weight file"
         command.add_argument("--shard-gib", type=positive_float, default=5.0, metavar="GIB", help=shard_help)
     export.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the weights")
-    families = f"one of {', '.join(MODELS)}; default: the first that has the model's sizes, or {next(iter(MODELS))}"
+    families = f"one of {', '.join(MODELS)}; default: the first with the type and the sizes of the model"
     load.add_argument("--family", metavar="NAME", help=families)
     args = parser.parse_args()
     shard_bytes = int(args.shard_gib * GIB)

@@ -96,7 +96,8 @@ class _CheckedMask(torch.nn.Module):
 
 
 BACKEND = AttentionBackend(
-    lambda cp, by_document, dtype: _CheckedMask(Mask(cp, by_document, create_block_mask)), FAKE_GPU_KERNELS.attention
+    lambda kind, cp, by_document, dtype: _CheckedMask(Mask(kind, cp, by_document, create_block_mask)),
+    FAKE_GPU_KERNELS.attention,
 )
 
 

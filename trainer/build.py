@@ -66,10 +66,10 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     checkpoints = _build_checkpoints(config, resolved, engine, data, state, point)
 
     save_run_info(config, device)
-    log_summary(config, resolved, device, deterministic, _attention_kernel(config, resolved, device), data.datasets)
+    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device), data.datasets)
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
-        stragglers.time_blocks_of(part.get_submodule(resolved.spec.plan(resolved.sizes).blocks))
+        stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks))
     records = folder if dist.get_rank() == 0 else None
     return Trainer(
         config=config,
@@ -86,12 +86,14 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     )
 
 
-def _attention_kernel(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
+def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
+    """Return the names of the attention kernels, separated by commas."""
     sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
     q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, sizes.head_dim
     k = 1, sizes.n_kv_heads // dims.tp, seq_len, sizes.head_dim
-    masked = config.data.document_mask or dims.cp > 1
-    return kernel_name((q, k), masked, devices.DTYPES[config.training.compute_dtype], device)
+    dtype, by_document = devices.DTYPES[config.training.compute_dtype], config.data.document_mask
+    kinds = resolved.plan.kinds.values()
+    return ", ".join(dict.fromkeys(kernel_name(kind, (q, k), dims.cp, by_document, dtype, device) for kind in kinds))
 
 
 def _build_checkpoints(

@@ -33,13 +33,14 @@ def build_model_parts(
     """Build this rank's parallelized stages on the meta device. Raise ConfigError if the optimizer rejects the layout."""
     model_parts = parallelize(
         lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
-        resolved.spec.plan(resolved.sizes),
+        resolved.plan,
         stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
         meshes,
         config.parallel,
         config.activation_checkpoint,
         resolved.compiled,
         config.training.compute_dtype,
+        config.training.seq_len,
         config.data.document_mask,
         attention_backend,
     )

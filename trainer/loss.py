@@ -33,15 +33,25 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
 
 
 def _loss_and_gradient(
-    hidden: Tensor, weight: Tensor, labels: Tensor, first_row: int, group: ProcessGroup | None, needs_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    first_row: int,
+    group: ProcessGroup | None,
+    softcap: float | None,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the summed cross-entropy of some tokens over the full vocabulary, and its gradient for the logits of this rank's
     vocabulary rows, (tokens, rows) in the weight's dtype.
 
     hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row: index of the first of
-    these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary.
+    these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary. softcap: limit of
+    the logits, see Output in models/components.py.
     """
     logits = F.linear(hidden, weight).float()
+    if softcap is not None:
+        tanh = (logits / softcap).tanh_()
+        torch.mul(tanh, softcap, out=logits)
     is_target = (labels != IGNORE_INDEX)[:, None]
     target_rows, is_on_rank = labels[:, None].where(is_target, 0), is_target
     largest = logits.amax(-1, keepdim=True)
@@ -63,8 +73,11 @@ def _loss_and_gradient(
         return total, None
     if torch.compiler.is_compiling():
         is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_on_rank, -1)
-        return total, ((logits / sums - is_target_row.float()) * is_target).to(weight.dtype)
-    logits.mul_(is_target / sums).scatter_add_(1, target_rows, -is_on_rank.float())
+        logits = (logits / sums - is_target_row.float()) * is_target
+    else:
+        logits.mul_(is_target / sums).scatter_add_(1, target_rows, -is_on_rank.float())
+    if softcap is not None:
+        logits *= 1 - tanh * tanh
     return total, logits.to(weight.dtype)
 
 
@@ -91,6 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         shard: tuple[int, ProcessGroup | None],
+        softcap: float | None,
         chunk_tokens: int,
         compiled: bool,
         needs_gradient: bool,
@@ -104,7 +118,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_gradient else None
         for start in chunk_starts(hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, needs_gradient)
+            loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, softcap, needs_gradient)
             total += loss
             if needs_gradient:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -121,7 +135,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
         scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, grad_total, out=scaled_weight)
-        return grad_hidden * grad_total, scaled_weight, None, None, None, None, None
+        return grad_hidden * grad_total, scaled_weight, None, None, None, None, None, None
 
 
 class CrossEntropyHead:
@@ -134,9 +148,9 @@ class CrossEntropyHead:
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
 
-    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
-        weight is sharded along the vocabulary. Returns the summed loss, a scalar in fp32."""
+        weight is sharded along the vocabulary. softcap: limit of the logits. Returns the summed loss, a scalar in fp32."""
         shard = 0, None
         if isinstance(weight, DTensor):
             mesh = weight.device_mesh
@@ -151,6 +165,7 @@ class CrossEntropyHead:
             weight,
             self.labels.flatten(),
             shard,
+            softcap,
             self.chunk_tokens,
             self.compiled,
             needs_gradient,

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from models import MODELS
-from models.llama.sizes import LlamaSizes
+from models.huggingface import permute_to_hf
+from models.llama import LlamaSizes
 from scripts.dev import plain_loop
 from scripts.dev.kernels import KernelRecorder
 from scripts.dev.plain_loop import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, adamw, cross_entropy
@@ -214,8 +215,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
     source = _model(task)
     with torch.no_grad():
         for name, parameter in source.named_parameters():
-            permuted = spec.is_rope_permuted(name)
-            value = spec.permute_to_hf(parameter, task.sizes.head_dim) if permuted else parameter
+            value = permute_to_hf(parameter, task.sizes.head_dim) if spec.is_permuted(name) else parameter
             model.get_parameter(spec.name(name)).copy_(value)
     del source
     of_ranks = zip(*(task.rows(r) for r in range(task.ranks)), strict=True)

@@ -41,14 +41,15 @@ MODES = ("none", "selective", "full")
 
 
 def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a block in bf16, its input (1, tokens, dim) and the result of the model's `rope`."""
+    """Return a block in bf16, its input (1, tokens, dim) and the positional encoding."""
     spec = MODELS[name]
     sizes = replace(spec.sizes[size], n_layers=1, vocab_size=8)
     with default_dtype(torch.bfloat16):
         model = spec.model(sizes)
-    rope = model.rope(torch.arange(tokens)[None])
+    (kind,) = model.plan().kinds.values()
+    rope = kind.rope(torch.arange(tokens)[None])
     hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
-    (block,) = model.get_submodule(spec.plan(sizes).blocks).children()
+    (block,) = model.get_submodule(model.plan().blocks).children()
     return block, hidden, rope
 
 

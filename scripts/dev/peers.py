@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes
 from scripts.dev.contenders import Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama.model import Llama
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes, llama
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -48,7 +47,7 @@ def main() -> None:
     tokens_file, sizes_file, *numbers = sys.argv[1:]
     batch, seq, threads = map(int, numbers)
     torch.set_num_threads(threads)
-    model = Llama(LlamaSizes(**json.loads(Path(sizes_file).read_text())))
+    model = llama(LlamaSizes(**json.loads(Path(sizes_file).read_text())))
     optimizer = adamw(model.parameters())
     for step, row in enumerate(rows(Path(tokens_file), seq, batch), start=1):
         loss = cross_entropy(model, row)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.llama.hf import hf_config, permute_from_hf, permute_to_hf, seq_len_from_hf, sizes_from_hf
-from models.llama.sizes import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
+from models.huggingface import permute_from_hf, permute_to_hf, seq_len_of
+from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.commands import run_script
 from tests.end_to_end.test_security import update_manifest
 from tests.training_runs import full, train, trainer_from
@@ -275,13 +275,15 @@ def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
 # ------------------------------------------------------------ names, sizes, rows
 
 
-@pytest.mark.parametrize("sizes", [*LLAMA2.values(), *LLAMA3.values(), *LLAMA3_1.values(), *LLAMA3_2.values()])
+@pytest.mark.parametrize("sizes", [s for spec in (LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2) for s in spec.sizes.values()])
 def test_sizes_round_trip_through_the_config(sizes):
-    assert sizes_from_hf(hf_config(sizes, 2048)) == (
+    assert LLAMA3.huggingface.sizes(LLAMA3.huggingface.config(sizes, 2048)) == (
         sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
     )
-    written = transformers().LlamaConfig(**hf_config(sizes, 2048))
-    assert sizes_from_hf(json.loads(written.to_json_string())) == sizes_from_hf(hf_config(sizes, 2048))
+    written = transformers().LlamaConfig(**LLAMA3.huggingface.config(sizes, 2048))
+    assert LLAMA3.huggingface.sizes(json.loads(written.to_json_string())) == LLAMA3.huggingface.sizes(
+        LLAMA3.huggingface.config(sizes, 2048)
+    )
 
 
 def test_rope_permutation_round_trips():
@@ -291,7 +293,7 @@ def test_rope_permutation_round_trips():
 
 
 INTEGER, NUMBER, NAN = "an integer from 1 to 2**24", "a number from 1e-30 to 1e30", math.nan
-SCALING = hf_config(LLAMA3_1["8b"], 128)["rope_scaling"]
+SCALING = LLAMA3.huggingface.config(LLAMA3_1.sizes["8b"], 128)["rope_scaling"]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ SCALING = hf_config(LLAMA3_1["8b"], 128)["rope_scaling"]
     ],
 )
 def test_unsupported_config_is_rejected(tmp_path, change, problem):
-    config = hf_config(LLAMA3["debug"], 128) | change
+    config = LLAMA3.huggingface.config(LLAMA3.sizes["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         HfModelFolder(tmp_path, MODELS["llama3"])
@@ -337,8 +339,12 @@ def test_unsupported_config_is_rejected(tmp_path, change, problem):
 
 
 def test_null_in_the_config_stands_for_the_default():
-    config = hf_config(LLAMA2["7b"], 128) | {"max_position_embeddings": None, "rope_theta": None, "rope_scaling": None}
-    assert sizes_from_hf(config) == LLAMA2["7b"] and seq_len_from_hf(config) == 2048
+    config = LLAMA3.huggingface.config(LLAMA2.sizes["7b"], 128) | {
+        "max_position_embeddings": None,
+        "rope_theta": None,
+        "rope_scaling": None,
+    }
+    assert LLAMA3.huggingface.sizes(config) == LLAMA2.sizes["7b"] and seq_len_of(config) == 2048
 
 
 # ------------------------------------------------------------ tensors that are not those of the model
@@ -436,7 +442,7 @@ def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_mo
 
 
 def folder_of(tmp_path, weight_map=None):
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(LLAMA3["debug"], 128)))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3.huggingface.config(LLAMA3.sizes["debug"], 128)))
     save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "model.safetensors")
     if weight_map is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -509,7 +515,7 @@ def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
     )
     assert script("from-hf", hf_model, tmp_path / "x", "--family", "lama3") == (
         2,
-        "--family lama3: expected one of llama2, llama3, llama3.1, llama3.2; did you mean 'llama3'?",
+        f"--family lama3: expected one of {', '.join(MODELS)}; did you mean 'llama3'?",
     )
     assert script("from-hf", hf_model, tmp_path / "x", "--shard-gib", "1e300") == (
         2,

@@ -113,7 +113,6 @@ COMMAND_LINES = {
     "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for all remaining ranks",
     "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
     "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE",
-    "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected a number or true or false",
     "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): is required with backend = tiktoken',
     "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
     "--tokenizer.path x": "--tokenizer.path x: has an effect only with [tokenizer] backend != default",
@@ -166,7 +165,9 @@ FILES = {
     "[model.overrides]\n'n layers' = 4": "{f} [model.overrides] n layers = 4: 'n layers' is not a valid name",
     "[optimizer]\nlr = 1" + 400 * "0": "{f} [optimizer] lr = 1" + 400 * "0" + ": expected a number",
     "[model]\noverrides = 4": "{f} [model] overrides = 4: expected a table",
-    "[model.overrides]\nn_layers = 'x'": ('{f} [model.overrides] n_layers = "x": expected a number or true or false'),
+    "[model.overrides]\nn_layers = [[4]]": (
+        "{f} [model.overrides] n_layers = [[4]]: expected a number or true or false or text or a list of values"
+    ),
     "[training]\ncompute_dtype = 'bf1'": (
         "{f} [training] compute_dtype = \"bf1\": expected one of bf16, fp32; did you mean 'bf16'?"
     ),

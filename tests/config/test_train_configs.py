@@ -5,6 +5,7 @@ import tomli
 import torch
 from torch.torch_version import TorchVersion
 
+from models import MODELS
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 from trainer.config.load import load_config
@@ -65,18 +66,19 @@ def test_the_debug_run_fits_one_to_eight_ranks(world_size):
 
 
 COMBINATIONS = {
-    "--model.name lama3": (
-        "--model.name lama3: expected one of llama2, llama3, llama3.1, llama3.2; did you mean 'llama3'?"
-    ),
+    "--model.name lama3": (f"--model.name lama3: expected one of {', '.join(MODELS)}; did you mean 'llama3'?"),
     "--model.size 8B": "--model.size 8B: expected one of debug, 8b, 70b for llama3; did you mean '8b'?",
     "--model.overrides.n_layer 4": (
         "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?"
     ),
+    "--model.overrides.n_layers four": "--model.overrides.n_layers four: expected an integer",
     "--model.overrides.n_layers 4.5": "--model.overrides.n_layers 4.5: expected an integer",
     "--model.overrides.tied_embeddings 1": "--model.overrides.tied_embeddings 1: expected true or false",
     "--model.overrides.norm_eps true": "--model.overrides.norm_eps true: expected a number",
     "--model.overrides.n_layers 0": "--model.overrides.n_layers 0: n_layers 0 must be an integer from 1 to 2**24",
-    "--model.overrides.n_heads 7 --model.overrides.rope_theta 1e4": "--model.overrides.n_heads 7: n_heads 7 must divide dim 128",
+    "--model.overrides.n_heads 7 --model.overrides.rope_theta 1e4": (
+        "--model.overrides.n_heads 7: n_kv_heads 4 must divide n_heads 7"
+    ),
     "--model.overrides.n_heads 128": (
         "--model.overrides.n_heads 128: dim 128 / n_heads 128 must be even: rotary embeddings rotate pairs"
     ),

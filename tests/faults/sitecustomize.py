@@ -131,7 +131,7 @@ def inject_straggler(build) -> None:
     def build_slow_parts(config, resolved, *args):
         parts = original(config, resolved, *args)
         for part in parts.values():
-            for block in part.get_submodule(resolved.spec.plan(resolved.sizes).blocks).children():
+            for block in part.get_submodule(resolved.plan.blocks).children():
                 block.forward = twice_as_slow(block.forward)
         return parts
 

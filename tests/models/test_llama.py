@@ -6,16 +6,19 @@ import torch
 import torch.nn.functional as F
 
 from models import MODELS
-from models.llama.model import Attention, Llama, rope_frequencies, rotate
-from models.llama.sizes import LlamaSizes
+from models.components import Attention
+from models.decoder import Decoder
+from models.llama import LlamaSizes, llama
+from models.rope import rotate_pairs
+from models.spec import LayerKind
 
 SMALL = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
 CPU = torch.device("cpu")
 
 
-def build(sizes: LlamaSizes) -> Llama:
+def build(sizes: LlamaSizes) -> Decoder:
     torch.manual_seed(0)
-    return Llama(sizes)
+    return llama(sizes)
 
 
 def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 10):
@@ -30,13 +33,13 @@ def test_rotation_is_a_complex_product_eager_and_compiled():
     factors = torch.polar(torch.ones(5, 4), angles)[:, None]
     expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * factors)
     rope = torch.view_as_real(factors)
-    torch.testing.assert_close(rotate(x, rope), expected.flatten(-2))
-    torch.testing.assert_close(torch.compile(rotate, backend="eager")(x, rope), expected.flatten(-2))
+    torch.testing.assert_close(rotate_pairs(x, rope), expected.flatten(-2))
+    torch.testing.assert_close(torch.compile(rotate_pairs, backend="eager")(x, rope), expected.flatten(-2))
 
 
 def test_frequencies_without_scaling():
     sizes = replace(SMALL, rope_theta=10_000.0)
-    torch.testing.assert_close(rope_frequencies(sizes, CPU), 1 / 10_000 ** (torch.arange(0, 8, 2) / 8))
+    torch.testing.assert_close(sizes.rope().frequencies(CPU), 1 / 10_000 ** (torch.arange(0, 8, 2) / 8))
 
 
 @pytest.mark.parametrize(("family", "size"), [("llama3.1", "8b"), ("llama3.2", "1b")])
@@ -53,18 +56,18 @@ def test_frequencies_scaled_as_in_llama_3_1(family, size):
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
             frequency = (1 - smooth) * frequency / sizes.rope_factor + smooth * frequency
         expected.append(frequency)
-    torch.testing.assert_close(rope_frequencies(sizes, CPU), torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sizes.rope().frequencies(CPU), torch.tensor(expected), rtol=1e-5, atol=0)
     assert len({round(f / 500_000.0 ** (-2 * i / sizes.head_dim), 3) for i, f in enumerate(expected)}) > 3
 
 
 def test_grouped_query_attention_is_attention_with_repeated_heads():
     torch.manual_seed(0)
-    attention = Attention(SMALL)
+    attention = Attention(SMALL, LayerKind(rope=SMALL.rope()), rotate_pairs)
     x = torch.randn(2, 6, 32)
     _, positions, _ = inputs(SMALL, seq=6)
-    rope = build(SMALL).rope(positions)
-    q = rotate(attention.wq(x).view(2, 6, 4, 8), rope).transpose(1, 2)
-    k = rotate(attention.wk(x).view(2, 6, 2, 8), rope).transpose(1, 2).repeat_interleave(2, dim=1)
+    rope = SMALL.rope()(positions)
+    q = rotate_pairs(attention.wq(x).view(2, 6, 4, 8), rope).transpose(1, 2)
+    k = rotate_pairs(attention.wk(x).view(2, 6, 2, 8), rope).transpose(1, 2).repeat_interleave(2, dim=1)
     v = attention.wv(x).view(2, 6, 2, 8).transpose(1, 2).repeat_interleave(2, dim=1)
     scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     expected = attention.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
@@ -106,7 +109,7 @@ def test_flops_per_token_equal_a_count_by_hand():
     sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=6, vocab_size=10)
     multiply_adds = 4 * 4 + 2 * (4 * 2) + 4 * 4 + 3 * (4 * 6) + 4 * 10
     attention = 4 * (1 + 2 + 3 + 4 + 5) / 5 * 2  # token i attends to i keys; scores and values
-    assert Llama(sizes).flops_per_token(5) == 3 * 2 * (multiply_adds + attention)
+    assert llama(sizes).flops_per_token(5) == 3 * 2 * (multiply_adds + attention)
 
 
 def test_flops_of_8b_are_six_per_matrix_parameter_plus_attention():

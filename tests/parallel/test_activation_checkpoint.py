@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.llama.model import Llama
-from models.llama.plan import plan
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes, llama
 from tests.parallel.tiny_models import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.fields import settings
@@ -27,14 +25,14 @@ BATCH, SEQ = 2, 32
 def build_model(sizes, checkpointing, dtype=torch.bfloat16):
     """Return a model sharded over all ranks, without FSDP, whose gathered parameters would count as memory."""
     with torch.device("meta"):
-        model = Llama(sizes).to(dtype)
+        model = llama(sizes).to(dtype)
     ranks = dist.get_world_size()
     policies = {
         name: recompute_policy(int(name), checkpointing, gathers=ranks > 1, compiled=False) for name in model.layers
     }
     if ranks > 1:
         gathers = {name for name, policy in policies.items() if policy == "gathers"}
-        apply_tensor(model, plan(sizes), init_device_mesh("cpu", (ranks,)), True, gathers)
+        apply_tensor(model, model.plan(), init_device_mesh("cpu", (ranks,)), True, gathers)
     for name, block in model.layers.named_children():
         block.forward = block_forward(block.forward, policies[name], checkpointing, compiled=False)
     initialize(model, CPU, seed=0)

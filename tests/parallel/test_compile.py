@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead

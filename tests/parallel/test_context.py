@@ -8,13 +8,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from models.llama.model import CausalAttention
+from models.components import CausalAttention
+from models.spec import LayerKind
 from trainer.batch import Batch
 from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name
 from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
 from trainer.planning.recorder import Recorder
 
 create_float_mask = partial(create_dense_mask, dtype=torch.float32)
+FULL = LayerKind()
 
 
 def distinct_tokens(seq):
@@ -48,7 +50,7 @@ def attention(kv_heads, recompute):
     draw = torch.Generator().manual_seed(0)
     full = [torch.randn(2, heads, 32, 8, generator=draw).requires_grad_() for heads in (4, kv_heads, kv_heads)]
     weights = torch.randn(2, 4, 32, 8, generator=draw)
-    expected = CausalAttention()(*full, None)
+    expected = CausalAttention(FULL)(*full, None)
     (expected * weights).sum().backward()
 
     def local(tensor):
@@ -57,8 +59,8 @@ def attention(kv_heads, recompute):
 
     shards = [local(t).requires_grad_() for t in full]
     with Recorder() as forward:
-        mask = Mask(mesh, False, create_float_mask)(None, torch.zeros(2, 32 // size))
-        out = AllGatherAttention(CausalAttention(), mesh, recompute)(*shards, mask)
+        mask = Mask(FULL, mesh, False, create_float_mask)(None, torch.zeros(2, 32 // size))
+        out = AllGatherAttention(CausalAttention(FULL), mesh, recompute)(*shards, mask)
     with Recorder() as backward:
         (out * local(weights)).sum().backward()
     torch.testing.assert_close(out, local(expected))
@@ -88,7 +90,7 @@ def largest_difference_from_separate_documents(kernel):
     for row, row_lengths in enumerate(lengths):
         for start, length in zip(torch.tensor([0, *row_lengths]).cumsum(0).tolist(), row_lengths, strict=False):
             document = [t[row : row + 1, :, start : start + length] for t in full]
-            expected[row : row + 1, :, start : start + length] = CausalAttention()(*document, None)
+            expected[row : row + 1, :, start : start + length] = CausalAttention(FULL)(*document, None)
     (expected * weights).sum().backward()
 
     def local(tensor):
@@ -96,9 +98,9 @@ def largest_difference_from_separate_documents(kernel):
 
     shards = [(local(t) if size > 1 else t.detach().clone()).requires_grad_() for t in full]
     if kernel == "dense":
-        mask, attend = Mask(mesh, True, create_float_mask), CausalAttention()
+        mask, attend = Mask(FULL, mesh, True, create_float_mask), CausalAttention(FULL)
     else:
-        mask, attend = Mask(mesh, True, create_block_mask), FlexAttention(flex_attention)
+        mask, attend = Mask(FULL, mesh, True, create_block_mask), FlexAttention(FULL, flex_attention)
     if size > 1:
         attend = AllGatherAttention(attend, mesh, recompute=True)
     mask = mask(None, shard_tensor(documents, rank, size))
@@ -120,5 +122,9 @@ def test_attention_ends_at_document_boundaries(ranks, size, kernel):
 
 def test_the_name_of_the_attention_kernel():
     shapes = (1, 4, 32, 16), (1, 2, 32, 16)
-    assert kernel_name(shapes, False, torch.float32, torch.device("cpu")) == "flash_attention"
-    assert kernel_name(shapes, True, torch.float32, torch.device("cuda")) == "flex_attention"
+    cpu, gpu = ((torch.float32, torch.device(name)) for name in ("cpu", "cuda"))
+    assert kernel_name(FULL, shapes, 1, False, *cpu) == "flash_attention"
+    assert kernel_name(FULL, shapes, 1, True, *gpu) == "flex_attention"
+    assert kernel_name(LayerKind(softcap=2.0), shapes, 1, False, *cpu) == "math"
+    assert kernel_name(LayerKind(window=8), shapes, 1, False, *gpu) == "flex_attention"
+    assert kernel_name(LayerKind(window=32), shapes, 1, False, *cpu) == "flash_attention"

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model
 from trainer.config import ParallelConfig
 from trainer.loss import CrossEntropyHead

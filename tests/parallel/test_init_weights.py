@@ -1,5 +1,4 @@
-from models.llama.model import Llama
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes, llama
 from tests.parallel.test_fsdp import build
 from tests.training_runs import full, hash_of
 
@@ -54,7 +53,7 @@ def long_table():
 
     sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=4, vocab_size=2500)
     with torch.device("meta"):
-        model = Llama(sizes)
+        model = llama(sizes)
     initialize(model, torch.device("cpu"), seed=0)
     table = model.tok_embeddings.weight
     groups = table[:1024], table[1024:2048]

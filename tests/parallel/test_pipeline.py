@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from models.llama.model import Llama
-from models.llama.plan import plan
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes, llama
 from tests.parallel.tiny_models import build_model_parts, inputs, reference
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
@@ -29,8 +27,8 @@ SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, v
 
 def partition(sizes=SIZES, **config):
     with torch.device("meta"):
-        model = Llama(sizes)
-    return partition_blocks(model, plan(sizes), ParallelConfig(**config))
+        model = llama(sizes)
+    return partition_blocks(model, model.plan(), ParallelConfig(**config))
 
 
 def test_schedules_are_the_values_of_the_setting():

@@ -8,10 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead
@@ -53,8 +52,7 @@ def gradients_of_linears(sequence_parallel, recompute):
     weights_of_output = torch.randn(2, 8, 16, generator=draw, dtype=torch.float64)
     local = (lambda t: t.chunk(ranks, 1)[rank].clone()) if sequence_parallel else torch.clone
     x_full, x_local = x.clone().requires_grad_(), local(x).requires_grad_()
-    placement = Shard(1) if sequence_parallel else Replicate()
-    out = sharded(DTensor.from_local(x_local, mesh, [placement]))
+    out = sharded(x_local)
     expected = full(x_full)
     (out * local(weights_of_output)).sum().backward()
     (expected * weights_of_output).sum().backward()

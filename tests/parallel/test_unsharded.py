@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.profiler import ProfilerActivity, profile
 
-from models.llama.sizes import LlamaSizes
+from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.loss import CrossEntropyHead

@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from models.llama.model import Llama
-from models.llama.plan import plan
-from models.llama.sizes import LlamaSizes
+from models.decoder import Decoder
+from models.llama import LlamaSizes, llama
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import initialize
@@ -22,30 +21,31 @@ def build_model_parts(
     checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig(),  # noqa: B008  (frozen)
     compiled: bool = False,
     dtype: str = "fp32",
-) -> tuple[dict[Stage, Llama], Meshes]:
+) -> tuple[dict[Stage, Decoder], Meshes]:
     """Return this rank's stages of the model, with initial weights."""
     meshes = Meshes(ParallelDims.from_config(config, dist.get_world_size()), CPU)
     with torch.device("meta"):
-        model = Llama(sizes)
-    stages = stages_of_rank(partition_blocks(model, plan(sizes), config), meshes.model["pp"].get_local_rank(), config)
+        model = llama(sizes)
+    plan = model.plan()
+    stages = stages_of_rank(partition_blocks(model, plan, config), meshes.model["pp"].get_local_rank(), config)
     settings = (stages, meshes, config, checkpointing, compiled, dtype)
     model_parts = parallelize(
-        lambda: Llama(sizes), plan(sizes), *settings, document_mask=False, attention_backend=CPU_BACKEND
+        lambda: llama(sizes), plan, *settings, seq_len=16, document_mask=False, attention_backend=CPU_BACKEND
     )
     for part in model_parts.values():
         initialize(part, CPU, seed=0)
     return model_parts, meshes
 
 
-def build_model(sizes: LlamaSizes, config: ParallelConfig, **kwargs) -> Llama:
+def build_model(sizes: LlamaSizes, config: ParallelConfig, **kwargs) -> Decoder:
     """Return the parallelized model of a layout without a pipeline."""
     (model,) = build_model_parts(sizes, config, **kwargs)[0].values()
     return model
 
 
-def reference(sizes: LlamaSizes) -> Llama:
+def reference(sizes: LlamaSizes) -> Decoder:
     """Return the same model on one device, without parallelism."""
-    model = Llama(sizes)
+    model = llama(sizes)
     initialize(model, CPU, seed=0)
     return model
 

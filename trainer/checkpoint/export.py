@@ -1,7 +1,7 @@
 """Export of checkpoints to Hugging Face format."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.huggingface import permute_to_hf
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
     CHAT_TEMPLATE,
+    GENERATION_CONFIG,
     MODEL_FILE,
     ModelMetadata,
     Progress,
@@ -56,8 +58,9 @@ class HfExport:
             raise ConfigError("", f"{checkpoint}: {damage}") from None
         if model.tokenizer:
             self.files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
-        if (checkpoint / CHAT_TEMPLATE).exists():
-            self.files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
+        for name in (CHAT_TEMPLATE, GENERATION_CONFIG):
+            if (checkpoint / name).exists():
+                self.files[name] = (checkpoint / name).read_bytes()
 
     def num_bytes(self) -> int:
         return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
@@ -69,12 +72,14 @@ class HfExport:
             config = self.spec.huggingface.config(self.sizes, self.model.seq_len)
             config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.model.special_token_ids}
             _write_json(folder / "config.json", config)
-            _write_json(folder / "generation_config.json", self.model.special_token_ids)
+            _write_json(folder / GENERATION_CONFIG, self.model.special_token_ids)
             for name, content in self.files.items():
                 (folder / name).write_bytes(content)
 
     def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
-        entries = [self._entry(key, progress) for key in sorted(self.index, key=layer_order)]
+        parameters = sorted((key.removeprefix("model/") for key in self.index), key=layer_order)
+        stored = self.spec.huggingface.tensors(parameters)
+        entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
         metadata = {"format": "pt", _SOURCE: digest_of(self.checkpoint / manifest.NAME)}
         weight_map = {}
@@ -86,20 +91,21 @@ class HfExport:
             text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", text)
 
-    def _entry(self, key: str, progress: Progress) -> TensorWrite:
-        hf, head_dim, name, stored = (
-            self.spec.huggingface,
-            self.sizes.head_dim,
-            key.removeprefix("model/"),
-            self.index[key],
-        )
+    def _entry(self, name: str, parameters: Sequence[str], progress: Progress) -> TensorWrite:
+        """Return the tensor that contains the rows of these parameters. name: its name in Hugging Face's format."""
+        hf, head_dim = self.spec.huggingface, self.sizes.head_dim
 
-        def read(start: int, stop: int) -> Tensor:
-            rows = read_rows(self.checkpoint, key, stored, start, stop)
-            return hf.permute_to_hf(rows, head_dim) if hf.is_rope_permuted(name) else rows
+        def read(parameter: str, start: int, stop: int) -> Tensor:
+            key = f"model/{parameter}"
+            rows = read_rows(self.checkpoint, key, self.index[key], start, stop)
+            return permute_to_hf(rows, head_dim) if hf.is_permuted(parameter) else rows
 
-        pieces = partial(read_in_chunks, read, stored.shape, self.dtype, head_dim, progress)
-        return TensorWrite(hf.name(name), self.dtype, stored.shape, pieces)
+        def pieces() -> Iterator[Tensor]:
+            for parameter, shape in zip(parameters, shapes, strict=True):
+                yield from read_in_chunks(partial(read, parameter), shape, self.dtype, head_dim, progress)
+
+        shapes = [self.index[f"model/{parameter}"].shape for parameter in parameters]
+        return TensorWrite(name, self.dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

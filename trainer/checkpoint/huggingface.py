@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
+from models.huggingface import is_buffer, permute_from_hf, seq_len_of, text_config, text_name
+from models.sizes import text_of
 from models.spec import ModelSpec, SizeError, meta_model
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, require_match
@@ -35,6 +37,7 @@ from trainer.system.files import atomic_folder, folder_error, parse_json_object
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
 _ROWS = 4096
@@ -92,7 +95,7 @@ class ModelMetadata:
             raise CorruptError(f"unknown model family {self.family}; available: {', '.join(MODELS)}")
         spec = MODELS[self.family]
         try:
-            return spec, type(next(iter(spec.sizes.values())))(**self.sizes)
+            return spec, spec.huggingface.sizes_type(**self.sizes)
         except SizeError as error:
             raise CorruptError(f"{MODEL_FILE}: {error}") from None
         except TypeError:  # a name is missing or unknown
@@ -119,18 +122,18 @@ def _require_parameters(folder: Path, index: Mapping[str, TensorMetadata], param
 class HfModelFolder:
     """A folder with a model in Hugging Face format."""
 
-    def __init__(self, folder: Path, spec: ModelSpec):
-        """Raises ConfigError if the folder contains no model in this format, a model of another architecture, or tensors that
-        are not those of the model."""
+    def __init__(self, folder: Path, spec: ModelSpec | None = None):
+        """spec: expected model family, or None for any family. Raises ConfigError if the folder contains no model in this format,
+        a model of another architecture, or tensors that are not those of the model."""
         self.folder = folder
-        self.spec = spec
         if not os.path.exists(folder / "config.json"):
             message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
             raise ConfigError("", f"{folder}: {message}")
         try:
-            self.config = self._json("config.json")
-            self.sizes = spec.huggingface.sizes(self.config)
-            self.seq_len = spec.huggingface.seq_len(self.config)
+            self.config = text_config(self._json("config.json"))
+            self.spec = spec_of(self.config, spec)
+            self.sizes = self.spec.huggingface.sizes(self.config)
+            self.seq_len = seq_len_of(self.config)
             self.index = self._index(self._stored())
         except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None
@@ -186,22 +189,38 @@ class HfModelFolder:
         """Return parameter name of this project -> dtype, shape and file. stored: result of _stored. Raises a ConfigError that
         lists the tensors that are not those of the model."""
         hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
-        stored = {name: tensor for name, tensor in stored.items() if not hf.is_buffer(name)}
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        expected = {hf.name(name): parameter for parameter, name in names.items()}
+        self.keys = {name: name for name in stored}
+        """Name of a tensor of the text model -> its name in the files."""
+        if not any(name.startswith("model.layers.") for name in stored):  # a model of several modalities
+            self.keys = {inner: name for name in stored if (inner := text_name(name)) is not None}
+        stored = {name: stored[key] for name, key in self.keys.items() if not is_buffer(name)}
+        parameters = dict(model.named_parameters())
+        groups = hf.tensors(parameters)
+        expected = {name: torch.cat([parameters[p] for p in group]) for name, group in groups.items()}
+        originals = {parameter: name for name, parameter in parameters.items()}
         tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
         tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
         _require_parameters(self.folder, stored, expected | tied)
         for name, parameter in tied.items():
-            original = hf.name(names[parameter])
+            original = hf.name(originals[parameter])
             if not self._equal(name, stored[name], original, stored[original]):
                 raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
-        return {name: stored[hf.name(name)] for name in names.values()}
+        index = {}
+        self.first_rows: dict[str, int] = {}
+        """Name of a parameter -> its first row in the stored tensor."""
+        for name, group in groups.items():
+            start = 0
+            for p in group:
+                shape = tuple(parameters[p].shape)
+                chunk = Chunk(stored[name].chunks[0].file, (0,) * len(shape), shape)
+                index[p], self.first_rows[p] = TensorMetadata(stored[name].dtype, shape, (chunk,)), start
+                start += shape[0]
+        return {name: index[name] for name in parameters}
 
     def _equal(self, name_a: str, a: TensorMetadata, name_b: str, b: TensorMetadata) -> bool:
         """Return whether two stored tensors of the same shape have the same dtype and content."""
         with _open_tensors(self._path(a)) as file_a, _open_tensors(self._path(b)) as file_b:
-            tensor_a, tensor_b = file_a.get_slice(name_a), file_b.get_slice(name_b)
+            tensor_a, tensor_b = file_a.get_slice(self.keys[name_a]), file_b.get_slice(self.keys[name_b])
             chunks = (slice(start, start + _ROWS) for start in range(0, a.shape[0], _ROWS))
             return a.dtype == b.dtype and all(torch.equal(tensor_a[rows], tensor_b[rows]) for rows in chunks)
 
@@ -217,13 +236,28 @@ class HfModelFolder:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
         complete heads are read. key: name of the parameter, with or without the prefix model/."""
         name, head_dim = key.removeprefix("model/"), self.sizes.head_dim
-        tensor = tensors.get_slice(self.spec.huggingface.name(name))
-        if not self.spec.huggingface.is_rope_permuted(name):
-            return tensor[ranges]
-        start, stop = ranges[0].start, ranges[0].stop
+        tensor = tensors.get_slice(self.keys[self.spec.huggingface.name(name)])
+        start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
+        if not self.spec.huggingface.is_permuted(name):
+            return tensor[(slice(start, stop), *ranges[1:])]
         first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
-        rows = self.spec.huggingface.permute_from_hf(tensor[(slice(first, last), *ranges[1:])], head_dim)
+        rows = permute_from_hf(tensor[(slice(first, last), *ranges[1:])], head_dim)
         return rows[start - first : stop - first]
+
+
+def spec_of(config: Mapping[str, Any], expected: ModelSpec | None = None) -> ModelSpec:
+    """Return the first model family with the type of a config.json, or the expected family. Raises ValueError."""
+    default = None if expected is None else expected.huggingface.model_type
+    model_type = config.get("model_type", default)
+    types = {spec.huggingface.model_type: spec for spec in reversed(MODELS.values())}
+    if expected is not None:
+        types = {default: expected}
+    if not isinstance(model_type, str) or model_type not in types:
+        supported = (
+            f"this model supports only {text_of(default)}" if expected else f"expected one of {', '.join(types)}"
+        )
+        raise ValueError(f"model_type {text_of(model_type)}: {supported}")
+    return types[model_type]
 
 
 def _open_tensors(path: Path):
@@ -290,10 +324,13 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
                 e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
             }
         tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
-        ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id") if key in folder.config}
+        ids = {
+            key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config
+        }
         model = ModelMetadata(family, asdict(folder.sizes), folder.seq_len, "", tuple(tokenizer_files), ids, {}, ())
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
-        contents |= {name: folder.content(name) for name in tokenizer_files}
+        carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
+        contents |= {name: folder.content(name) for name in (*tokenizer_files, *carried)}
         for name, content in contents.items():
             files[name] = manifest.write_file(unfinished / name, content)
         manifest.write(unfinished, Manifest(files, {"from": str(folder.folder)}))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models import MODELS
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors
@@ -45,7 +44,7 @@ class WeightSource:
             except CorruptError as damage:
                 raise ConfigError("", f"{folder}: {damage}") from None
         elif (folder / "config.json").exists():
-            self.hf_folder = HfModelFolder(folder, spec or next(iter(MODELS.values())))
+            self.hf_folder = HfModelFolder(folder, spec)
             self.spec, self.sizes, self.read = self.hf_folder.spec, self.hf_folder.sizes, self.hf_folder.read
             self.index = {f"model/{name}": stored for name, stored in self.hf_folder.index.items()}
         else:

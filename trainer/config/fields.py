@@ -87,7 +87,9 @@ def type_name(type_: Any) -> str:
         return "one of " + ", ".join(typing.get_args(type_))
     if is_list(type_):
         member = typing.get_args(type_)[0]
-        return "a list of " + (" | ".join(typing.get_args(member)) if member is not str else "names")
+        if typing.get_origin(member) is typing.Literal:
+            return "a list of " + " | ".join(typing.get_args(member))
+        return "a list of " + ("names" if member is str else "values")
     if typing.get_origin(type_) is tuple:
         return f"a list of {len(typing.get_args(type_))} numbers"
     return {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}[type_]
@@ -122,11 +124,11 @@ def parse_text(text: str, type_: Any) -> Any:
         words = [word for word in _words(text) if word or member is not str]  # empty names are dropped
         return coerce([parse_text(word, member) for word in words], type_)
     with suppress(ValueError):
-        return coerce(text, type_)  # the type is text, a choice or none
-    if text in ("true", "false"):
-        return coerce(text == "true", type_)
-    is_integer = re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text)
-    return coerce(int(text) if is_integer else float(text), type_)
+        if text in ("true", "false"):
+            return coerce(text == "true", type_)
+        is_integer = re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text)
+        return coerce(int(text) if is_integer else float(text), type_)
+    return coerce(text, type_)  # the type is text, a choice or none
 
 
 def _words(text: str) -> list[str]:

@@ -87,7 +87,9 @@ class ModelConfig:
     """Name of the model family: a key of MODELS in models/__init__.py."""
     size: Annotated[str, FIXED] = "debug"
     """Name of one of the family's model sizes."""
-    overrides: Annotated[Mapping[str, int | float | bool], FIXED] = field(default_factory=dict)
+    overrides: Annotated[Mapping[str, int | float | bool | str | tuple[int | float | bool | str, ...]], FIXED] = field(
+        default_factory=dict
+    )
     """Dimensions that replace those of the named size: `overrides = { n_layers = 4 }` or `--model.overrides.n_layers 4`."""
 
 

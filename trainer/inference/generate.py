@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from models.components import attention_kernel
+from models.spec import LayerKind
 from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
@@ -22,24 +23,59 @@ from trainer.runtime.distributed import run_on_rank_0
 
 
 class CachedAttention(nn.Module):
-    """Causal attention with a KV cache: new tokens attend to themselves and to all cached tokens."""
+    """Causal attention with a KV cache: new tokens attend to themselves and to cached tokens. The cache of a layer with a window
+    contains only the tokens that later tokens may attend to."""
 
-    def __init__(self, kv_heads: int, max_seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        kind: LayerKind,
+        kv_heads: int,
+        max_seq_len: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__()
-        self.kv_cache = torch.empty(2, 1, kv_heads, max_seq_len, head_dim, dtype=dtype, device=device)
-        self.length = 0
+        self.kernel, self.window = attention_kernel(kind), kind.window or max_seq_len
+        # Twice the window: its tokens move to the start only when the cache is full.
+        size = min(max_seq_len, 2 * self.window)
+        self.kv_cache = torch.empty(2, 1, kv_heads, size, head_dim, dtype=dtype, device=device)
+        self.first = self.end = 0
+        """Position of the first cached token, and the position after the last."""
+
+    def truncate(self, length: int) -> bool:
+        """Remove the tokens from position `length` on. Return False, and remove all, if the cache lacks tokens that the token at
+        this position attends to."""
+        is_complete = self.first <= max(0, length - self.window + 1)
+        self.end = length if is_complete else 0
+        self.first = self.first if is_complete else 0
+        return is_complete
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         """q: (1, heads, new tokens, head_dim); k, v: (1, kv heads, new tokens, head_dim)."""
-        start, self.length = self.length, self.length + k.shape[2]
-        self.kv_cache[:, :, :, start : self.length] = torch.stack((k, v))
-        keys, values = self.kv_cache[:, :, :, : self.length]
-        new = q.shape[2]
-        attn_mask = None
-        if new > 1 and start:  # is_causal would align the causal mask with the first key
-            attn_mask = torch.ones(new, self.length, dtype=torch.bool, device=q.device).tril(start)
-        is_causal, enable_gqa = new > 1 and not start, q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        kv = self._append(torch.stack((k, v)))
+        rows, columns = q.shape[2], kv.shape[3]
+        if rows == 1:  # it needs no mask
+            return self.kernel(q, *kv[:, :, :, -self.window :], None)
+        visible = None
+        if columns > rows or columns > self.window:
+            ages = torch.arange(columns, device=q.device)
+            ages = ages[columns - rows :, None] - ages
+            visible = (ages >= 0) & (ages < self.window)
+        return self.kernel(q, *kv, visible)
+
+    def _append(self, new: Tensor) -> Tensor:
+        """Cache new tokens. Return all tokens that were cached, followed by the new ones, (2, 1, kv heads, tokens, head_dim)."""
+        used, size = self.end - self.first, self.kv_cache.shape[3]
+        total = used + new.shape[3]
+        self.end += new.shape[3]
+        if total <= size:
+            self.kv_cache[:, :, :, used:total] = new
+            return self.kv_cache[:, :, :, :total]
+        kv = torch.cat((self.kv_cache[:, :, :, :used], new), dim=3)
+        self.kv_cache[:, :, :, : self.window] = kv[:, :, :, -self.window :]
+        self.first = self.end - self.window
+        return kv
 
 
 @dataclass(frozen=True)
@@ -82,14 +118,14 @@ class TextGenerator:
         self.tokenizer, own_template, trained_seq_len = _load_tokenizer(folder, weights)
         self.chat_template = chat_template or own_template
         self.max_seq_len = max_seq_len or trained_seq_len
-        spec, sizes = weights.spec, weights.sizes
-        plan, ranks = spec.plan(sizes), dist.get_world_size()
+        spec, sizes = weights.spec, weights.sizes.for_seq_len(self.max_seq_len)
+        with torch.device("meta"):
+            self.model = spec.model(sizes).to(dtype)
+        plan, ranks = self.model.plan(), dist.get_world_size()
         for name in plan.tp_divisible:
             if getattr(sizes, name) % ranks:
                 message = f"the number of ranks, {ranks}, must divide {name} {getattr(sizes, name)} of {folder}"
                 raise ConfigError("", message)
-        with torch.device("meta"):
-            self.model = spec.model(sizes).to(dtype)
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
             apply_tensor(self.model, plan, mesh, sequence_parallel=False, recompute_gathers=())
@@ -98,8 +134,10 @@ class TextGenerator:
         weights.load_into(dict(self.model.named_parameters()))
         self.caches = []
         try:
-            for block in self.model.get_submodule(plan.blocks).children():
-                cache = CachedAttention(sizes.n_kv_heads // ranks, self.max_seq_len, sizes.head_dim, dtype, device)
+            blocks = self.model.get_submodule(plan.blocks).children()
+            for block, kind in zip(blocks, plan.layer_kinds, strict=True):
+                shape = sizes.n_kv_heads // ranks, self.max_seq_len, sizes.head_dim
+                cache = CachedAttention(plan.kinds[kind], *shape, dtype, device)
                 block.set_submodule(plan.attention, cache)
                 self.caches.append(cache)
         except (RuntimeError, MemoryError):
@@ -138,8 +176,10 @@ class TextGenerator:
         start = 0
         while start < min(len(self.cached_tokens), len(tokens) - 1) and self.cached_tokens[start] == tokens[start]:
             start += 1
-        for cache in self.caches:
-            cache.length = start
+        if not all([cache.truncate(start) for cache in self.caches]):
+            start = 0
+            for cache in self.caches:
+                cache.truncate(0)
         new = torch.tensor([tokens[start:]], device=self.device)
         positions = torch.arange(start, len(tokens), device=self.device)[None]
         logits = self.model(new, positions, torch.zeros_like(new))

@@ -1,7 +1,7 @@
-"""Attention masks and kernels for documents packed into one sample and for sequences split over the cp axis.
+"""Attention masks and kernels for windows, for documents packed into one sample and for sequences split over the cp axis.
 
-The mask is computed once per forward, for all blocks. On a CPU it is a dense tensor that is added to the scores. On a GPU it is
-the block mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
+Each kind of layer has one mask per forward. On a CPU it is a dense tensor that is added to the scores. On a GPU it is the block
+mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
 from collections.abc import Callable, Collection
@@ -14,16 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from models.spec import ParallelPlan
+from models.components import attention_kernel
+from models.spec import LayerKind, ParallelPlan
 from trainer.parallel.context import AllGatherAttention, all_gather_sequence, shard_tensor
 
 
 class Mask(nn.Module):
     """A module that computes a causal mask. If by_document is true, tokens attend only to tokens of their own document."""
 
-    def __init__(self, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]):
+    def __init__(self, kind: LayerKind, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]):
         """create: torch's create_block_mask, or another function with the same signature."""
         super().__init__()
+        self.window = kind.window
         self.cp = cp
         self.by_document = by_document
         self.create = create
@@ -37,8 +39,10 @@ class Mask(nn.Module):
         column_docs = all_gather_sequence(documents, self.cp, dim=1) if self.by_document else None
 
         def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            causal = rows[row] >= column
-            return causal if column_docs is None else causal & (documents[batch, row] == column_docs[batch, column])
+            visible = rows[row] >= column
+            if self.window is not None:
+                visible = visible & (rows[row] - column < self.window)
+            return visible if column_docs is None else visible & (documents[batch, row] == column_docs[batch, column])
 
         batch = len(documents) if self.by_document else None
         return self.create(is_visible, batch, None, num_rows, len(tokens), device=documents.device.type)
@@ -54,65 +58,97 @@ def create_dense_mask(is_visible: Callable[..., Tensor], *sizes: int | None, dev
 
 
 class FlexAttention(nn.Module):
-    def __init__(self, attend: Callable[..., Tensor]):
+    def __init__(self, kind: LayerKind, attend: Callable[..., Tensor]):
         """attend: torch's flex_attention, which materializes all scores unless it is compiled."""
         super().__init__()
+        self.kind = kind
         self.attend = attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq, head_dim)."""
-        return self.attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        cap = self.kind.softcap
+
+        def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return cap * torch.tanh(score / cap)
+
+        return self.attend(
+            q,
+            k,
+            v,
+            score_mod=None if cap is None else capped,
+            block_mask=mask,
+            scale=self.kind.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Functions that make the mask and the kernel of attention over split sequences or within document boundaries."""
+    """Functions that make the masks and the kernels of attention."""
 
-    mask: Callable[[DeviceMesh, bool, torch.dtype], nn.Module]
-    """Function (cp axis, by_document, dtype of the computation) -> module that computes the mask."""
-    attention: Callable[[nn.Module], nn.Module]
-    """Function (attention kernel of the model) -> kernel that takes the mask."""
+    mask: Callable[[LayerKind, DeviceMesh, bool, torch.dtype], nn.Module]
+    """Function (kind of layer, cp axis, by_document, dtype of the computation) -> module that computes the mask."""
+    attention: Callable[[LayerKind], nn.Module]
+    """Function (kind of layer) -> kernel that takes the mask."""
 
 
 CPU_BACKEND = AttentionBackend(
-    lambda cp, by_document, dtype: Mask(cp, by_document, partial(create_dense_mask, dtype=dtype)), lambda kernel: kernel
+    lambda kind, cp, by_document, dtype: Mask(kind, cp, by_document, partial(create_dense_mask, dtype=dtype)),
+    attention_kernel,
 )
 GPU_BACKEND = AttentionBackend(
-    lambda cp, by_document, dtype: Mask(cp, by_document, torch.compile(create_block_mask)),
-    lambda kernel: FlexAttention(torch.compile(flex_attention)),
+    lambda kind, cp, by_document, dtype: Mask(kind, cp, by_document, torch.compile(create_block_mask)),
+    lambda kind: FlexAttention(kind, torch.compile(flex_attention)),
 )
+
+
+def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
+    """Return whether a layer has causal attention to all earlier tokens of the sample, without further operations on the scores.
+    seq_len: of a sample, in tokens. cp: number of ranks over which each sequence is split."""
+    has_window = kind.window is not None and kind.window < seq_len
+    return cp == 1 and not by_document and not has_window and kind.softcap is None
 
 
 def kernel_name(
-    shapes: tuple[tuple[int, ...], tuple[int, ...]], masked: bool, dtype: torch.dtype, device: torch.device
+    kind: LayerKind,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    cp: int,
+    by_document: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> str:
-    """Return the name of the attention kernel in training, such as "flash_attention". shapes: of q and of k and v on this rank.
-    masked: whether attention gets a mask."""
-    if masked and device.type != "cpu":
+    """Return the name of the attention kernel in training, such as "flash_attention". shapes: of q, and of k and v, on a rank."""
+    is_masked = not is_plain(kind, shapes[1][2], cp, by_document)
+    if is_masked and device.type != "cpu":
         return "flex_attention"
+    if kind.softcap is not None:
+        return "math"
     q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
-    mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=dtype, device=device) if masked else None
+    mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=dtype, device=device) if is_masked else None
     gqa = q.shape[1] != k.shape[1]
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=not masked, enable_gqa=gqa)).name.lower()
+    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=not is_masked, enable_gqa=gqa)).name.lower()
 
 
 def apply_attention(
     model: nn.Module,
     plan: ParallelPlan,
     cp: DeviceMesh,
+    seq_len: int,
     by_document: bool,
     dtype: torch.dtype,
     attention_backend: AttentionBackend,
     recompute_gathers: Collection[str],
 ) -> None:
-    """Replace the model's attention kernels and mask, in place, if sequences are split or by_document is true. by_document:
-    whether attention ends at document boundaries. recompute_gathers: names of the blocks in which backward repeats
+    """Replace the kernels and masks of the layers whose attention is not plain, in place. seq_len: of a sample, in tokens.
+    by_document: whether attention ends at document boundaries. recompute_gathers: names of the blocks in which backward repeats
     the gather of keys and values."""
-    if cp.size() == 1 and not by_document:
-        return
-    model.set_submodule(plan.mask, attention_backend.mask(cp, by_document, dtype))
+    replaced = {name: kind for name, kind in plan.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)}
+    for name, kind in replaced.items():
+        model.set_submodule(f"{plan.masks}.{name}", attention_backend.mask(kind, cp, by_document, dtype))
     for name, block in model.get_submodule(plan.blocks).named_children():
-        kernel = attention_backend.attention(block.get_submodule(plan.attention))
+        if (kind := replaced.get(plan.layer_kinds[int(name)])) is None:
+            continue
+        kernel = attention_backend.attention(kind)
         if cp.size() > 1:
             kernel = AllGatherAttention(kernel, cp, name in recompute_gathers)
         block.set_submodule(plan.attention, kernel)

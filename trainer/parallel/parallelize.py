@@ -29,14 +29,15 @@ def parallelize(
     checkpointing: ActivationCheckpointConfig,
     compiled: bool,
     dtype: str,
+    seq_len: int,
     document_mask: bool,
     attention_backend: AttentionBackend,
 ) -> dict[Stage, nn.Module]:
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
-    compiled: whether to compile each block. dtype: dtype of the computation ("bf16", "fp32"). document_mask: whether attention
-    ends at document boundaries.
+    compiled: whether to compile each block. dtype: dtype of the computation ("bf16", "fp32"). seq_len: of a sample, in tokens.
+    document_mask: whether attention ends at document boundaries.
 
     FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Compilation is applied after tensor
     parallelism, so that the compiler sees sharded matrices. Recomputation is compiled together with the block, except full
@@ -57,7 +58,7 @@ def parallelize(
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
-        apply_attention(model, plan, cp, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
+        apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():
             block.forward = block_forward(

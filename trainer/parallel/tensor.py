@@ -8,6 +8,7 @@ degree of tensor parallelism.
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,17 +37,36 @@ class _Embedding(RowwiseParallel):
 
 
 class _Norm(SequenceParallel):
-    """Style of a norm. With the placement Replicate, each rank normalizes the full sequence."""
+    """Style of a norm whose weight is replicated. The gradients of the ranks are added."""
 
     def __init__(self, placement: Placement):
-        super().__init__()
+        """placement: of input and output, which are local tensors. Shard(1) for a sequence that is split, Replicate for a full
+        sequence, Shard(2) for heads (batch, seq, heads, head_dim)."""
+        super().__init__(use_local_output=True)
         self.sequence_sharding = (placement,)
+
+
+class _AllHeadsNorm(ParallelStyle):
+    """Style of a norm over the dims of all heads. Each rank has its own heads; the ranks add their sums of squares."""
+
+    def _apply(self, module: nn.RMSNorm, mesh: DeviceMesh) -> nn.Module:
+        module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
+
+        def forward(x: Tensor) -> Tensor:
+            local = DTensor.from_local(x.flatten(-2).float(), mesh, [Shard(2)], run_check=False)
+            mean_square = local.square().mean(-1, keepdim=True).redistribute(placements=[Replicate()])
+            return (local * (mean_square + module.eps).rsqrt() * module.weight).to_local().type_as(x).view_as(x)
+
+        module.forward = forward
+        return module
 
 
 @dataclass
 class _Gather(ParallelStyle):
-    """Style of a module whose parameters all belong to submodules. Its input, a DTensor, is gathered once for all submodules."""
+    """Style of a module whose parameters all belong to submodules. Its input is gathered once for all submodules."""
 
+    placement: Placement
+    """Placement of the input, a local tensor."""
     recompute: bool
     """Whether autograd saves only this rank's shard of the input, and backward repeats the gather."""
 
@@ -54,23 +74,28 @@ class _Gather(ParallelStyle):
         original_forward = module.forward
 
         # A function, not a partial, which would give every compiled block its own graph.
-        def forward(x: DTensor, *args: Tensor) -> Tensor:
+        def forward(x: Tensor, *args: Any) -> Tensor:
+            x = DTensor.from_local(x, mesh, [self.placement], run_check=False)
             return call_with_gathered(original_forward, _replicate, x, *args, recompute=self.recompute)
 
         module.forward = forward
         return module
 
 
+@dataclass
 class _Output(ParallelStyle):
-    """Style of the output projection, which is sharded along the vocabulary. Its input is the output of a norm. If the
-    caller passes a head, the head receives the full sequence and the weight, both as DTensors. Otherwise every rank returns the
-    full logits."""
+    """Style of the output projection, which is sharded along the vocabulary. If the caller passes a head, the head receives the
+    full sequence and the weight, both as DTensors. Otherwise every rank returns the full logits."""
+
+    placement: Placement
+    """Placement of the hidden state, a local tensor."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
         original_forward = module.forward
 
-        def forward(hidden: DTensor, head: Head | None = None) -> Tensor:
+        def forward(hidden: Tensor, head: Head | None = None) -> Tensor:
+            hidden = DTensor.from_local(hidden, mesh, [self.placement], run_check=False)
             result = original_forward(_replicate(hidden), head)
             return _replicate(result).to_local() if isinstance(result, DTensor) else result
 
@@ -88,10 +113,12 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
         "norm": _Norm(residual),
-        "gather": _Gather(recompute_all_gather and sequence_parallel),
+        "head_norm": _Norm(Shard(2)),
+        "all_heads_norm": _AllHeadsNorm(),
+        "gather": _Gather(residual, recompute_all_gather and sequence_parallel),
         "column": ColwiseParallel(),
         "row": RowwiseParallel(output_layouts=residual),
-        "output": _Output(),
+        "output": _Output(residual),
     }
 
 

@@ -13,13 +13,14 @@ from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from models.components import CausalAttention
 from trainer import loss
 from trainer.loss import chunk_starts
 from trainer.parallel.attention import AttentionBackend
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
 
-FAKE_GPU_KERNELS = AttentionBackend(lambda cp, by_document, dtype: _NoMask(), lambda plain: plain)
+FAKE_GPU_KERNELS = AttentionBackend(lambda kind, cp, by_document, dtype: _NoMask(), CausalAttention)
 """Plain attention without a mask. It simulates flex_attention, because both save the same tensors and block masks are small."""
 
 

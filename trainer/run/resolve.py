@@ -1,13 +1,13 @@
 """Resolution of a configuration for a given world size, without a process group."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from models import MODELS
-from models.spec import ModelSpec, SizeError, meta_model
+from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
 from trainer.config import Config, ConfigError, ModelConfig
-from trainer.config.fields import Setting, coerce, did_you_mean, settings, type_name
+from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
 from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -23,6 +23,7 @@ from trainer.runtime import device as devices
 class ResolvedRun:
     spec: ModelSpec
     sizes: Any
+    plan: ParallelPlan
     dims: ParallelDims
     stages: list[Stage]
     hidden_shape: tuple[int, int, int]
@@ -51,7 +52,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     spec, sizes = resolve_model(config.model)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
-    plan = spec.plan(sizes)
+    model = meta_model(spec.model, sizes)
+    plan = model.plan()
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
@@ -63,7 +65,6 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
     name = f"{config.model.name}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
-    model = meta_model(spec.model, sizes)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:
         factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
@@ -92,6 +93,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     return ResolvedRun(
         spec=spec,
         sizes=sizes,
+        plan=plan,
         dims=dims,
         stages=partition_blocks(model, plan, config.parallel),
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
@@ -122,14 +124,14 @@ def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
         message = f"expected one of {', '.join(spec.sizes)}"
         raise ConfigError("model.size", f"{message} for {config.name}{did_you_mean(config.size, spec.sizes)}")
     sizes = spec.sizes[config.size]
-    values = asdict(sizes)
+    values, types = asdict(sizes), {field.name: field.type for field in fields(sizes)}
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"
         if name not in values:
             raise ConfigError(key, f"{config.name} has no dimension of this name{did_you_mean(name, values)}")
-        type_ = type(values[name])
+        type_ = types[name]
         try:
-            values[name] = coerce(value, type_)
+            values[name] = parse_text(value, type_) if isinstance(value, str) else coerce(value, type_)
         except ValueError:
             raise ConfigError(key, f"expected {type_name(type_)}") from None
     try:

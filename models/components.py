@@ -1,0 +1,243 @@
+"""The parts of a decoder: norms, feed-forward layers, attention, embedding and output.
+
+TENSOR of a class names the tensor-parallel style of its modules, relative to the module itself: a key of styles() in
+trainer/parallel/tensor.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.recompute import call_with_recomputed
+from models.rope import rotate_halves, without_rotation
+from models.sizes import Sizes
+from models.spec import Head, LayerKind
+
+Norm = Callable[[int], nn.Module]
+"""Function (width) -> norm."""
+
+# ---------------------------------------------------------------- norms
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in fp32. The weight starts at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+class AllHeadsRMSNorm(nn.RMSNorm):
+    """RMSNorm over the dims of all heads together."""
+
+    TENSOR: ClassVar = {"": "all_heads_norm"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (batch, seq, heads, head_dim)."""
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
+# ---------------------------------------------------------------- feed-forward layers
+
+
+@dataclass(frozen=True)
+class Activation:
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """Function (gradient, input) -> gradient of the input."""
+
+
+SILU = Activation(F.silu, torch.ops.aten.silu_backward)
+GELU_TANH = Activation(
+    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
+)  # fmt: skip
+
+
+class GatedProduct(torch.autograd.Function):
+    """activation(gate) * up. Autograd saves the two factors, but not activation(gate)."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation, ctx.factors = activation, None
+        return activation.forward(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.factors or ctx.saved_tensors
+        ctx.factors = None
+        return ctx.activation.backward(gradient * up, gate), ctx.activation.forward(gate).mul_(gradient), None
+
+    @staticmethod
+    def recompute(ctx: Any) -> Tensor:
+        """Compute the result of forward from the saved factors. Backward must not have run yet. ctx: the result's `grad_fn`."""
+        gate, up = ctx.factors = ctx.saved_tensors  # an activation checkpoint provides them only once
+        return ctx.activation.forward(gate).mul_(up)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU, or GeGLU with the activation GELU_TANH (Shazeer 2020, arXiv:2002.05202)."""
+
+    TENSOR: ClassVar = {"": "gather", "w1": "column", "w3": "column", "w2": "row"}
+
+    def __init__(self, sizes: Sizes, activation: Activation = SILU):
+        super().__init__()
+        self.activation = activation
+        self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
+        self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
+        self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w1(x), self.w3(x)  # (batch, seq, local hidden)
+        if torch.compiler.is_compiling():
+            return self.w2(self.activation.forward(gate) * up)  # the compiler chooses which tensors to save
+        hidden = GatedProduct.apply(gate, up, self.activation)
+        if hidden.grad_fn is None:
+            return self.w2(hidden)
+        # Autograd would save four tensors; two are saved.
+        return call_with_recomputed(self.w2, hidden, partial(GatedProduct.recompute, hidden.grad_fn))
+
+
+# ---------------------------------------------------------------- attention
+
+
+class CausalMask(nn.Module):
+    """The mask of one kind of layer, computed once for all layers of the kind. The trainer replaces this module if a run needs
+    another mask.
+
+    Every token attends to itself and to earlier tokens of its sample, even if they belong to other documents.
+    """
+
+    def __init__(self, window: int | None):
+        super().__init__()
+        self.window = window
+
+    def forward(self, positions: Tensor, documents: Tensor) -> Tensor | None:
+        """Return whether a row's token attends to a column's token, (seq, seq). None, if every token attends to all earlier
+        tokens, because the kernel is causal without a mask. positions, documents: (batch, seq)."""
+        seq = positions.shape[1]
+        if self.window is None or self.window >= seq:
+            return None
+        visible = torch.ones(seq, seq, dtype=torch.bool, device=positions.device)
+        return visible.tril().triu(1 - self.window)
+
+
+class CausalAttention(nn.Module):
+    """The attention kernel. Without a mask, q, k and v must contain the full sequence in order."""
+
+    def __init__(self, kind: LayerKind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, or boolean;
+        broadcast to (batch, heads, seq, seq); None for causal attention, in which a single query attends to all keys."""
+        is_causal, gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.kind.scale, enable_gqa=gqa)
+
+
+class CappedAttention(CausalAttention):
+    """The attention kernel with a limit for the scores. It computes all scores at once, so it takes memory in proportion to the
+    square of the sequence length."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scale = q.shape[-1] ** -0.5 if self.kind.scale is None else self.kind.scale
+        groups = q.unflatten(1, (k.shape[1], -1))  # (batch, kv heads, heads per kv head, seq, head_dim)
+        scores = groups @ k[:, :, None].mT * (scale / self.kind.softcap)
+        scores = scores.tanh() * self.kind.softcap
+        if mask is None and q.shape[2] > 1:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            mask = mask[:, :, None] if mask.dim() == 4 else mask
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        weights = scores.softmax(-1, dtype=torch.float32).type_as(v)
+        return (weights @ v[:, :, None]).flatten(1, 2)
+
+
+def attention_kernel(kind: LayerKind) -> CausalAttention:
+    return CausalAttention(kind) if kind.softcap is None else CappedAttention(kind)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    TENSOR: ClassVar = {
+        "": "gather",
+        "wq": "column",
+        "wk": "column",
+        "wv": "column",
+        "wo": "row",
+        "q_norm": "head_norm",
+        "k_norm": "head_norm",
+    }
+
+    def __init__(
+        self,
+        sizes: Any,
+        kind: LayerKind,
+        rotate: Callable[[Tensor, Any], Tensor] = rotate_halves,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ):
+        """sizes: models.sizes.Sizes. rotate: function that applies the positional encoding to queries and keys. q_norm, k_norm:
+        norms of queries and keys, (batch, seq, heads, head_dim)."""
+        super().__init__()
+        self.head_dim = sizes.head_dim
+        self.rotate = rotate if kind.rope is not None else without_rotation
+        q_dim, kv_dim = sizes.n_heads * sizes.head_dim, sizes.n_kv_heads * sizes.head_dim
+        self.wq = nn.Linear(sizes.dim, q_dim, bias=qkv_bias)
+        self.wk = nn.Linear(sizes.dim, kv_dim, bias=qkv_bias)
+        self.wv = nn.Linear(sizes.dim, kv_dim, bias=qkv_bias)
+        self.wo = nn.Linear(q_dim, sizes.dim, bias=out_bias)
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
+        self.core = attention_kernel(kind)
+
+    def forward(self, x: Tensor, rope: Any, mask: Any) -> Tensor:
+        """x: (batch, seq, dim). rope, mask: results of the layer kind's positional encoding and mask."""
+        # -1, not n_heads: under tensor parallelism a rank holds only its own heads.
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, local heads, head_dim)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        q, k = self.encode_positions(self.q_norm(q), self.k_norm(k), rope)
+        out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), mask)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+    def encode_positions(self, q: Tensor, k: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
+        return self.rotate(q, rope), self.rotate(k, rope)
+
+
+# ---------------------------------------------------------------- embedding and output
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose result is multiplied by a constant, which is rounded to the dtype of the table."""
+
+    def __init__(self, vocab_size: int, dim: int, scale: float):
+        super().__init__(vocab_size, dim)
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+
+
+class Output(nn.Linear):
+    """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only for this module."""
+
+    def __init__(self, dim: int, vocab_size: int, softcap: float | None = None):
+        """softcap: limit of the logits: softcap * tanh(logit / softcap) replaces a logit."""
+        super().__init__(dim, vocab_size, bias=False)
+        self.softcap = softcap
+
+    def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
+        if head is not None:
+            return head(h, self.weight) if self.softcap is None else head(h, self.weight, softcap=self.softcap)
+        logits = F.linear(h, self.weight)
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

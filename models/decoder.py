@@ -1,0 +1,117 @@
+"""The decoder that all model families share, and its initial weights.
+
+Plain torch on one device: parallelism, precision, checkpointing and export are applied from outside, by module name.
+Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w1, norm, output.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+from torch import Generator, Tensor, nn
+
+from models.components import CausalMask, Norm, OffsetRMSNorm, Output
+from models.sizes import Sizes
+from models.spec import Head, LayerKind, ParallelPlan
+
+
+class Decoder(nn.Module):
+    TENSOR: ClassVar = {"tok_embeddings": "embedding", "norm": "norm", "output": "output"}
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        kinds: Mapping[str, LayerKind],
+        layer_kinds: Sequence[str],
+        block: Callable[[LayerKind], nn.Module],
+        norm: Norm,
+        embedding: nn.Embedding | None = None,
+        output: Output | None = None,
+    ):
+        """kinds: name -> kind of layer. layer_kinds: name of each layer's kind. block: function that builds a layer. norm: builds
+        the last norm. embedding, output: built from the sizes unless given."""
+        super().__init__()
+        self.sizes = sizes
+        self.kinds = {name: kind for name, kind in kinds.items() if name in layer_kinds}
+        self.layer_kinds = tuple(layer_kinds)
+        self.masks = nn.ModuleDict({name: CausalMask(kind.window) for name, kind in self.kinds.items()})
+        self.tok_embeddings = embedding or nn.Embedding(sizes.vocab_size, sizes.dim)
+        self.layers = nn.ModuleDict({str(i): block(kinds[name]) for i, name in enumerate(layer_kinds)})
+        self.norm = norm(sizes.dim)
+        self.output = output or Output(sizes.dim, sizes.vocab_size)
+        if sizes.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
+        """See models.spec.Model."""
+        kind_of = {index: self.layer_kinds[int(index)] for index in self.layers}  # of the layers of this pipeline stage
+        shared = {}  # name of a kind -> positional encoding and mask
+        for name in dict.fromkeys(kind_of.values()):
+            rope = self.kinds[name].rope
+            shared[name] = None if rope is None else rope(positions), self.masks[name](positions, documents)
+        h = self.tok_embeddings(tokens)  # (batch, seq, dim)
+        for index, layer in self.layers.items():
+            h = layer(h, *shared[kind_of[index]])
+        return self.output(self.norm(h), head)
+
+    def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
+        """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
+        (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table is 1 / dim, because the table may also be
+        the output weight. The weights of wo and w2 are divided by sqrt(2 n_layers), because their outputs are added to the
+        residual stream (Radford et al. 2019, GPT-2). Norms start as multiplications by one, biases at zero."""
+        module, _, leaf = name.rpartition(".")
+        if module.endswith("norm"):
+            rows.fill_(0.0 if isinstance(self.get_submodule(module), OffsetRMSNorm) else 1.0)
+        elif leaf == "bias":
+            rows.zero_()
+        else:
+            into_residual = module.endswith(("attention.wo", "feed_forward.w2"))
+            std = rows.shape[1] ** -0.5
+            rows.normal_(0.0, std / math.sqrt(2 * self.sizes.n_layers) if into_residual else std, generator=generator)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """See models.spec.Model. A multiply-add is two operations. Backward costs twice as much as forward.
+
+        The count includes every linear layer (also the output projection) and the two matrix products of attention. A token
+        attends to (seq_len + 1) / 2 keys on average, and to at most the window's keys. Norms, activations and recomputation are
+        not counted.
+        """
+        linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
+        keys = 0  # of all tokens of a sequence in all layers
+        for name in self.layer_kinds:
+            window = min(self.kinds[name].window or seq_len, seq_len)
+            keys += window * (window + 1) // 2 + (seq_len - window) * window
+        attention = 2 * self.sizes.n_heads * self.sizes.head_dim * keys // seq_len
+        return 3 * 2 * (linear + attention)
+
+    def plan(self) -> ParallelPlan:
+        """See models.spec.Model."""
+        tied = self.output.weight is self.tok_embeddings.weight
+        # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.
+        tied_units = (("tok_embeddings", "norm", "output"),)
+        return ParallelPlan(
+            blocks="layers",
+            pre_blocks=("tok_embeddings",),
+            post_blocks=("norm", "output"),
+            fsdp_units=tied_units if tied else (("tok_embeddings",), ("norm", "output")),
+            tied=tied,
+            tensor=self.TENSOR,
+            tensor_block=_tensor_styles(self.layers["0"]),
+            tp_divisible=("n_heads", "n_kv_heads", "hidden_dim"),
+            attention="attention.core",
+            masks="masks",
+            kinds=self.kinds,
+            layer_kinds=self.layer_kinds,
+        )
+
+
+def _tensor_styles(block: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel styles that the modules of a block declare, by module name. A module's own declaration overrides
+    that of the module that contains it. Modules without parameters, such as the norms that a family does not have, need no style.
+    """
+    styles = {}
+    for name, module in block.named_modules():
+        for inner, style in getattr(module, "TENSOR", {}).items():
+            if any(True for _ in module.get_submodule(inner).parameters()):
+                styles[f"{name}.{inner}".strip(".")] = style
+    return styles

@@ -1,0 +1,94 @@
+"""Granite 3 (Granite Team 2024, https://github.com/ibm-granite/granite-3.0-language-models): a Llama whose embeddings, residual
+branches, attention scores and logits are multiplied by constants. Dimensions are those of the config.json files that IBM
+published."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.blocks import PreNormBlock
+from models.components import Attention, FeedForward, Output, ScaledEmbedding
+from models.decoder import Decoder
+from models.huggingface import HuggingFace, read_rope, write_rope
+from models.sizes import DecoderSizes
+from models.spec import Head, LayerKind, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteSizes(DecoderSizes):
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    """Factor of the scores, instead of 1 / sqrt(head_dim)."""
+    logits_scaling: float = 1.0
+    """Divisor of the logits."""
+    attention_bias: bool = False
+
+
+class GraniteBlock(PreNormBlock):
+    def __init__(self, multiplier: float, *args: Any):
+        super().__init__(*args)
+        self.multiplier = multiplier
+
+    def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), rope, mask) * self.multiplier
+        return h + self.feed_forward(self.ffn_norm(h)) * self.multiplier
+
+
+class ScaledOutput(Output):
+    def __init__(self, dim: int, vocab_size: int, divisor: float):
+        super().__init__(dim, vocab_size)
+        self.divisor = divisor
+
+    def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
+        return super().forward(h / self.divisor, head)
+
+
+def granite(sizes: GraniteSizes) -> Decoder:
+    norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
+
+    def block(kind: LayerKind) -> GraniteBlock:
+        attention = Attention(sizes, kind, qkv_bias=bias, out_bias=bias)
+        return GraniteBlock(sizes.residual_multiplier, sizes.dim, norm, attention, FeedForward(sizes))
+
+    return Decoder(
+        sizes,
+        {"full": LayerKind(rope=sizes.rope(), scale=sizes.attention_multiplier)},
+        ["full"] * sizes.n_layers,
+        block,
+        norm,
+        embedding=ScaledEmbedding(sizes.vocab_size, sizes.dim, sizes.embedding_multiplier),
+        output=ScaledOutput(sizes.dim, sizes.vocab_size, sizes.logits_scaling),
+    )
+
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_granite = partial(
+    GraniteSizes,
+    **{"n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "tied_embeddings": True},
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+)
+_2b = partial(_granite, dim=2048, head_dim=64, hidden_dim=8192, attention_multiplier=1 / 64, logits_scaling=8.0)
+_8b = partial(_granite, dim=4096, head_dim=128, hidden_dim=12800, attention_multiplier=1 / 128, logits_scaling=16.0)
+GRANITE3 = ModelSpec(
+    model=granite,
+    sizes={
+        "3.0-2b": _2b(vocab_size=49155),
+        "3.0-8b": _8b(vocab_size=49155),
+        "3.1-2b": _2b(vocab_size=49155, rope_theta=5e6),
+        "3.1-8b": _8b(vocab_size=49155, rope_theta=1e7),
+    },
+    huggingface=HuggingFace(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        sizes_type=GraniteSizes,
+        fixed={"hidden_act": "silu", "mlp_bias": False},
+        fields={name: name for name in ("head_dim", "attention_bias", *_MULTIPLIERS)},
+        defaults={"norm_eps": 1e-6, "tied_embeddings": False, "attention_bias": False}
+        | dict.fromkeys(_MULTIPLIERS, 1.0),
+        read=read_rope,
+        write=write_rope,
+    ),
+)

@@ -1,0 +1,147 @@
+"""Llama 2, 3, 3.1 and 3.2 (Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783). They share one model and
+differ only in its sizes. Dimensions are those that Meta published."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from models.blocks import PreNormBlock
+from models.components import Attention, FeedForward
+from models.decoder import Decoder
+from models.huggingface import HuggingFace, read_rope, text_of
+from models.rope import Llama3Rope, Rope, rotate_pairs
+from models.sizes import Sizes
+from models.spec import LayerKind, ModelSpec, SizeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes(Sizes):
+    rope_theta: float = 500_000.0
+    rope_factor: float = 1.0
+    """Factor by which positions may exceed original_seq_len (Llama 3.1); 1 disables the scaling of frequencies."""
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
+    """Sequence length of the original training, before the frequencies were scaled. It is used only if rope_factor is not 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.n_heads:
+            raise SizeError(f"n_heads {self.n_heads} must divide dim {self.dim}", "n_heads", "dim")
+        if self.head_dim % 2:
+            message = f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary embeddings rotate pairs"
+            raise SizeError(message, "n_heads", "dim")
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if high <= low:
+            message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
+            raise SizeError(message, "rope_high_freq_factor", "rope_low_freq_factor")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def context_window(self) -> int:
+        return round(self.original_seq_len * self.rope_factor) if self.rope_factor != 1.0 else 0
+
+    def rope(self) -> Rope:
+        if self.rope_factor == 1.0:
+            return Rope(dim=self.head_dim, theta=self.rope_theta)
+        return Llama3Rope(
+            dim=self.head_dim,
+            theta=self.rope_theta,
+            factor=self.rope_factor,
+            low_freq_factor=self.rope_low_freq_factor,
+            high_freq_factor=self.rope_high_freq_factor,
+            original_seq_len=self.original_seq_len,
+        )
+
+
+def llama(sizes: LlamaSizes) -> Decoder:
+    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+
+    def block(kind: LayerKind) -> PreNormBlock:
+        return PreNormBlock(sizes.dim, norm, Attention(sizes, kind, rotate_pairs), FeedForward(sizes))
+
+    return Decoder(sizes, {"full": LayerKind(rope=sizes.rope())}, ["full"] * sizes.n_layers, block, norm)
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    values = read_rope(config, types=("default", "llama3"))
+    values.pop("rope_type")
+    if "rope_original_seq_len" in values:
+        values["original_seq_len"] = values.pop("rope_original_seq_len")
+    width, heads, head_dim = (config.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
+    if (
+        type(width) is type(heads) is int
+        and heads > 0
+        and width % heads == 0
+        and head_dim not in (None, width // heads)
+    ):
+        message = f"must be hidden_size / num_attention_heads = {width // heads}"
+        raise ValueError(f"head_dim {text_of(head_dim)}: {message}")
+    return values
+
+
+def _write(sizes: LlamaSizes) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": sizes.rope_factor,
+        "low_freq_factor": sizes.rope_low_freq_factor,
+        "high_freq_factor": sizes.rope_high_freq_factor,
+        "original_max_position_embeddings": sizes.original_seq_len,
+    }
+    rope = {"rope_theta": sizes.rope_theta, "rope_scaling": scaling if sizes.rope_factor != 1.0 else None}
+    return {"head_dim": sizes.head_dim, **rope}
+
+
+_HUGGINGFACE = HuggingFace(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    sizes_type=LlamaSizes,
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    defaults={"norm_eps": 1e-6, "tied_embeddings": False},
+    read=_read,
+    write=_write,
+    is_paired=True,
+)
+_spec = partial(ModelSpec, model=llama, huggingface=_HUGGINGFACE)
+
+_llama2 = partial(LlamaSizes, vocab_size=32000, rope_theta=10_000.0)
+LLAMA2 = _spec(
+    sizes={
+        "7b": _llama2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
+        "13b": _llama2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824),
+        "70b": _llama2(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
+    }
+)
+
+_llama3 = partial(LlamaSizes, n_kv_heads=8, vocab_size=128256)
+LLAMA3 = _spec(
+    sizes={
+        # Small enough for a laptop, and divisible by every layout on eight ranks. The shipped tokenizer has 2048 tokens.
+        "debug": LlamaSizes(dim=128, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=352, vocab_size=2048),
+        "8b": _llama3(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),
+        "70b": _llama3(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672),
+    }
+)
+
+_llama3_1 = partial(_llama3, rope_factor=8.0)
+LLAMA3_1 = _spec(
+    sizes={
+        "8b": _llama3_1(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),
+        "70b": _llama3_1(dim=8192, n_layers=80, n_heads=64, hidden_dim=28672),
+        "405b": _llama3_1(dim=16384, n_layers=126, n_heads=128, hidden_dim=53248),
+    }
+)
+
+_llama3_2 = partial(_llama3, tied_embeddings=True, rope_factor=32.0)
+LLAMA3_2 = _spec(
+    sizes={
+        "1b": _llama3_2(dim=2048, n_layers=16, n_heads=32, hidden_dim=8192),
+        "3b": _llama3_2(dim=3072, n_layers=28, n_heads=24, hidden_dim=8192),
+    }
+)

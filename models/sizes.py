@@ -1,0 +1,177 @@
+"""Dimensions of models, and the rules that they must satisfy."""
+
+import json
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, TypeVar
+
+from models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
+from models.spec import LayerKind, SizeError
+
+T = TypeVar("T")
+
+# The upper limits keep arithmetic in range: of int64 for the bytes of a matrix, and of fp32 for the rotary frequencies.
+_RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("an integer from 1 to 2**24", lambda value: type(value) is int and 1 <= value <= 2**24),
+    float: ("a number from 1e-30 to 1e30", lambda value: type(value) in (int, float) and 1e-30 <= value <= 1e30),
+    bool: ("true or false", lambda value: type(value) is bool),
+    types.NoneType: ("null", lambda value: value is None),
+}
+
+
+def text_of(value: Any) -> str:
+    """Return a value of a configuration file as the file writes it, in at most 40 characters."""
+    return f"{json.dumps(value):.40}"
+
+
+def require(name: str, value: Any, type_: Any) -> None:
+    """Raise SizeError if the value is not of this type or out of range."""
+    rule, holds = _rule(type_)
+    if not holds(value):
+        raise SizeError(f"{name} {text_of(value)} must be {rule}", name)
+
+
+def _rule(type_: Any) -> tuple[str, Callable[[Any], bool]]:
+    if type_ in _RULES:
+        return _RULES[type_]
+    arguments = typing.get_args(type_)
+    if typing.get_origin(type_) is Literal:
+        return f"one of {', '.join(arguments)}", lambda value: value in arguments
+    if typing.get_origin(type_) is tuple:
+        member, holds = _rule(arguments[0])
+        text = f"a list, each value {member}"
+        return text, lambda value: isinstance(value, tuple | list) and all(map(holds, value))
+    rules = [_rule(option) for option in arguments]  # a union
+    return " or ".join(text for text, _ in rules), lambda value: any(holds(value) for _, holds in rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Dimensions of a decoder. Subclasses have a `head_dim`. Raises SizeError if they are invalid or do not fit each other."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    """Width of the feed-forward layer."""
+    vocab_size: int
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    """Whether the output projection uses the embedding table as its weight."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            require(field.name, getattr(self, field.name), field.type)
+            if isinstance(getattr(self, field.name), list):  # of a JSON file
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+        if self.n_layers > 1024:  # building a layer takes some milliseconds
+            raise SizeError(f"n_layers {self.n_layers} must be at most 1024", "n_layers")
+        if self.n_heads % self.n_kv_heads:
+            raise SizeError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}", "n_kv_heads", "n_heads")
+
+    def for_seq_len(self, seq_len: int) -> Self:
+        """Return the sizes for sequences of this length."""
+        return self
+
+    @property
+    def context_window(self) -> int:
+        """Sequence length that an extension of the context window allows, or 0 without an extension."""
+        return 0
+
+
+ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes(Sizes):
+    """Sizes of a family whose files name the head dim and the extension of the context window."""
+
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    """Extension of the context window, by its name in Hugging Face's files. The following sizes are explained in models/rope.py.
+    An extension uses those that its class there has."""
+    rope_factor: float = 1.0
+    rope_original_seq_len: int = 4096
+    """Sequence length of the training before the extension."""
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_truncate: bool = True
+    rope_attention_factor: float | None = None
+    rope_mscale: float | None = None
+    rope_mscale_all_dim: float | None = None
+    rope_short_factors: tuple[float, ...] = ()
+    """Factors of LongRope for sequences up to rope_original_seq_len."""
+    rope_long_factors: tuple[float, ...] = ()
+    """Factors of LongRope for longer sequences."""
+    rope_is_long: bool = False
+    """Whether LongRope uses the factors for longer sequences. The sequence length of the run decides."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary_dim % 2:
+            raise SizeError(
+                f"the {self.rotary_dim} rotated dims of a head must be even, because pairs rotate", "head_dim"
+            )
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if high <= low:
+            message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
+            raise SizeError(message, "rope_high_freq_factor", "rope_low_freq_factor")
+        for name in ("rope_short_factors", "rope_long_factors") * (self.rope_type == "longrope"):
+            if len(getattr(self, name)) != self.rotary_dim // 2:
+                message = f"{name} must have {self.rotary_dim // 2} values, one for each pair of rotated dims"
+                raise SizeError(message, name, "rope_type", "head_dim")
+
+    def for_seq_len(self, seq_len: int) -> Self:
+        is_long = self.rope_type == "longrope" and seq_len > self.rope_original_seq_len
+        return replace(self, rope_is_long=is_long)
+
+    @property
+    def context_window(self) -> int:
+        has_original = "original_seq_len" in (f.name for f in fields(ROPES[self.rope_type]))
+        return round(self.rope_original_seq_len * self.rope_factor) if has_original else 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated dims of each head."""
+        return self.head_dim
+
+    def rope(self) -> Rope:
+        rope = ROPES[self.rope_type]
+        values = {f.name: getattr(self, f"rope_{f.name}") for f in fields(rope) if f.name != "dim"}
+        return rope(dim=self.rotary_dim, **values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedSizes(DecoderSizes):
+    """Sizes of a family in which all layers, or some of them, attend to a window of keys."""
+
+    window: int | None = None
+    """Number of keys that a query attends to in layers of the type "sliding", its own included."""
+    layer_types: tuple[Literal["full", "sliding"], ...] = ("full",)
+    """Types of the layers in order. The sequence is repeated up to n_layers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layer_types:
+            raise SizeError("layer_types must name at least one type", "layer_types")
+        if "sliding" in self.all_layer_types and self.window is None:
+            raise SizeError('layers of the type "sliding" need a window', "window", "layer_types")
+
+    @property
+    def all_layer_types(self) -> tuple[str, ...]:
+        return repeated(self.layer_types, self.n_layers)
+
+    def kinds(self) -> dict[str, LayerKind]:
+        """Return type of layer -> its attention."""
+        windows = {"full": None, "sliding": self.window}
+        return {name: LayerKind(window=window, rope=self.rope()) for name, window in windows.items()}
+
+
+def repeated(pattern: Sequence[T], length: int) -> tuple[T, ...]:
+    return tuple(pattern[i % len(pattern)] for i in range(length))
