@@ -26,7 +26,7 @@ from models.huggingface import (
     write_windows,
 )
 from models.rope import Rope
-from models.sizes import WindowedSizes
+from models.sizes import DEBUG, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
 
@@ -135,6 +135,7 @@ _gemma2 = partial(Gemma2Sizes, vocab_size=256000, window=4096, layer_types=("sli
 GEMMA2 = ModelSpec(
     model=gemma2,
     sizes={
+        "debug": _gemma2(**DEBUG | {"window": 40}, query_pre_attn_scalar=24, attention_softcap=2.0, output_softcap=5.0),
         "2b": _gemma2(
             dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=9216, query_pre_attn_scalar=256
         ),
@@ -188,6 +189,9 @@ _large = partial(_gemma3, window=1024, vocab_size=262208, rope_type="linear", ro
 GEMMA3 = ModelSpec(
     model=gemma3,
     sizes={
+        "debug": _gemma3(
+            **DEBUG | {"query_pre_attn_scalar": 24}, window=40, layer_types=("sliding", "sliding", "sliding", "full")
+        ),
         "270m": _small(dim=640, n_layers=18, hidden_dim=2048),
         "1b": _small(dim=1152, n_layers=26, hidden_dim=6912),
         "4b": _large(dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, hidden_dim=10240),

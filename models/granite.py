@@ -12,7 +12,7 @@ from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward, Output, ScaledEmbedding
 from models.decoder import Decoder
 from models.huggingface import HuggingFace, read_rope, write_rope
-from models.sizes import DecoderSizes
+from models.sizes import DEBUG, DecoderSizes
 from models.spec import Head, LayerKind, ModelSpec
 
 
@@ -67,14 +67,15 @@ def granite(sizes: GraniteSizes) -> Decoder:
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _granite = partial(
     GraniteSizes,
-    **{"n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "tied_embeddings": True},
-    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    **{"tied_embeddings": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
 )
-_2b = partial(_granite, dim=2048, head_dim=64, hidden_dim=8192, attention_multiplier=1 / 64, logits_scaling=8.0)
-_8b = partial(_granite, dim=4096, head_dim=128, hidden_dim=12800, attention_multiplier=1 / 128, logits_scaling=16.0)
+_large = partial(_granite, n_layers=40, n_heads=32, n_kv_heads=8)
+_2b = partial(_large, dim=2048, head_dim=64, hidden_dim=8192, attention_multiplier=1 / 64, logits_scaling=8.0)
+_8b = partial(_large, dim=4096, head_dim=128, hidden_dim=12800, attention_multiplier=1 / 128, logits_scaling=16.0)
 GRANITE3 = ModelSpec(
     model=granite,
     sizes={
+        "debug": _granite(**DEBUG, attention_multiplier=1 / 24, logits_scaling=4.0),
         "3.0-2b": _2b(vocab_size=49155),
         "3.0-8b": _8b(vocab_size=49155),
         "3.1-2b": _2b(vocab_size=49155, rope_theta=5e6),

@@ -17,7 +17,7 @@ from models.components import Attention, FeedForward
 from models.decoder import Decoder
 from models.huggingface import HuggingFace, first, read_rope, write_rope
 from models.rope import Rope
-from models.sizes import DecoderSizes, WindowedSizes
+from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
 
@@ -40,6 +40,7 @@ _7b = partial(WindowedSizes, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, he
 MISTRAL = ModelSpec(
     model=mistral,
     sizes={
+        "debug": WindowedSizes(**DEBUG, window=40, layer_types=("sliding",)),
         "7b-v0.1": _7b(vocab_size=32000, window=4096, layer_types=("sliding",)),
         "7b-v0.2": _7b(vocab_size=32000, rope_theta=1e6),
         "7b-v0.3": _7b(vocab_size=32768, rope_theta=1e6),
@@ -143,6 +144,7 @@ _ministral3 = partial(
 MINISTRAL3 = ModelSpec(
     model=ministral3,
     sizes={
+        "debug": Ministral3Sizes(**DEBUG, rope_type="yarn", rope_factor=4.0, rope_original_seq_len=32),
         "3b": _ministral3(dim=3072, n_layers=26, hidden_dim=9216, tied_embeddings=True),
         "8b": _ministral3(dim=4096, n_layers=34, hidden_dim=14336),
         "14b": _ministral3(dim=5120, n_layers=40, hidden_dim=16384, rope_theta=1e9),

@@ -13,7 +13,7 @@ from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward
 from models.decoder import Decoder
 from models.huggingface import NAMES, HuggingFace, first, read_rope, write_rope
-from models.sizes import WindowedSizes
+from models.sizes import DEBUG, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
 
@@ -62,6 +62,15 @@ _14b = partial(PhiSizes, dim=5120, n_layers=40, n_heads=40, n_kv_heads=10, head_
 PHI = ModelSpec(
     model=phi,
     sizes={
+        "debug": PhiSizes(
+            **DEBUG,
+            rotary_fraction=0.5,
+            rope_type="longrope",
+            rope_factor=4.0,
+            rope_original_seq_len=32,
+            rope_short_factors=(1.0,) * 6,
+            rope_long_factors=(1.0, 1.1, 1.3, 1.7, 2.5, 4.0),
+        ),
         "3-mini-4k": _mini(
             n_heads=32, n_kv_heads=32, head_dim=96, vocab_size=32064, window=2047, layer_types=("sliding",)
         ),

@@ -15,7 +15,7 @@ from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward
 from models.decoder import Decoder
 from models.huggingface import HuggingFace, first, read_rope, read_windows, write_rope, write_windows
-from models.sizes import WindowedSizes
+from models.sizes import DEBUG, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
 
@@ -69,6 +69,7 @@ _small = partial(QwenSizes, n_kv_heads=2, vocab_size=151936, tied_embeddings=Tru
 QWEN2_5 = ModelSpec(
     model=qwen2,
     sizes={
+        "debug": QwenSizes(**DEBUG),
         "0.5b": _small(dim=896, n_layers=24, n_heads=14, head_dim=64, hidden_dim=4864),
         "1.5b": _small(dim=1536, n_layers=28, n_heads=12, head_dim=128, hidden_dim=8960),
         "3b": _small(dim=2048, n_layers=36, n_heads=16, head_dim=128, hidden_dim=11008),
@@ -93,6 +94,7 @@ _qwen3 = partial(Qwen3Sizes, n_kv_heads=8, head_dim=128, vocab_size=151936)
 QWEN3 = ModelSpec(
     model=qwen3,
     sizes={
+        "debug": Qwen3Sizes(**DEBUG),
         "0.6b": _qwen3(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tied_embeddings=True),
         "1.7b": _qwen3(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tied_embeddings=True),
         "4b": _qwen3(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, tied_embeddings=True),

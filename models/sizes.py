@@ -173,5 +173,17 @@ class WindowedSizes(DecoderSizes):
         return {name: LayerKind(window=window, rope=self.rope()) for name, window in windows.items()}
 
 
+DEBUG = {
+    "dim": 128,
+    "n_layers": 4,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "hidden_dim": 352,
+    "head_dim": 24,
+    "vocab_size": 2048,
+}
+"""Dimensions for a laptop, with the vocabulary of the shipped tokenizer."""
+
+
 def repeated(pattern: Sequence[T], length: int) -> tuple[T, ...]:
     return tuple(pattern[i % len(pattern)] for i in range(length))

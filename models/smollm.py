@@ -20,7 +20,7 @@ from models.huggingface import (
     write_rope,
     write_windows,
 )
-from models.sizes import WindowedSizes, repeated
+from models.sizes import DEBUG, WindowedSizes, repeated
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
@@ -73,10 +73,11 @@ def _write(sizes: SmolLM3Sizes) -> dict[str, Any]:
 SMOLLM3 = ModelSpec(
     model=smollm3,
     sizes={
+        "debug": SmolLM3Sizes(**DEBUG),
         "3b": SmolLM3Sizes(
             **{"dim": 2048, "n_layers": 36, "n_heads": 16, "n_kv_heads": 4, "head_dim": 128, "hidden_dim": 11008},
             **{"vocab_size": 128256, "tied_embeddings": True},
-        )
+        ),
     },
     huggingface=HuggingFace(
         model_type="smollm3",

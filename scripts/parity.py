@@ -1,7 +1,8 @@
 """Compare training under each parallel layout with training on one rank.
 
 The script runs the configuration on one rank and then under each layout, with gloo on this machine's CPU. It prints the largest
-relative deviations of loss and gradient norm over all steps. The last row is a negative control: it reduces gradients wrongly, so
+relative deviations of loss and gradient norm over all steps, and the largest relative deviation of a parameter's gradient in the
+first step. The last row is a negative control: it reduces gradients wrongly, so
 its deviations must exceed the limits. The layouts replace the sections [parallel], [activation_checkpoint] and [compile] of the
 configuration file.
 
@@ -11,6 +12,7 @@ exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting 
     python scripts/parity.py --config my.toml --layout "tp=2 pp=2 activation_checkpoint.mode=full" --layout "cp=4"
 """
 
+import math
 import os
 import shutil
 import signal
@@ -22,6 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -34,7 +38,9 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from trainer.build import build_trainer
 from trainer.config import Config, ConfigError
@@ -58,33 +64,93 @@ from trainer.testing.layouts import (
 )
 from trainer.testing.ranks import LocalRanks, RankError
 
-LIMITS = {"fp32": {"loss": 1e-5, "grad_norm": 1e-4}, "bf16": {"loss": 1e-2, "grad_norm": 3e-2}}
+LIMITS = {
+    "fp32": {"loss": 1e-5, "grad_norm": 1e-4, "gradient": 1e-4},
+    "bf16": {"loss": 1e-2, "grad_norm": 3e-2, "gradient": 3e-2},
+}
 """compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error. In bf16, the gradient norm of the
 debug run on one rank deviates from that in fp32 by 0.1 % in most steps, but by up to 2 % in a single step."""
 
 
-def deviations(reference: Sequence[dict], records: Sequence[dict]) -> dict[str, float]:
-    """Return the largest relative deviations of loss and gradient norm over all steps; NaN if a value is NaN."""
-    assert [r["step"] for r in reference] == [r["step"] for r in records]
+NEGLIGIBLE = 1e-4
+"""Fraction of the gradient norm below which the gradient of a parameter is rounding error. The deviations of smaller gradients
+are relative to this fraction. For example, the gradient of the bias of keys without positional encoding is zero."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Results of a training run."""
+
+    records: list[dict]
+    """Metrics of each step."""
+    gradients: dict[str, Tensor]
+    """Name of a parameter -> its full gradient in the first step, before clipping."""
+
+
+@dataclass(frozen=True)
+class GradientDeviation:
+    """Comparison of a parameter's gradient with that of the reference run."""
+
+    name: str
+    ratio: float
+    """Norm of the gradient divided by the reference's."""
+    cosine: float
+    deviation: float
+    """Norm of the difference, relative to the reference."""
+
+
+def gradient_deviations(reference: Trained, run: Trained) -> list[GradientDeviation]:
+    """Return the comparisons of all gradients, the worst first."""
+    assert reference.gradients.keys() == run.gradients.keys()
+    total = torch.stack([g.norm() for g in reference.gradients.values()]).norm()
+    comparisons = []
+    for name, a in reference.gradients.items():
+        b, size = run.gradients[name], a.norm().clamp(min=torch.finfo(a.dtype).tiny)
+        deviation = (b - a).norm() / size.clamp(min=NEGLIGIBLE * total.item())
+        cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+        comparisons.append(GradientDeviation(name, (b.norm() / size).item(), cosine.item(), deviation.item()))
+    return sorted(comparisons, key=lambda c: -math.inf if math.isnan(c.deviation) else -c.deviation)
+
+
+def deviations(reference: Trained, run: Trained) -> dict[str, float]:
+    """Return the largest relative deviations of loss and gradient norm over all steps, and of a parameter's gradient; NaN if a
+    value is NaN."""
+    assert [r["step"] for r in reference.records] == [r["step"] for r in run.records]
     metrics = ("loss", "grad_norm")
-    a, b = (np.array([[record[name] for name in metrics] for record in run]) for run in (reference, records))
-    return dict(zip(metrics, (abs(a - b) / abs(a)).max(axis=0).tolist(), strict=True))
+    a, b = (np.array([[record[name] for name in metrics] for record in r.records]) for r in (reference, run))
+    largest = dict(zip(metrics, (abs(a - b) / abs(a)).max(axis=0).tolist(), strict=True))
+    return largest | {"gradient": gradient_deviations(reference, run)[0].deviation}
 
 
 def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
     return all(deviation[name] <= limit for name, limit in limits.items())
 
 
-def train(argv: Sequence[str], inject_error: bool) -> None:
-    """Train on this rank. inject_error: whether to average gradients over the shards instead of summing them."""
+def train(argv: Sequence[str], inject_error: bool) -> dict[str, Tensor]:
+    """Train on this rank. Return the full gradients in the first step, on one of the ranks that have the parameter. inject_error:
+    whether to average gradients over the shards instead of summing them."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config, cpu = load_config(argv), torch.device("cpu")
-    trainer = build_trainer(config, resolve(config, dist.get_world_size()), cpu, None)
+    resolved = resolve(config, dist.get_world_size())
+    trainer = build_trainer(config, resolved, cpu, None)
     for part in trainer.engine.model_parts.values() if inject_error else ():
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)
-    trainer.train()
+    engine, gradients, clip = trainer.engine, {}, trainer.engine.optimizer.clip
+
+    def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        for name, parameter in engine.parameters.items() if not gradients else ():
+            gradients[name] = _full(parameter.grad).float().clone()
+        return clip(*args, **kwargs)
+
+    with patch.object(engine.optimizer, "clip", record_and_clip):
+        trainer.train()
+    return gradients if dist.get_rank() % resolved.dims.ranks_per_stage == 0 else {}
+
+
+def _full(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 class Runs:
@@ -112,28 +178,29 @@ class Runs:
             "evaluation.interval_steps": "0",
             "checkpoint.interval_steps": "0",
         }
-        self.single_rank_records: dict[tuple, list[dict]] = {}
+        self.single_rank_runs: dict[tuple, Trained] = {}
 
     def flags(self, settings: dict[str, str]) -> list[str]:
         """Return the command line of a run. The settings of the comparison override the user's settings."""
         return flags(self.given | self.common | settings)
 
-    def run(self, settings: dict[str, str], ranks: int, inject_error: bool = False) -> list[dict]:
-        """Return the metrics of all steps. Raises RankError."""
+    def run(self, settings: dict[str, str], ranks: int, inject_error: bool = False) -> Trained:
+        """Train and return the results. Raises RankError."""
         try:
-            LocalRanks(ranks).run(train, self.flags(settings | {"run.name": "run"}), inject_error)
-            return [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
+            parts = LocalRanks(ranks).run(train, self.flags(settings | {"run.name": "run"}), inject_error)
+            records = [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
+            return Trained(records, {name: g for part in parts for name, g in part.items()})
         finally:
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
-    def reference(self, layout: Layout, **overrides: str) -> list[dict]:
-        """Return the metrics of the reference run on one rank. It uses `overrides`, and the layout's settings that change the
+    def reference(self, layout: Layout, **overrides: str) -> Trained:
+        """Return the results of the reference run on one rank. It uses `overrides`, and the layout's settings that change the
         result of training."""
         settings = layout.single_rank_settings | overrides
         key = tuple(sorted(settings.items()))
-        if key not in self.single_rank_records:
-            self.single_rank_records[key] = self.run(settings, 1)
-        return self.single_rank_records[key]
+        if key not in self.single_rank_runs:
+            self.single_rank_runs[key] = self.run(settings, 1)
+        return self.single_rank_runs[key]
 
     def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
         """Return the limits of a layout. In bf16, the reference run has rounding errors too, so each limit is at least twice the
@@ -162,21 +229,25 @@ class Row:
         settings = layout.settings | batch
         return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
 
-    def run(self, runs: Runs, table: Table, inject_error: bool = False) -> bool:
-        """Print the row and return whether the deviations are within the limits."""
+    def run(self, runs: Runs, table: Table, num_gradients: int, inject_error: bool = False) -> bool:
+        """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
         start, ranks, dtype = time.perf_counter(), num_ranks(self.config.parallel), self.config.training.compute_dtype
         name = "negative control: gradients averaged instead of summed" if inject_error else self.layout.text
         try:
-            deviation = deviations(runs.reference(self.layout), runs.run(self.settings, ranks, inject_error))
+            reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, inject_error)
+            deviation = deviations(reference, run)
             limits = runs.limits(self.layout, dtype)
         except RankError as error:
             table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
             return inject_error  # the layout fails; the negative control counts as not caught
         passed = within(deviation, limits)
         verdict = ("NOT CAUGHT" if passed else "caught") if inject_error else ("pass" if passed else "FAIL")
-        raised = "" if limits == LIMITS[dtype] else f"(limits {limits['loss']:.1e} {limits['grad_norm']:.1e})"
+        changed = " ".join(f"{limit:.1e}" for limit in limits.values())
+        raised = "" if limits == LIMITS[dtype] else f"(limits {changed})"
         columns = (*(f"{value:.1e}" for value in deviation.values()), f"{time.perf_counter() - start:.0f} s")
         table.row(name, ranks, self.microbatches, *columns, f"{verdict} {raised}".strip())
+        for g in gradient_deviations(reference, run)[: num_gradients if passed else max(1, num_gradients)]:
+            print(f"    {g.name}: norm x {g.ratio:.6f}, cosine {g.cosine:.6f}, deviation {g.deviation:.1e}", flush=True)
         return passed
 
 
@@ -190,7 +261,7 @@ def control_row(runs: Runs) -> Row:
         raise ConfigError("", f"the negative control needs dp_shard=2 or cp=2, but neither fits: {error}") from None
 
 
-def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool) -> bool:
+def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool, num_gradients: int) -> bool:
     """Print the table. Return whether all layouts pass and the negative control exceeds a limit. Raises ConfigError before the
     first run."""
     control = control_row(runs)
@@ -202,16 +273,16 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
             if must_fit:
                 raise ConfigError("", f"--layout {layout.text!r}: {error}") from None
             rows.append((layout, error))
-    table = Table(layout="<84", ranks=">5", micro=">5", loss=">8", grad_norm=">9", time=">7")
+    table = Table(layout="<84", ranks=">5", micro=">5", loss=">8", grad_norm=">9", gradient=">8", time=">7")
     passed = []
     for layout, row in rows:
         if isinstance(row, ConfigError):
             table.row(layout.text, f"does not fit: {row}")
         else:
-            passed.append(row.run(runs, table))
-    caught = not control.run(runs, table, inject_error=True)
-    limits = "; ".join(f"{dtype} {limit['loss']:.0e} and {limit['grad_norm']:.0e}" for dtype, limit in LIMITS.items())
-    print(f"{sum(passed)} of {len(passed)} pass (limits of loss and gradient norm: {limits})")
+            passed.append(row.run(runs, table, num_gradients))
+    caught = not control.run(runs, table, num_gradients, inject_error=True)
+    limits = "; ".join(f"{dtype} {', '.join(f'{v:.0e}' for v in limit.values())}" for dtype, limit in LIMITS.items())
+    print(f"{sum(passed)} of {len(passed)} pass (limits of loss, gradient norm and gradients: {limits})")
     return bool(passed) and all(passed) and caught
 
 
@@ -223,11 +294,13 @@ def main() -> None:
         "numbers of microbatches on each rank, as multiples of the smallest number that the pipeline schedule accepts"
     )
     parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
+    gradients_help = "number of parameters to list below each row: those whose gradients deviate most"
+    parser.add_argument("--gradients", type=int, default=0, metavar="N", help=gradients_help)
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]
         runs = Runs(argv, args.steps, Path(folder))
-        passed = compare(runs, layouts, args.microbatches, must_fit=args.layout is not None)
+        passed = compare(runs, layouts, args.microbatches, args.layout is not None, args.gradients)
     sys.exit(0 if passed else 1)
 
 

@@ -54,7 +54,7 @@ class _AllHeadsNorm(ParallelStyle):
 
         def forward(x: Tensor) -> Tensor:
             local = DTensor.from_local(x.flatten(-2).float(), mesh, [Shard(2)], run_check=False)
-            mean_square = local.square().mean(-1, keepdim=True).redistribute(placements=[Replicate()])
+            mean_square = _replicate(local.square().sum(-1, keepdim=True)) / module.weight.numel()
             return (local * (mean_square + module.eps).rsqrt() * module.weight).to_local().type_as(x).view_as(x)
 
         module.forward = forward

@@ -50,6 +50,7 @@ class ResolvedRun:
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raise ConfigError if its combination of settings cannot run."""
     spec, sizes = resolve_model(config.model)
+    sizes = sizes.for_seq_len(config.training.seq_len)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     model = meta_model(spec.model, sizes)
