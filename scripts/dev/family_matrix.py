@@ -1,0 +1,100 @@
+"""Compare the parallel layouts of every model family with one rank, as scripts/parity.py does it.
+
+Every row is appended to a file as soon as it is measured, and rows that the file already has are not repeated. So the script can be
+stopped and called again. The last lines are the table of docs/models.md.
+
+exit codes: 0: all rows pass; 1: a row fails; 2: an argument is wrong
+
+    python scripts/dev/family_matrix.py --families qwen3 gemma2 --out outputs/families.jsonl
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
+from models import MODELS
+from scripts.parity import Row, Runs, deviations, within
+from trainer.config.command_line import Arguments, run_to_end
+from trainer.system.files import read_json_lines
+from trainer.testing.layouts import Layout, num_ranks
+from trainer.testing.ranks import RankError
+
+LAYOUTS = [
+    "dp_shard=2",
+    "tp=2",
+    "tp=4",
+    "tp=2 sequence_parallel=false",
+    "cp=2",
+    "cp=2 data.document_mask=true",
+    "pp=2",
+    "tp=2 pp=2",
+    "dp_shard=2 tp=2 cp=2",
+    "dp_shard=2 tp=2 cp=2 data.document_mask=true",
+    "tp=2 training.compute_dtype=bf16",
+    *(f"tp=2 activation_checkpoint.mode={mode}" for mode in ("selective", "full")),
+    *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "tp=2")),
+]
+FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
+
+
+def measure(family: str, text: str) -> dict[str, float | bool | str]:
+    """Return the deviations of a row, and whether they are within the limits."""
+    argv = ["--config", str(ROOT / "train_configs" / "debug.toml"), "--model.name", family, "--model.size", "debug"]
+    # With untied embeddings, the model fits a pipeline.
+    argv += ["--training.global_batch_size", "4", "--model.overrides.tied_embeddings", str("pp=" not in text).lower()]
+    with tempfile.TemporaryDirectory(prefix="families-", ignore_cleanup_errors=True) as folder:
+        runs = Runs(argv, 3, Path(folder))
+        row = Row.build(runs, Layout.parse(text), 1)
+        try:
+            trained = runs.run(row.settings, num_ranks(row.config.parallel))
+            deviation = deviations(runs.reference(row.layout), trained)
+        except RankError as error:
+            return {"passed": False, "error": str(error).strip().splitlines()[-1]}
+        passed = within(deviation, runs.limits(row.layout, row.config.training.compute_dtype))
+        return deviation | {"passed": passed}
+
+
+def markdown(rows: dict[tuple[str, str], dict]) -> str:
+    """Return a table of the largest deviation of a gradient. rows: (family, layout) -> result of measure."""
+    families = list(dict.fromkeys(family for family, _ in rows))
+    lines = [f"| layout | {' | '.join(families)} |", "|---" * (len(families) + 1) + "|"]
+    for text in LAYOUTS:
+        cells = []
+        for row in (rows.get((family, text), {}) for family in families):
+            cells.append(f"{row['gradient']:.0e}" if row.get("passed") else "FAIL" if row else "")
+        lines.append(f"| {text} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument(
+        "--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="NAME", help="names of model families"
+    )
+    out = ROOT / "outputs" / "families.jsonl"
+    parser.add_argument("--out", type=Path, default=out, metavar="PATH", help="file to which rows are appended")
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = {(r["family"], r["layout"]): r for r in (read_json_lines(args.out) if args.out.exists() else [])}
+    for family in args.families:
+        for text in LAYOUTS:
+            if not rows.get((family, text), {}).get("passed"):
+                row = rows[family, text] = {"family": family, "layout": text} | measure(family, text)
+                print(json.dumps(row), flush=True)
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    print(markdown(rows))
+    sys.exit(0 if all(row["passed"] for row in rows.values()) else 1)
+
+
+if __name__ == "__main__":
+    run_to_end(main)
