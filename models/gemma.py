@@ -18,9 +18,10 @@ from models.huggingface import (
     NAMES,
     HuggingFace,
     first,
+    get,
     read_rope,
     read_windows,
-    text_of,
+    sliding_theta,
     write_rope,
     write_rope_by_type,
     write_windows,
@@ -113,7 +114,7 @@ def _require_causal(config: Mapping[str, Any]) -> None:
 
 def _read_gemma2(config: Mapping[str, Any]) -> dict[str, Any]:
     _require_causal(config)
-    types = ["full" if i % 2 else "sliding" for i in range(config.get("num_hidden_layers", 0))]
+    types = ["full" if i % 2 else "sliding" for i in range(config["num_hidden_layers"])]
     softcaps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | config
     return {
         **read_rope(config),
@@ -161,12 +162,9 @@ GEMMA2 = ModelSpec(
 
 def _read_gemma3(config: Mapping[str, Any]) -> dict[str, Any]:
     _require_causal(config)
-    sliding = first(first(config.get("rope_parameters"), {}).get("sliding_attention"), {})
-    if first(sliding.get("rope_type"), "default") != "default":
-        raise ValueError(f"sliding_attention {text_of(sliding)}: must be an unscaled rope")
-    theta = first(sliding.get("rope_theta"), config.get("rope_local_base_freq"), 10_000.0)
-    period = first(config.get("sliding_window_pattern"), 6)
-    types = ["sliding" if (i + 1) % period else "full" for i in range(config.get("num_hidden_layers", 0))]
+    theta = sliding_theta(config, first(config.get("rope_local_base_freq"), 10_000.0))
+    period = get(config, "sliding_window_pattern", int, 6)
+    types = ["sliding" if (i + 1) % period else "full" for i in range(config["num_hidden_layers"])]
     return {
         **read_rope(config, default_theta=1e6),
         **read_windows({"sliding_window": 4096, **config}, default=types),

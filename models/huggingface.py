@@ -59,6 +59,18 @@ ROPE_FIELDS = {
 }
 """Name of a size -> its key in the object rope_scaling or rope_parameters of config.json."""
 
+_OTHER_FIELDS = {
+    "original_seq_len": "original_max_position_embeddings",
+    "window": "sliding_window",
+    "rotated_layers": "no_rope_layers",
+    "rotary_fraction": "partial_rotary_factor",
+    "rope_sliding_theta": "rope_local_base_freq",
+    "query_beta": "llama_4_scaling_beta",
+    "attention_softcap": "attn_logit_softcapping",
+    "output_softcap": "final_logit_softcapping",
+}
+"""Name of a size that a family reads itself -> its key in config.json, for messages."""
+
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 """Type of layer in models.sizes.WindowedSizes -> its name in config.json."""
 
@@ -115,14 +127,17 @@ class HuggingFace:
         dim, n_heads = values.get("dim"), values.get("n_heads")
         if type(dim) is int and type(n_heads) is int and n_heads > 0:
             values = {"n_kv_heads": n_heads} | ({"head_dim": dim // n_heads} if "head_dim" in keys else {}) | values
-        values |= self.read(config | {keys[name]: value for name, value in values.items()})
+        for f in fields(self.sizes_type):
+            if f.name in values:
+                require(keys[f.name], values[f.name], f.type)
         required = [f.name for f in fields(self.sizes_type) if f.default is MISSING]
         if missing := [keys[name] for name in required if name not in values]:
             raise ValueError(f"{missing[0]} is missing")
+        values |= self.read({**config, **{keys[name]: value for name, value in values.items()}})
         try:
             return self.sizes_type(**values)
         except SizeError as error:
-            keys = keys | ROPE_FIELDS | {"original_seq_len": ROPE_FIELDS["rope_original_seq_len"]}
+            keys = keys | ROPE_FIELDS | _OTHER_FIELDS
             raise ValueError(re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))) from None
 
     def config(self, sizes: Any, seq_len: int) -> dict[str, Any]:
@@ -198,14 +213,39 @@ def first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
+def get(config: Config, key: str, type_: Any, default: Any) -> Any:
+    """Return the value of a key, or the default if it is missing or null. Raises SizeError if the value is not of the type."""
+    value = first(config.get(key), default)
+    require(key, value, type_)
+    return value
+
+
+def rope_object(config: Config, layer_type: str) -> Config:
+    """Return the object that describes the positional encoding of this type of layer. It may describe that of all layers. Raises
+    ValueError."""
+    key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    rope = first(config.get(key), {})
+    inner = first(rope.get(layer_type), rope) if isinstance(rope, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{key} {text_of(rope)}: must be null or an object")
+    return inner
+
+
+def sliding_theta(config: Config, default: float) -> float:
+    """Return the rope_theta of layers with a window. default: that of files that do not describe each type of layer. Raises
+    ValueError if the positional encoding of these layers is extended."""
+    rope = rope_object(config, "sliding_attention")
+    if "sliding_attention" not in first(config.get("rope_parameters"), {}):
+        return default
+    if first(rope.get("rope_type"), "default") != "default":
+        raise ValueError(f"sliding_attention {text_of(rope)}: this model supports only the rope_type default")
+    return first(rope.get("rope_theta"), default)
+
+
 def read_rope(config: Config, types: Collection[str] = tuple(ROPES), default_theta: float = 10_000.0) -> dict[str, Any]:
     """Return the sizes of the positional encoding. If the layer types have different encodings, return that of full attention.
     types: supported values of rope_type. Raises ValueError."""
-    key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
-    rope = first(config.get(key), {})
-    if not isinstance(rope, Mapping) or not isinstance(first(rope.get("full_attention"), {}), Mapping):
-        raise ValueError(f"{key} {text_of(rope)}: must be null or an object")
-    rope = first(rope.get("full_attention"), rope)
+    rope = rope_object(config, "full_attention")
     rope_type = first(rope.get("rope_type"), rope.get("type"), "default")
     rope_type = "longrope" if rope_type == "su" else rope_type  # its name in the first files of Phi-3
     if rope_type not in types:

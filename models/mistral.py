@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward
 from models.decoder import Decoder
-from models.huggingface import HuggingFace, first, read_rope, write_rope
+from models.huggingface import HuggingFace, first, read_rope, rope_object, write_rope
 from models.rope import Rope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec
@@ -117,9 +117,8 @@ _YARN = {
 
 
 def _read_ministral3(config: Mapping[str, Any]) -> dict[str, Any]:
-    key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
-    rope = first(config.get(key), _YARN)
-    values = read_rope({**config, key: rope}, types=("default", "yarn"), default_theta=1e6)
+    rope = first(rope_object(config, "full_attention") or None, _YARN)
+    values = read_rope({**config, "rope_parameters": rope}, types=("default", "yarn"), default_theta=1e6)
     if rope.get("original_max_position_embeddings") is not None:
         values["rope_original_seq_len"] = rope["original_max_position_embeddings"]
     if rope.get("llama_4_scaling_beta") is None:

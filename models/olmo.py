@@ -18,9 +18,9 @@ from models.decoder import Decoder
 from models.huggingface import (
     NAMES,
     HuggingFace,
-    first,
     read_rope,
     read_windows,
+    sliding_theta,
     text_of,
     write_rope,
     write_rope_by_type,
@@ -100,13 +100,10 @@ OLMO2 = ModelSpec(
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = read_rope(config, default_theta=500_000.0)
-    sliding = first((first(config.get("rope_parameters"), {})).get("sliding_attention"), {})
-    if (
-        first(sliding.get("rope_type"), "default") != "default"
-        or sliding.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]
-    ):
-        raise ValueError(f"sliding_attention {text_of(sliding)}: must be an unscaled rope with the same rope_theta")
-    types = ["full" if (i + 1) % 4 == 0 else "sliding" for i in range(config.get("num_hidden_layers", 0))]
+    theta = sliding_theta(config, rope["rope_theta"])
+    if theta != rope["rope_theta"]:
+        raise ValueError(f"rope_theta {text_of(theta)}: must be equal in full_attention and sliding_attention")
+    types = ["full" if (i + 1) % 4 == 0 else "sliding" for i in range(config["num_hidden_layers"])]
     return rope | read_windows({"sliding_window": 4096, **config}, default=types)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward
 from models.decoder import Decoder
-from models.huggingface import NAMES, HuggingFace, first, read_rope, write_rope
+from models.huggingface import NAMES, HuggingFace, first, read_rope, rope_object, write_rope
 from models.sizes import DEBUG, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
@@ -37,8 +37,7 @@ def phi(sizes: PhiSizes) -> Decoder:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = first(config.get("rope_parameters"), config.get("rope_scaling"), {})
-    inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    inner = rope_object(config, "full_attention").get("partial_rotary_factor")
     window = config.get("sliding_window")
     return {
         **read_rope(config, types=("default", "longrope")),

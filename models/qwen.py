@@ -14,7 +14,7 @@ from torch import nn
 from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward
 from models.decoder import Decoder
-from models.huggingface import HuggingFace, first, read_rope, read_windows, write_rope, write_windows
+from models.huggingface import HuggingFace, first, read_rope, read_windows, text_of, write_rope, write_windows
 from models.sizes import DEBUG, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
@@ -53,7 +53,9 @@ def qwen3(sizes: Qwen3Sizes) -> Decoder:
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     sliding = {} if config.get("use_sliding_window") else {"sliding_window": None}
     full = first(config.get("max_window_layers"), 28)
-    types = ["sliding" if i >= full else "full" for i in range(config.get("num_hidden_layers", 0))]
+    if type(full) is not int:
+        raise ValueError(f"max_window_layers {text_of(full)} must be an integer")
+    types = ["sliding" if i >= full else "full" for i in range(config["num_hidden_layers"])]
     return read_rope(config) | read_windows({**config, **sliding}, default=types)
 
 

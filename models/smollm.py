@@ -14,6 +14,7 @@ from models.decoder import Decoder
 from models.huggingface import (
     HuggingFace,
     first,
+    get,
     read_rope,
     read_windows,
     shortest_period,
@@ -56,8 +57,11 @@ def smollm3(sizes: SmolLM3Sizes) -> Decoder:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers, interval = config.get("num_hidden_layers", 0), first(config.get("no_rope_layer_interval"), 4)
-    rotated = tuple(bool(x) for x in config.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)])
+    layers, interval = config["num_hidden_layers"], get(config, "no_rope_layer_interval", int, 4)
+    listed = first(config.get("no_rope_layers"), [(i + 1) % interval for i in range(layers)])
+    if not isinstance(listed, list) or len(listed) != layers:
+        raise ValueError("no_rope_layers must have one entry for each of the num_hidden_layers layers")
+    rotated = tuple(bool(has_rope) for has_rope in listed)
     sliding = {} if config.get("use_sliding_window") else {"sliding_window": None}
     types = ["full" if has_rope else "sliding" for has_rope in rotated]
     windows = read_windows({**config, **sliding}, default=types)

@@ -1,7 +1,7 @@
 """Compare the parallel layouts of every model family with one rank, as scripts/parity.py does it.
 
-Every row is appended to a file as soon as it is measured, and rows that the file already has are not repeated. So the script can be
-stopped and called again. The last lines are the table of docs/models.md.
+Every row is appended to a file as soon as it is measured, and rows that the file already has are not repeated. So the script can
+be stopped and called again. The last lines are the table of docs/models.md.
 
 exit codes: 0: all rows pass; 1: a row fails; 2: an argument is wrong
 

@@ -1,0 +1,103 @@
+"""Folders in Hugging Face's format of every family: read, written, and read by transformers."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from models import MODELS
+from tests.models.families import CASES, config_of, inputs, theirs
+from trainer.checkpoint.export import HfExport
+from trainer.checkpoint.huggingface import HfModelFolder, import_folder
+from trainer.config import ConfigError
+
+GIB = 2**30
+_GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 3], "temperature": 0.6, "transformers_version": "5.0.0"}
+
+
+def tensors_of(folder):
+    return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path):
+    original = theirs(family, index)
+    original.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(_GENERATION))
+    folder = HfModelFolder(tmp_path / "in")
+    assert folder.spec.huggingface is MODELS[family].huggingface
+    import_folder(folder, family, tmp_path / "ours", 2**14, lambda count: None)
+    HfExport(tmp_path / "ours", torch.float32).write(tmp_path / "out", 2**14, lambda count: None)
+
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == _GENERATION
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(again) is type(original)
+    assert again.config.eos_token_id == [2, 3]
+    tokens = inputs()[0]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, original(tokens).logits)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_path):
+    """The tensors of the vision tower are not read. In old files, the name of the text model comes first."""
+    text = config_of("gemma3", 0)
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    original = theirs("gemma3", 0)
+    stored = {name: t.clone() for name, t in original.state_dict().items() if name != "lm_head.weight"}
+    nested = {
+        f"{prefix}{name if prefix == 'language_model.' else name.removeprefix('model.')}": t
+        for name, t in stored.items()
+    }
+    nested |= {"vision_tower.layer.weight": torch.ones(3), "multi_modal_projector.weight": torch.ones(2)}
+    (tmp_path / "in").mkdir()
+    save_file(nested, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    import_folder(HfModelFolder(tmp_path / "in"), "gemma3", tmp_path / "ours", GIB, lambda count: None)
+    HfExport(tmp_path / "ours", torch.float32).write(tmp_path / "out", GIB, lambda count: None)
+    written = tensors_of(tmp_path / "out")
+    assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = inputs()[0]
+    assert torch.equal(again(tokens).logits, original(tokens).logits)
+
+
+REFUSED = {
+    ("gemma2", "use_bidirectional_attention"): (True, "use_bidirectional_attention true: this model supports only false"),
+    ("gemma3", "final_logit_softcapping"): (30.0, "final_logit_softcapping 30.0: this model supports only null"),
+    ("gemma3", "hidden_activation"): ("gelu", 'hidden_activation "gelu": this model supports only "gelu_pytorch_tanh"'),
+    ("granite3", "mlp_bias"): (True, "mlp_bias true: this model supports only false"),
+    ("qwen3", "layer_types"): (
+        ["linear_attention"] * 4,
+        'layer_types "linear_attention": this model supports only full_attention and sliding_attention',
+    ),
+    ("olmo3", "layer_types"): (["full_attention"], "layer_types must have one entry for each of the num_hidden_layers layers"),
+    ("olmo2", "rope_parameters"): (
+        {"rope_type": "dynamic", "factor": 2.0},
+        'rope_type "dynamic": this model supports only default, linear, llama3, yarn and longrope',
+    ),
+    ("phi", "rope_parameters"): (
+        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "original_max_position_embeddings": 16},
+        "short_factor must have 5 values, one for each pair of rotated dims",
+    ),
+    ("ministral3", "rope_parameters"): ({"rope_type": "default"}, "llama_4_scaling_beta is missing"),
+    ("mistral", "model_type"): (
+        "mixtral",
+        f'model_type "mixtral": expected one of {", ".join({s.huggingface.model_type: 0 for s in reversed(MODELS.values())})}',
+    ),
+    ("mistral", "sliding_window"): (0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
+    ("smollm3", "no_rope_layers"): ([1, 1], "no_rope_layers must have one entry for each of the num_hidden_layers layers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "key"), REFUSED)
+def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family, key, tmp_path):
+    value, problem = REFUSED[family, key]
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family, 0) | {key: value}))
+    with pytest.raises(ConfigError) as error:
+        HfModelFolder(tmp_path)
+    assert str(error.value) == f"{tmp_path}/config.json: {problem}"

@@ -1,0 +1,142 @@
+"""Tiny random models of every family, and the same models in transformers."""
+
+import copy
+import json
+from functools import cache
+
+import torch
+import transformers
+
+from models import MODELS
+from models.decoder import Decoder
+from models.huggingface import permute_from_hf
+from models.spec import ModelSpec
+
+SEQ = 33
+
+_COMMON = {
+    **{"hidden_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 56, "vocab_size": 71, "max_position_embeddings": 64},
+    **{"pad_token_id": None, "bos_token_id": 1, "eos_token_id": [2, 3]},
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_LONG = _ROPE | {
+    **{"rope_type": "longrope", "partial_rotary_factor": 0.6},
+    **{"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]},
+}
+_LLAMA3 = _ROPE | {
+    **{"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{"original_max_position_embeddings": 16},
+}
+_MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 0.7}
+_TIED, _MHA = {"tie_word_embeddings": True}, {"num_key_value_heads": 4}
+_TYPES = ["full_attention", "sliding_attention"]
+
+CONFIGS: dict[str, list[dict]] = {
+    "llama3": [{}, _TIED | _MHA, {"rope_parameters": _LLAMA3}],
+    "qwen2.5": [
+        {},
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3} | _TIED,
+        {"rope_parameters": _YARN},
+    ],
+    "qwen3": [
+        {"head_dim": 16},
+        {"head_dim": 12, "attention_bias": True} | _TIED,
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "num_key_value_heads": 1},
+        {"head_dim": 16, "rope_parameters": _ROPE | {"rope_type": "linear", "factor": 3.0}},
+    ],
+    "mistral": [{"head_dim": 14, "sliding_window": 7}, {"sliding_window": None} | _MHA, {"sliding_window": 64} | _TIED],
+    "ministral3": [
+        {"head_dim": 16, "rope_parameters": _MINISTRAL},
+        {"head_dim": 10, "rope_parameters": _MINISTRAL | {"truncate": False, "attention_factor": 1.3, "beta_fast": 8.0}} | _TIED,
+    ],
+    "smollm3": [
+        _TIED,
+        {
+            **{"tie_word_embeddings": False, "attention_bias": True, "no_rope_layers": [0, 1, 1, 0]},
+            **{"use_sliding_window": True, "sliding_window": 6, "layer_types": _TYPES * 2},
+        },
+    ],
+    "olmo2": [{}, {"attention_bias": True} | _MHA | _TIED, {"rope_parameters": _YARN}],
+    "olmo3": [
+        {"sliding_window": 5},
+        {"sliding_window": 7, "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROPE}} | _TIED,
+    ],
+    "granite3": [
+        _TIED | {"embedding_multiplier": 3.0, "logits_scaling": 2.5, "residual_multiplier": 0.3, "attention_multiplier": 0.11},
+        {"attention_bias": True},
+    ],
+    "gemma2": [
+        {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 3.0},
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5, "attn_logit_softcapping": None}
+        | {"final_logit_softcapping": None, "tie_word_embeddings": False},
+    ],
+    "gemma3": [
+        {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 6, "layer_types": [*_TYPES, _TYPES[1], _TYPES[1]]},
+        {
+            **{"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 5, "layer_types": _TYPES * 2},
+            "rope_parameters": {
+                "full_attention": _ROPE | {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": _ROPE | {"rope_theta": 5000.0},
+            },
+        },
+    ],
+    "phi": [
+        {"sliding_window": 9},
+        {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 16} | _TIED,
+        {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 48},
+    ],
+}  # fmt: skip
+"""Model family -> configurations. Each of the family's traits is on in one configuration and off in another."""
+
+CASES = [(family, i) for family, configs in CONFIGS.items() for i in range(len(configs))]
+
+
+@cache
+def theirs(family: str, index: int) -> transformers.PreTrainedModel:
+    """Return the model of transformers with random parameters, norms and biases included."""
+    cls = getattr(transformers, MODELS[family].huggingface.architecture)
+    config = cls.config_class(**copy.deepcopy(_COMMON | CONFIGS[family][index]))  # transformers changes its arguments
+    config._attn_implementation = "eager"
+    model = cls(config).eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
+    return model
+
+
+def config_of(family: str, index: int) -> dict:
+    """Return the content of config.json."""
+    return json.loads(theirs(family, index).config.to_json_string(use_diff=False))
+
+
+def split_rows(spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the rows of each of our parameters. tensors: by the names in transformers."""
+    parameters = dict(model.named_parameters())
+    rows = {}
+    for stored, names in spec.huggingface.tensors(parameters).items():
+        parts = tensors[stored].split([parameters[name].shape[0] for name in names])
+        for name, part in zip(names, parts, strict=True):
+            permuted = spec.huggingface.is_permuted(name)
+            rows[name] = permute_from_hf(part, model.sizes.head_dim) if permuted else part
+    return rows
+
+
+def ours(family: str, index: int) -> Decoder:
+    """Return our model with the same parameters."""
+    spec = MODELS[family]
+    model = spec.model(spec.huggingface.sizes(config_of(family, index)).for_seq_len(SEQ))
+    model.load_state_dict(split_rows(spec, model, theirs(family, index).state_dict()), strict=False)
+    return model
+
+
+def inputs(seq: int = SEQ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens, positions and documents."""
+    tokens = torch.randint(71, (2, seq), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.arange(seq).repeat(2, 1), torch.zeros_like(tokens)

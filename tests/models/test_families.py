@@ -1,0 +1,135 @@
+"""Every family against transformers' implementation of it."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import MODELS
+from models.spec import meta_model
+from tests.models.families import CASES, CONFIGS, SEQ, config_of, inputs, ours, split_rows, theirs
+from trainer.inference.generate import CachedAttention
+
+PUBLISHED = {
+    # numbers of parameters in the safetensors metadata of the published checkpoints; of Gemma 3 from 4B on, of the text model
+    "qwen2.5": {
+        **{"0.5b": 494_032_768, "1.5b": 1_543_714_304, "3b": 3_085_938_688, "7b": 7_615_616_512},
+        **{"14b": 14_770_033_664, "32b": 32_763_876_352, "72b": 72_706_203_648},
+    },
+    "qwen3": {
+        **{"0.6b": 596_049_920, "1.7b": 1_720_574_976, "4b": 4_022_468_096, "8b": 8_190_735_360},
+        **{"14b": 14_768_307_200, "32b": 32_762_123_264},
+    },
+    "mistral": {
+        **{"7b-v0.1": 7_241_732_096, "7b-v0.2": 7_241_732_096, "7b-v0.3": 7_248_023_552},
+        **{"nemo-12b": 12_247_782_400, "small-22b": 22_247_282_688, "small-24b": 23_572_403_200},
+    },
+    "ministral3": {"3b": 3_429_006_336, "8b": 8_489_553_920, "14b": 13_506_073_600},
+    "smollm3": {"3b": 3_075_098_624},
+    "olmo2": {"1b": 1_484_916_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936},
+    "olmo3": {"7b": 7_298_011_136, "32b": 32_233_522_176},
+    "granite3": {"3.0-2b": 2_533_531_648, "3.0-8b": 8_170_848_256, "3.1-2b": 2_533_531_648, "3.1-8b": 8_170_848_256},
+    "gemma2": {"2b": 2_614_341_888, "9b": 9_241_705_984, "27b": 27_227_128_320},
+    "gemma3": {
+        **{"270m": 268_098_176, "1b": 999_885_952, "4b": 3_880_263_168, "12b": 11_766_034_176},
+        "27b": 27_009_346_304,
+    },
+    "phi": {"3-mini-4k": 3_821_079_552, "3-medium-4k": 13_960_238_080, "4-14b": 14_659_507_200},
+}
+
+
+@pytest.mark.parametrize(("family", "size"), [(family, size) for family, sizes in PUBLISHED.items() for size in sizes])
+def test_sizes_have_the_published_number_of_parameters(family, size):
+    spec = MODELS[family]
+    model = meta_model(spec.model, spec.sizes[size])
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[family][size]
+
+
+def test_every_size_of_every_family_has_a_published_number():
+    others = {family: spec.sizes for family, spec in MODELS.items() if not family.startswith("llama")}
+    assert {family: sizes.keys() - {"debug"} for family, sizes in others.items()} == {
+        family: sizes.keys() for family, sizes in PUBLISHED.items()
+    }
+    assert others.keys() | {"llama3"} == CONFIGS.keys()
+
+
+def distance(a, b, floor=0.0):
+    return ((a - b).norm() / max(b.norm().item(), floor)).item()
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_logits_and_every_gradient_equal_those_of_transformers(family, index):
+    spec, reference, model, (tokens, *rest) = MODELS[family], theirs(family, index), ours(family, index), inputs()
+    reference.zero_grad()
+    expected, actual = reference(tokens).logits, model(tokens, *rest)
+    for logits in (expected, actual):
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    assert distance(actual, expected) < 1e-5
+    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    # A bias of keys without positional encoding has no gradient, so errors are compared with all gradients too.
+    floor = 1e-2 * torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    expected = split_rows(spec, model, gradients)
+    for name, parameter in model.named_parameters():
+        assert distance(parameter.grad, expected[name], floor) < 1e-5, name
+    assert spec.huggingface.tensors(expected).keys() == gradients.keys()
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_in_bf16_logits_are_as_exact_as_those_of_transformers(family, index):
+    reference, model, (tokens, *rest) = theirs(family, index), ours(family, index).bfloat16(), inputs()
+    with torch.no_grad():
+        exact = reference(tokens).logits
+        rounded = copy.deepcopy(reference).bfloat16()(tokens).logits
+        assert distance(model(tokens, *rest).float(), exact) < 2 * distance(rounded.float(), exact)
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_a_kv_cache_changes_no_logits(family, index):
+    """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
+    model, (tokens, positions, documents) = ours(family, index), inputs()
+    plan, sizes = model.plan(), model.sizes
+    with torch.no_grad():
+        expected = model(tokens, positions, documents)[:1]
+        caches = []
+        for block, kind in zip(model.layers.children(), plan.layer_kinds, strict=True):
+            shape = sizes.n_kv_heads, SEQ, sizes.head_dim
+            caches.append(CachedAttention(plan.kinds[kind], *shape, torch.float32, torch.device("cpu")))
+            block.set_submodule(plan.attention, caches[-1])
+        for start, stop in ((0, 1), (1, 2), (2, 9), (9, 10), (10, 24), (24, 25), (23, 26), (26, SEQ)):
+            assert all([cache.truncate(start) for cache in caches])
+            part = slice(start, stop)
+            logits = model(tokens[:1, part], positions[:1, part], documents[:1, part])
+            assert distance(logits, expected[:, part]) < 1e-5
+        complete = [cache.truncate(2) for cache in caches]
+        assert complete == [
+            plan.kinds[kind].window is None or plan.kinds[kind].window > 16 for kind in plan.layer_kinds
+        ]
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_a_configuration_round_trips(family, index):
+    hf, config = MODELS[family].huggingface, config_of(family, index)
+    sizes = hf.sizes(config)
+    written = hf.config(sizes, config["max_position_embeddings"])
+    assert hf.sizes(json.loads(json.dumps(written))) == sizes
+    again = json.loads(type(theirs(family, index).config)(**written).to_json_string(use_diff=False))
+    # Not equal: what the files leave out, or what their classes derive from other fields.
+    derived = {
+        "head_dim",
+        "partial_rotary_factor",
+        "dtype",
+        "architectures",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+    }
+    differences = {k for k in config.keys() | again.keys() if config.get(k) != again.get(k)} - derived
+    if "longrope" in str(config) and "rope_parameters" in differences:
+        differences.remove("rope_parameters")
+        assert again["rope_parameters"].pop("factor") == 64 / config["original_max_position_embeddings"]
+        assert again["rope_parameters"] == config["rope_parameters"]
+    if not config.get("use_sliding_window"):
+        differences -= {"max_window_layers"}  # it has no effect
+    assert not differences
