@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from models import MODELS
 from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.huggingface import HfModelFolder, import_folder, require_new_folder
+from trainer.checkpoint.huggingface import HfModelFolder, family_of, import_folder, require_new_folder
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config.command_line import Arguments, die, positive_float, run_to_end
@@ -38,8 +38,7 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
     if family is not None and family not in MODELS:
         die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
     folder = HfModelFolder(source, None if family is None else MODELS[family])
-    families = [name for name, spec in MODELS.items() if spec.huggingface is folder.spec.huggingface]
-    family = family or next((n for n in families if folder.sizes in MODELS[n].sizes.values()), families[0])
+    family = family or family_of(folder.spec, folder.sizes)
     total = sum(tensor.num_bytes for tensor in folder.index.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
         import_folder(folder, family, out, shard_bytes, bar.update)

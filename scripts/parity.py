@@ -1,10 +1,9 @@
 """Compare training under each parallel layout with training on one rank.
 
 The script runs the configuration on one rank and then under each layout, with gloo on this machine's CPU. It prints the largest
-relative deviations of loss and gradient norm over all steps, and the largest relative deviation of a parameter's gradient in the
-first step. The last row is a negative control: it reduces gradients wrongly, so
-its deviations must exceed the limits. The layouts replace the sections [parallel], [activation_checkpoint] and [compile] of the
-configuration file.
+relative deviations of loss and gradient norm over all steps, and the largest of a parameter's gradient in the first and the last
+step. The last rows are negative controls: each injects a bug, so its deviations must exceed the limits. The layouts replace the
+sections [parallel], [activation_checkpoint] and [compile] of the configuration file.
 
 exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting is wrong
 
@@ -12,6 +11,7 @@ exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting 
     python scripts/parity.py --config my.toml --layout "tp=2 pp=2 activation_checkpoint.mode=full" --layout "cp=4"
 """
 
+import itertools
 import math
 import os
 import shutil
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,8 +38,8 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.build import build_trainer
@@ -50,6 +50,7 @@ from trainer.config.load import load_config
 from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
 from trainer.system.files import read_json_lines
+from trainer.testing.bugs import BUGS, Bug
 from trainer.testing.layouts import (
     LAYOUT_SECTIONS,
     PARITY_MATRIX,
@@ -83,8 +84,16 @@ class Trained:
 
     records: list[dict]
     """Metrics of each step."""
-    gradients: dict[str, Tensor]
-    """Name of a parameter -> its full gradient in the first step, before clipping."""
+    gradients: tuple[dict[str, Tensor], dict[str, Tensor]]
+    """Name of a parameter -> its full gradient before clipping, in the first and in the last step."""
+
+    @classmethod
+    def of_ranks(cls, records: list[dict], parts: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> "Trained":
+        """parts: result of `train` on each rank."""
+        first, last = (
+            {name: g for part in of_step for name, g in part.items()} for of_step in zip(*parts, strict=True)
+        )
+        return cls(records, (first, last))
 
 
 @dataclass(frozen=True)
@@ -100,15 +109,16 @@ class GradientDeviation:
 
 
 def gradient_deviations(reference: Trained, run: Trained) -> list[GradientDeviation]:
-    """Return the comparisons of all gradients, the worst first."""
-    assert reference.gradients.keys() == run.gradients.keys()
-    total = torch.stack([g.norm() for g in reference.gradients.values()]).norm()
+    """Return the comparisons of all gradients in the first and in the last step, the worst first."""
     comparisons = []
-    for name, a in reference.gradients.items():
-        b, size = run.gradients[name], a.norm().clamp(min=torch.finfo(a.dtype).tiny)
-        deviation = (b - a).norm() / size.clamp(min=NEGLIGIBLE * total.item())
-        cosine = torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0)
-        comparisons.append(GradientDeviation(name, (b.norm() / size).item(), cosine.item(), deviation.item()))
+    for expected, actual in zip(reference.gradients, run.gradients, strict=True):
+        assert expected.keys() == actual.keys()
+        total = torch.stack([g.norm() for g in expected.values()]).norm()
+        for name, a in expected.items():
+            b, size = actual[name], a.norm().clamp(min=torch.finfo(a.dtype).tiny)
+            deviation = (b - a).norm() / size.clamp(min=NEGLIGIBLE * total.item())
+            cosine = F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+            comparisons.append(GradientDeviation(name, (b.norm() / size).item(), cosine.item(), deviation.item()))
     return sorted(comparisons, key=lambda c: -math.inf if math.isnan(c.deviation) else -c.deviation)
 
 
@@ -126,27 +136,26 @@ def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
     return all(deviation[name] <= limit for name, limit in limits.items())
 
 
-def train(argv: Sequence[str], inject_error: bool) -> dict[str, Tensor]:
-    """Train on this rank. Return the full gradients in the first step, on one of the ranks that have the parameter. inject_error:
-    whether to average gradients over the shards instead of summing them."""
+def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train on this rank. Return the full gradients in the first and in the last step, each on one of the ranks that have the
+    parameter. bug: key of BUGS, or "" for a correct run."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config, cpu = load_config(argv), torch.device("cpu")
     resolved = resolve(config, dist.get_world_size())
-    trainer = build_trainer(config, resolved, cpu, None)
-    for part in trainer.engine.model_parts.values() if inject_error else ():
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(2.0)
-    engine, gradients, clip = trainer.engine, {}, trainer.engine.optimizer.clip
+    steps, gradients = itertools.count(1), []
+    with BUGS[bug].inject() if bug else nullcontext():
+        trainer = build_trainer(config, resolved, cpu, None)
+        engine, clip = trainer.engine, trainer.engine.optimizer.clip
 
-    def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        for name, parameter in engine.parameters.items() if not gradients else ():
-            gradients[name] = _full(parameter.grad).float().clone()
-        return clip(*args, **kwargs)
+        def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if next(steps) in (1, config.training.steps):
+                gradients.append({name: _full(p.grad).float().clone() for name, p in engine.parameters.items()})
+            return clip(*args, **kwargs)
 
-    with patch.object(engine.optimizer, "clip", record_and_clip):
-        trainer.train()
-    return gradients if dist.get_rank() % resolved.dims.ranks_per_stage == 0 else {}
+        with patch.object(engine.optimizer, "clip", record_and_clip):
+            trainer.train()
+    is_first_of_stage = dist.get_rank() % resolved.dims.ranks_per_stage == 0
+    return (gradients[0], gradients[-1]) if is_first_of_stage else ({}, {})
 
 
 def _full(gradient: Tensor) -> Tensor:
@@ -184,12 +193,12 @@ class Runs:
         """Return the command line of a run. The settings of the comparison override the user's settings."""
         return flags(self.given | self.common | settings)
 
-    def run(self, settings: dict[str, str], ranks: int, inject_error: bool = False) -> Trained:
+    def run(self, settings: dict[str, str], ranks: int, bug: str = "") -> Trained:
         """Train and return the results. Raises RankError."""
         try:
-            parts = LocalRanks(ranks).run(train, self.flags(settings | {"run.name": "run"}), inject_error)
+            parts = LocalRanks(ranks).run(train, self.flags(settings | {"run.name": "run"}), bug)
             records = [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
-            return Trained(records, {name: g for part in parts for name, g in part.items()})
+            return Trained.of_ranks(records, parts)
         finally:
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
@@ -229,19 +238,19 @@ class Row:
         settings = layout.settings | batch
         return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
 
-    def run(self, runs: Runs, table: Table, num_gradients: int, inject_error: bool = False) -> bool:
+    def run(self, runs: Runs, table: Table, num_gradients: int, bug: str = "") -> bool:
         """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
         start, ranks, dtype = time.perf_counter(), num_ranks(self.config.parallel), self.config.training.compute_dtype
-        name = "negative control: gradients averaged instead of summed" if inject_error else self.layout.text
+        name = f"negative control: {bug}" if bug else self.layout.text
         try:
-            reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, inject_error)
+            reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, bug)
             deviation = deviations(reference, run)
             limits = runs.limits(self.layout, dtype)
         except RankError as error:
             table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
-            return inject_error  # the layout fails; the negative control counts as not caught
+            return bool(bug)  # the layout fails; the negative control counts as not caught
         passed = within(deviation, limits)
-        verdict = ("NOT CAUGHT" if passed else "caught") if inject_error else ("pass" if passed else "FAIL")
+        verdict = ("NOT CAUGHT" if passed else "caught") if bug else ("pass" if passed else "FAIL")
         changed = " ".join(f"{limit:.1e}" for limit in limits.values())
         raised = "" if limits == LIMITS[dtype] else f"(limits {changed})"
         columns = (*(f"{value:.1e}" for value in deviation.values()), f"{time.perf_counter() - start:.0f} s")
@@ -251,20 +260,24 @@ class Row:
         return passed
 
 
-def control_row(runs: Runs) -> Row:
-    """Return the row of the negative control, whose layout reduces gradients over two ranks."""
-    try:
-        return Row.build(runs, Layout.parse("dp_shard=2"), 1)
-    except ConfigError as error:
+def control_row(runs: Runs, bug: Bug) -> Row | None:
+    """Return the row of a negative control, or None if no run of the configuration can show the bug."""
+    for text in bug.layouts:
         with suppress(ConfigError):
-            return Row.build(runs, Layout.parse("cp=2"), 1)
-        raise ConfigError("", f"the negative control needs dp_shard=2 or cp=2, but neither fits: {error}") from None
+            row = Row.build(runs, Layout.parse(text), 2 if text == "dp_shard=1" else 1)
+            if bug.applies(row.config, resolve(row.config, num_ranks(row.config.parallel))):
+                return row
+    return None
 
 
 def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool, num_gradients: int) -> bool:
-    """Print the table. Return whether all layouts pass and the negative control exceeds a limit. Raises ConfigError before the
+    """Print the table. Return whether all layouts pass and every negative control exceeds a limit. Raises ConfigError before the
     first run."""
-    control = control_row(runs)
+    controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
+    if not controls:
+        raise ConfigError(
+            "", "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"
+        )
     rows: list[tuple[Layout, Row | ConfigError]] = []
     for layout, factor in product(layouts, factors):
         try:
@@ -280,7 +293,7 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
             table.row(layout.text, f"does not fit: {row}")
         else:
             passed.append(row.run(runs, table, num_gradients))
-    caught = not control.run(runs, table, num_gradients, inject_error=True)
+    caught = not any([control.run(runs, table, num_gradients, bug) for bug, control in controls.items()])
     limits = "; ".join(f"{dtype} {', '.join(f'{v:.0e}' for v in limit.values())}" for dtype, limit in LIMITS.items())
     print(f"{sum(passed)} of {len(passed)} pass (limits of loss, gradient norm and gradients: {limits})")
     return bool(passed) and all(passed) and caught

@@ -53,9 +53,9 @@ def test_a_shipped_file_loads_and_names_an_existing_model(file, tmp_path):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_model_has_the_published_number_of_parameters(name, tmp_path):
-    spec, sizes = resolve_model(load(ROOT / "train_configs" / f"{name}.toml", tmp_path).model)
+    family, sizes = resolve_model(load(ROOT / "train_configs" / f"{name}.toml", tmp_path).model)
     with torch.device("meta"):
-        model = spec.model(sizes)
+        model = MODELS[family].model(sizes)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import parity
-from scripts.parity import deviations, within
+from scripts.parity import Trained, deviations, within
 from tests.conftest import ROOT
 from trainer.config.command_line import run_to_end
 from trainer.testing.layouts import Layout
@@ -24,22 +25,23 @@ def main(monkeypatch, *argv):
 
 def test_a_layout_passes_and_the_injected_error_is_caught(monkeypatch, tiny, capsys):
     assert main(monkeypatch, *tiny, "--layout", "tp=2", "--layout", "dp_shard=2 training.compute_dtype=bf16") == 0
-    header, tp, bf16, control, summary = capsys.readouterr().out.splitlines()
-    assert header.split() == ["layout", "ranks", "micro", "loss", "grad", "norm", "time"]
+    header, tp, bf16, *lines, summary = capsys.readouterr().out.splitlines()
+    assert header.split() == ["layout", "ranks", "micro", "loss", "grad", "norm", "gradient", "time"]
     assert tp.startswith("tp=2 ") and tp.endswith("pass")
-    assert bf16.endswith("pass")
-    assert control.endswith("caught") and "NOT" not in control
+    assert " pass" in bf16
+    controls = [line for line in lines if line.startswith("negative control: ")]
+    assert len(controls) == 3 and all(line.endswith(" caught") for line in controls)
     assert summary.startswith("2 of 2 pass")
 
 
 def test_a_deviation_above_the_limit_fails(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(parity, "LIMITS", {"fp32": {"loss": -1.0, "grad_norm": 1.0}})
+    monkeypatch.setattr(parity, "LIMITS", {"fp32": {"loss": -1.0, "grad_norm": 1.0, "gradient": 1.0}})
     assert main(monkeypatch, *tiny, "--layout", "cp=2") == 1
     assert "FAIL" in capsys.readouterr().out
 
 
 def test_a_control_that_is_not_caught_fails(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(parity, "LIMITS", {"fp32": {"loss": 1.0, "grad_norm": 1.0}})
+    monkeypatch.setattr(parity, "LIMITS", {"fp32": {"loss": 1.0, "grad_norm": 1.0, "gradient": 1.0}})
     assert main(monkeypatch, *tiny, "--layout", "dp_shard=1") == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
 
@@ -111,12 +113,18 @@ def test_sigterm_ends_the_ranks(tiny, tmp_path):
 def test_deviations_are_relative_and_the_largest_over_all_steps():
     reference = [{"step": 1, "loss": 2.0, "grad_norm": 1.0}, {"step": 2, "loss": 4.0, "grad_norm": 1.0}]
     records = [{"step": 1, "loss": 2.0, "grad_norm": 1.5}, {"step": 2, "loss": 4.4, "grad_norm": 1.0}]
-    deviation = deviations(reference, records)
-    assert deviation == {"loss": pytest.approx(0.1), "grad_norm": pytest.approx(0.5)}
-    assert not within(deviation, {"loss": 0.2, "grad_norm": 0.4})
-    assert within(deviation, {"loss": 0.2, "grad_norm": 0.6})
-    nan = deviations(reference, [records[0], dict(records[1], loss=float("nan"))])
-    assert not within(nan, {"loss": 1.0, "grad_norm": 1.0})
+    a, b, zero = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), torch.tensor([1e-9, 0.0])
+    expected = Trained(reference, ({"a": a, "zero": zero}, {"a": a, "zero": zero}))
+    deviation = deviations(expected, Trained(records, ({"a": a, "zero": zero}, {"a": b, "zero": -zero})))
+    # The gradient that is rounding error has the wrong sign.
+    assert deviation == {key: pytest.approx(v) for key, v in {"loss": 0.1, "grad_norm": 0.5, "gradient": 0.1}.items()}
+    assert not within(deviation, {"loss": 0.2, "grad_norm": 0.4, "gradient": 0.2})
+    assert within(deviation, {"loss": 0.2, "grad_norm": 0.6, "gradient": 0.2})
+    large = {"loss": 1.0, "grad_norm": 1.0, "gradient": 1.0}
+    nan = [records[0], dict(records[1], loss=float("nan"))]
+    assert not within(deviations(expected, Trained(nan, expected.gradients)), large)
+    gradients = {"a": a * float("nan"), "zero": zero}
+    assert not within(deviations(expected, Trained(records, (gradients, gradients))), large)
 
 
 def test_the_run_on_one_rank_shares_the_settings_that_change_the_result():

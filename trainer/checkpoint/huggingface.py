@@ -260,6 +260,28 @@ def spec_of(config: Mapping[str, Any], expected: ModelSpec | None = None) -> Mod
     return types[model_type]
 
 
+def family_of(spec: ModelSpec, sizes: Any) -> str:
+    """Return the name of the first family with these sizes among those that share the format of `spec`, or of the first such
+    family."""
+    families = [name for name, other in MODELS.items() if other.huggingface is spec.huggingface]
+    return next((name for name in families if sizes in MODELS[name].sizes.values()), families[0])
+
+
+def read_architecture(path: Path) -> tuple[str, Any]:
+    """Return the name of the family and the sizes of a model in Hugging Face's format. path: of config.json or of its folder.
+    Raises ConfigError."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = text_config(parse_json_object(manifest.read_text(file, _LARGEST_JSON)))
+        spec = spec_of(config)
+        sizes = spec.huggingface.sizes(config)
+        return family_of(spec, sizes), sizes
+    except CorruptError as damage:
+        raise ConfigError("", str(damage)) from None
+    except ValueError as error:
+        raise ConfigError("", f"{file}: {error}") from None
+
+
 def _open_tensors(path: Path):
     try:
         return safe_open(path, framework="pt")

@@ -53,6 +53,7 @@ PIPELINE = Constraint(used_with="[parallel] pp > 1")
 SELECTIVE = Constraint(used_with="[activation_checkpoint] mode = selective")
 PROFILED = Constraint(only_with="[profiling] first_step")
 SAVING = Constraint(used_with="[checkpoint] enabled")
+NAMED_MODEL = Constraint(only_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
@@ -83,9 +84,12 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    name: Annotated[str, FIXED] = "llama3"
+    huggingface: Annotated[str, PER_NODE] = ""
+    """Path of a folder in Hugging Face's format, or of its config.json, which gives the family and the dimensions of the model.
+    Weights are loaded only if [checkpoint] init_from names the folder too."""
+    name: Annotated[str, FIXED, NAMED_MODEL] = "llama3"
     """Name of the model family: a key of MODELS in models/__init__.py."""
-    size: Annotated[str, FIXED] = "debug"
+    size: Annotated[str, FIXED, NAMED_MODEL] = "debug"
     """Name of one of the family's model sizes."""
     overrides: Annotated[Mapping[str, int | float | bool | str | tuple[int | float | bool | str, ...]], FIXED] = field(
         default_factory=dict

@@ -28,8 +28,8 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def headline(estimate: RunEstimate, device: str) -> str:
-    model, resolved = estimate.config.model, estimate.resolved
-    parameters = f"{model.name}/{model.size}, {resolved.num_parameters:,} parameters"
+    resolved = estimate.resolved
+    parameters = f"{resolved.model_name}, {resolved.num_parameters:,} parameters"
     return f"{estimate.config.run.name}: {parameters}, {resolved.dims.world_size} x {device} ({resolved.dims})"
 
 

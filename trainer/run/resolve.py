@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from models import MODELS
 from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
+from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
 from trainer.data.datasets import dataset_configs
@@ -21,6 +23,9 @@ from trainer.runtime import device as devices
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
+    family: str
+    model_name: str
+    """Family and size, or the path of the model's config.json. It is used in messages."""
     spec: ModelSpec
     sizes: Any
     plan: ParallelPlan
@@ -49,8 +54,8 @@ class ResolvedRun:
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raise ConfigError if its combination of settings cannot run."""
-    spec, sizes = resolve_model(config.model)
-    sizes = sizes.for_seq_len(config.training.seq_len)
+    family, sizes = resolve_model(config.model)
+    spec, sizes = MODELS[family], sizes.for_seq_len(config.training.seq_len)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     model = meta_model(spec.model, sizes)
@@ -64,7 +69,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("profiling.first_step", f"exceeds [training] steps = {training.steps}")
     if config.profiling.rank != "all" and config.profiling.rank >= world_size:
         raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
-    name = f"{config.model.name}/{config.model.size}"
+    name = config.model.huggingface or f"{family}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:
@@ -92,6 +97,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
+        family=family,
+        model_name=name,
         spec=spec,
         sizes=sizes,
         plan=plan,
@@ -116,27 +123,33 @@ def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]
     return {key: config.value(key) for key, setting in settings().items() if select(setting)}
 
 
-def resolve_model(config: ModelConfig) -> tuple[ModelSpec, Any]:
-    """Return the model family and the dimensions of the named size, with the overrides applied."""
-    if config.name not in MODELS:
-        raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(config.name, MODELS)}")
-    spec = MODELS[config.name]
-    if config.size not in spec.sizes:
-        message = f"expected one of {', '.join(spec.sizes)}"
-        raise ConfigError("model.size", f"{message} for {config.name}{did_you_mean(config.size, spec.sizes)}")
-    sizes = spec.sizes[config.size]
+def resolve_model(config: ModelConfig) -> tuple[str, Any]:
+    """Return the name of the model family and the dimensions of the model, with the overrides applied."""
+    family, sizes = config.name, None
+    if config.huggingface:
+        try:
+            family, sizes = read_architecture(Path(config.huggingface))
+        except ConfigError as error:
+            raise ConfigError("model.huggingface", error.message) from None
+    elif family not in MODELS:
+        raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
+    elif config.size not in MODELS[family].sizes:
+        named = MODELS[family].sizes
+        message = f"expected one of {', '.join(named)} for {family}{did_you_mean(config.size, named)}"
+        raise ConfigError("model.size", message)
+    sizes = sizes or MODELS[family].sizes[config.size]
     values, types = asdict(sizes), {field.name: field.type for field in fields(sizes)}
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"
         if name not in values:
-            raise ConfigError(key, f"{config.name} has no dimension of this name{did_you_mean(name, values)}")
+            raise ConfigError(key, f"{family} has no dimension of this name{did_you_mean(name, values)}")
         type_ = types[name]
         try:
             values[name] = parse_text(value, type_) if isinstance(value, str) else coerce(value, type_)
         except ValueError:
             raise ConfigError(key, f"expected {type_name(type_)}") from None
     try:
-        return spec, type(sizes)(**values)
+        return family, type(sizes)(**values)
     except SizeError as error:
         setting = next(name for name in error.names if name in config.overrides)
         raise ConfigError(f"model.overrides.{setting}", str(error)) from None

@@ -112,7 +112,7 @@ def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
     ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn]))
     special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     model = ModelMetadata(
-        family=config.model.name,
+        family=resolved.family,
         sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
         tokenizer=config.tokenizer.backend,
@@ -152,7 +152,7 @@ def log_summary(
     """Log the model, device and data of the run. attention: name of the attention kernel."""
     dims, training = resolved.dims, config.training
     logging.info(
-        f"{config.run.name}: {config.model.name}/{config.model.size}, {resolved.num_parameters:,} parameters, computing in "
+        f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, computing in "
         f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
