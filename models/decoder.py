@@ -77,11 +77,8 @@ class Decoder(nn.Module):
         not counted.
         """
         linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
-        keys = 0  # of all tokens of a sequence in all layers
-        for name in self.layer_kinds:
-            window = min(self.kinds[name].window or seq_len, seq_len)
-            keys += window * (window + 1) // 2 + (seq_len - window) * window
-        attention = 2 * self.sizes.n_heads * self.sizes.head_dim * keys // seq_len
+        pairs = sum(self.kinds[name].pairs(seq_len) for name in self.layer_kinds)
+        attention = 2 * self.sizes.n_heads * self.sizes.head_dim * pairs // seq_len
         return 3 * 2 * (linear + attention)
 
     def plan(self) -> ParallelPlan:

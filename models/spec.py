@@ -53,6 +53,11 @@ class LayerKind:
     rope: Callable[[Tensor], Any] | None = None
     """Function (positions) -> positional encoding, an argument of the blocks. None: the layers have no positional encoding."""
 
+    def pairs(self, seq_len: int) -> int:
+        """Return the number of pairs of a query and a key that it attends to, in a sequence."""
+        window = min(self.window or seq_len, seq_len)
+        return window * (window + 1) // 2 + (seq_len - window) * window
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:

@@ -20,8 +20,21 @@ from trainer.parallel.attention import AttentionBackend
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
 
-FAKE_GPU_KERNELS = AttentionBackend(lambda kind, cp, by_document, dtype: _NoMask(), CausalAttention)
-"""Plain attention without a mask. It simulates flex_attention, because both save the same tensors and block masks are small."""
+
+class _FlexAttention(CausalAttention):
+    """Plain attention without a mask. It simulates flex_attention, because both save the same tensors and block masks are small.
+    In a window, every query attends to the average number of keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        seq = k.shape[2]
+        if self.kind.window is None or self.kind.window >= seq:
+            return super().forward(q, k, v, mask)
+        keys = slice(max(1, self.kind.pairs(seq) // seq))
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k[:, :, keys], v[:, :, keys], scale=self.kind.scale, enable_gqa=gqa)
+
+
+FAKE_GPU_KERNELS = AttentionBackend(lambda kind, cp, by_document, dtype: _NoMask(), _FlexAttention)
 
 
 class _NoMask(nn.Module):
