@@ -3,11 +3,13 @@
 The script runs the configuration on one rank and then under each layout, with gloo on this machine's CPU. It prints the largest
 relative deviations of loss and gradient norm over all steps, and the largest of a parameter's gradient in the first and the last
 step. The last rows are negative controls: each injects a bug, so its deviations must exceed the limits. The layouts replace the
-sections [parallel], [activation_checkpoint] and [compile] of the configuration file.
+sections [parallel], [activation_checkpoint] and [compile] of the configuration file. With --reference transformers, the first
+step is compared with the implementation of the model in the package transformers.
 
 exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting is wrong
 
     python scripts/parity.py --config train_configs/debug.toml --steps 20
+    python scripts/parity.py --model.huggingface models/Qwen3-0.6B --reference transformers --layout tp=2
     python scripts/parity.py --config my.toml --layout "tp=2 pp=2 activation_checkpoint.mode=full" --layout "cp=4"
 """
 
@@ -22,6 +24,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,7 @@ from trainer.testing.layouts import (
     settings_of,
 )
 from trainer.testing.ranks import LocalRanks, RankError
+from trainer.testing.transformers_model import transformers_step
 
 LIMITS = {
     "fp32": {"loss": 1e-5, "grad_norm": 1e-4, "gradient": 1e-4},
@@ -165,7 +169,9 @@ def _full(gradient: Tensor) -> Tensor:
 class Runs:
     """Training runs of one configuration. The output folder of each run is deleted when the run ends."""
 
-    def __init__(self, argv: Sequence[str], steps: int, folder: Path):
+    def __init__(self, argv: Sequence[str], steps: int, folder: Path, with_transformers: bool = False):
+        """with_transformers: whether the reference is the first step computed by transformers, instead of a run on one rank."""
+        self.with_transformers = with_transformers
         self.given = settings_of(argv)
         for key, value in self.given.items():
             section = key.partition(".")[0]
@@ -181,7 +187,7 @@ class Runs:
         self.common = defaults | {
             "run.device": "cpu",
             "run.output_folder": str(folder),
-            "training.steps": str(steps),
+            "training.steps": "1" if with_transformers else str(steps),
             "metrics.interval_steps": "1",
             "metrics.tensorboard": "false",
             "evaluation.interval_steps": "0",
@@ -208,8 +214,18 @@ class Runs:
         settings = layout.single_rank_settings | overrides
         key = tuple(sorted(settings.items()))
         if key not in self.single_rank_runs:
-            self.single_rank_runs[key] = self.run(settings, 1)
+            compute = self._run_transformers if self.with_transformers else partial(self.run, ranks=1)
+            self.single_rank_runs[key] = compute(settings)
         return self.single_rank_runs[key]
+
+    def _run_transformers(self, settings: dict[str, str]) -> Trained:
+        try:
+            argv = self.flags(settings | {"run.name": "transformers"})
+            ((loss, gradients),) = LocalRanks(1).run(transformers_step, argv)
+        finally:
+            shutil.rmtree(self.folder / "transformers", ignore_errors=True)
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+        return Trained([{"step": 1, "loss": loss, "grad_norm": norm}], (gradients, gradients))
 
     def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
         """Return the limits of a layout. In bf16, the reference run has rounding errors too, so each limit is at least twice the
@@ -236,7 +252,10 @@ class Row:
         """factor: number of microbatches as a multiple of the layout's minimum. Raises ConfigError if the layout does not fit."""
         batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
         settings = layout.settings | batch
-        return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
+        config = load_layout(runs.flags(settings))
+        if runs.with_transformers and config.data.document_mask:
+            raise ConfigError("data.document_mask", "must be false, because transformers attends to other documents")
+        return cls(layout, config, settings, microbatches)
 
     def run(self, runs: Runs, table: Table, num_gradients: int, bug: str = "") -> bool:
         """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
@@ -262,7 +281,7 @@ class Row:
 
 def control_row(runs: Runs, bug: Bug) -> Row | None:
     """Return the row of a negative control, or None if no run of the configuration can show the bug."""
-    for text in bug.layouts:
+    for text in bug.layouts if runs.with_transformers or not bug.needs_transformers else ():
         with suppress(ConfigError):
             row = Row.build(runs, Layout.parse(text), 2 if text == "dp_shard=1" else 1)
             if bug.applies(row.config, resolve(row.config, num_ranks(row.config.parallel))):
@@ -273,11 +292,6 @@ def control_row(runs: Runs, bug: Bug) -> Row | None:
 def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool, num_gradients: int) -> bool:
     """Print the table. Return whether all layouts pass and every negative control exceeds a limit. Raises ConfigError before the
     first run."""
-    controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
-    if not controls:
-        raise ConfigError(
-            "", "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"
-        )
     rows: list[tuple[Layout, Row | ConfigError]] = []
     for layout, factor in product(layouts, factors):
         try:
@@ -286,6 +300,11 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
             if must_fit:
                 raise ConfigError("", f"--layout {layout.text!r}: {error}") from None
             rows.append((layout, error))
+    controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
+    if not controls:
+        raise ConfigError(
+            "", "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"
+        )
     table = Table(layout="<84", ranks=">5", micro=">5", loss=">8", grad_norm=">9", gradient=">8", time=">7")
     passed = []
     for layout, row in rows:
@@ -309,10 +328,17 @@ def main() -> None:
     parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
     gradients_help = "number of parameters to list below each row: those whose gradients deviate most"
     parser.add_argument("--gradients", type=int, default=0, metavar="N", help=gradients_help)
+    reference_help = (
+        "what the layouts are compared with: the first step in transformers, or a run on one rank (default)"
+    )
+    parser.add_argument("--reference", choices=["one-rank", "transformers"], default="one-rank", help=reference_help)
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
-        layouts = [Layout.parse(text) for text in args.layout or PARITY_MATRIX]
-        runs = Runs(argv, args.steps, Path(folder))
+        with_transformers = args.reference == "transformers"
+        layouts = [
+            Layout.parse(text) for text in args.layout or (["dp_shard=1"] if with_transformers else PARITY_MATRIX)
+        ]
+        runs = Runs(argv, args.steps, Path(folder), with_transformers)
         passed = compare(runs, layouts, args.microbatches, args.layout is not None, args.gradients)
     sys.exit(0 if passed else 1)
 

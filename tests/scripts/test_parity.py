@@ -1,5 +1,6 @@
 """scripts/parity.py: output and exit codes."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from scripts import parity
 from scripts.parity import Trained, deviations, within
 from tests.conftest import ROOT
 from trainer.config.command_line import run_to_end
+from trainer.testing.bugs import BUGS
 from trainer.testing.layouts import Layout
 
 
@@ -30,8 +32,47 @@ def test_a_layout_passes_and_the_injected_error_is_caught(monkeypatch, tiny, cap
     assert tp.startswith("tp=2 ") and tp.endswith("pass")
     assert " pass" in bf16
     controls = [line for line in lines if line.startswith("negative control: ")]
-    assert len(controls) == 3 and all(line.endswith(" caught") for line in controls)
+    assert len(controls) == 2 and all(line.endswith(" caught") for line in controls)
     assert summary.startswith("2 of 2 pass")
+
+
+CONTROLS = {
+    "qwen3 with windows": (
+        ["--model.name", "qwen3", "--model.overrides.window", "10", "--model.overrides.layer_types", "full,sliding"],
+        {
+            "gradients averaged",
+            "gradients of head norms",
+            "gradients of replicated norms",
+            "window off",
+        },
+    ),
+    "conversations": (
+        ["--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--training.global_batch_size", "4"],
+        {"gradients averaged", "gradients of replicated norms", "losses averaged", "documents visible"},
+    ),
+    "transformers": (
+        ["--reference", "transformers"],
+        {"gradients averaged", "gradients of replicated norms", "neighbouring values"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTROLS)
+def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, tiny, tmp_path, capsys, case):
+    argv, expected = CONTROLS[case]
+    base = [] if "--config" in argv else tiny
+    layout = ["--run.output_folder", str(tmp_path), "--layout", "dp_shard=1"]
+    assert main(monkeypatch, *base, *argv, *layout, "--model.overrides.n_layers", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = {}
+    for line, below in itertools.pairwise(lines):
+        if line.startswith("negative control: "):
+            assert line.endswith(" caught")
+            found[line.removeprefix("negative control: ").split("  ")[0]] = below.split(":")[0].strip()
+    assert {next(name for name in found if name.startswith(start)) for start in expected} == found.keys()
+    for name, parameter in found.items():
+        assert BUGS[name].parameters in parameter
+    assert sum(" pass" in line for line in lines) == 2  # a row of a correct run, and the last line
 
 
 def test_a_deviation_above_the_limit_fails(monkeypatch, tiny, capsys):

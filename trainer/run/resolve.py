@@ -145,7 +145,8 @@ def resolve_model(config: ModelConfig) -> tuple[str, Any]:
             raise ConfigError(key, f"{family} has no dimension of this name{did_you_mean(name, values)}")
         type_ = types[name]
         try:
-            values[name] = parse_text(value, type_) if isinstance(value, str) else coerce(value, type_)
+            raw = list(value) if isinstance(value, tuple) else value
+            values[name] = parse_text(raw, type_) if isinstance(raw, str) else coerce(raw, type_)
         except ValueError:
             raise ConfigError(key, f"expected {type_name(type_)}") from None
     try:

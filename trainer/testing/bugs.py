@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
 
+from models import llama
+from models.rope import rotate_halves
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import Config
 from trainer.engine import Engine
@@ -26,6 +28,8 @@ class Bug:
     inject: Callable[[], AbstractContextManager]
     applies: Callable[[Config, ResolvedRun], bool] = lambda config, resolved: True
     """Function (configuration, resolved run) -> whether the bug can show in a run of this configuration."""
+    needs_transformers: bool = False
+    """Whether the bug shows only in a comparison with transformers, because it affects all layouts equally."""
     parameters: str = ""
     """Part of the names of the parameters whose gradients are wrong; empty: all."""
 
@@ -100,7 +104,7 @@ BUGS = {
         ("tp=2",),
         _head_norms_not_reduced,
         lambda config, resolved: "head_norm" in resolved.plan.tensor_block.values(),
-        "attention.q_norm",
+        parameters="attention.",
     ),
     "gradients of replicated norms counted tp times": Bug(("tp=2",), _counted_twice, parameters="attention_norm"),
     "losses averaged per microbatch": Bug(
@@ -108,7 +112,17 @@ BUGS = {
         _averaged_per_microbatch,
         lambda config, resolved: config.data.dataset == "chat",
     ),
-    "documents visible to each other under cp": Bug(("cp=2 data.document_mask=true",), _visible_documents),
+    "neighbouring values rotated as halves": Bug(
+        ("dp_shard=1",),
+        lambda: patch.object(llama, "rotate_pairs", rotate_halves),
+        lambda config, resolved: resolved.spec.huggingface.is_paired,
+        needs_transformers=True,
+    ),
+    "documents visible to each other under cp": Bug(
+        ("cp=2 data.document_mask=true",),
+        _visible_documents,
+        lambda config, resolved: config.data.packing == "best-fit",  # otherwise the first samples may have no boundary
+    ),
     "window off by one under cp": Bug(("cp=2",), _longer_window, _has_window),
 }
 """Name of a bug -> how it is injected."""

@@ -1,0 +1,61 @@
+"""The first step of a run, computed by transformers' implementation of the model."""
+
+import os
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.huggingface import HuggingFace, permute_from_hf, permute_to_hf
+from trainer.batch import IGNORE_INDEX
+from trainer.build import build_trainer
+from trainer.config.load import load_config
+from trainer.config.packages import require_package
+from trainer.run.resolve import resolve
+from trainer.runtime.device import DTYPES
+
+
+def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss per target token and the gradients of all parameters, by our names. Run on one rank. The initial
+    weights and the batches are those of the Trainer."""
+    os.environ["LOG_RANK"] = ""  # the caller prints a table
+    config = load_config(argv)
+    resolved = resolve(config, dist.get_world_size())
+    trainer = build_trainer(config, resolved, torch.device("cpu"), None)
+    batches = list(islice(trainer.data.batches(trainer.state), resolved.grad_accum))
+    hf, head_dim = resolved.spec.huggingface, resolved.sizes.head_dim
+    transformers = require_package("transformers", "")
+    values = hf.config(resolved.sizes, config.training.seq_len) | {"pad_token_id": None}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**values), attn_implementation="eager"
+    )
+    parameters = {name: p.detach() for name, p in trainer.engine.parameters.items()}
+    with torch.no_grad():
+        for stored, names in hf.tensors(parameters).items():
+            rows = [permute_to_hf(parameters[n], head_dim) if hf.is_permuted(n) else parameters[n] for n in names]
+            model.get_parameter(stored).copy_(torch.cat(rows))
+    loss = _mean_loss(model.to(DTYPES[config.training.compute_dtype]), batches)
+    loss.backward()
+    return loss.item(), _gradients(hf, model, parameters, head_dim)
+
+
+def _mean_loss(model: nn.Module, batches: Sequence) -> Tensor:
+    num_targets = sum((batch.labels != IGNORE_INDEX).sum() for batch in batches)
+    losses = []
+    for batch in batches:
+        logits = model(batch.tokens, position_ids=batch.positions, use_cache=False).logits.float()
+        losses.append(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"))
+    return torch.stack(losses).sum() / num_targets
+
+
+def _gradients(hf: HuggingFace, model: nn.Module, parameters: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """Return name of our parameter -> its gradient in fp32."""
+    gradients = {}
+    for stored, names in hf.tensors(parameters).items():
+        parts = model.get_parameter(stored).grad.float().split([parameters[n].shape[0] for n in names])
+        for name, part in zip(names, parts, strict=True):
+            gradients[name] = permute_from_hf(part, head_dim) if hf.is_permuted(name) else part
+    return gradients
