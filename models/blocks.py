@@ -4,7 +4,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from models.components import Norm
+from models.components import Activation, FeedForward, Norm
+from models.sizes import Sizes
 
 
 class PreNormBlock(nn.Module):
@@ -12,12 +13,12 @@ class PreNormBlock(nn.Module):
 
     TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
 
-    def __init__(self, dim: int, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module):
         super().__init__()
-        self.attention_norm = norm(dim)
+        self.attention_norm = norm(sizes.dim)
         self.attention = attention
-        self.ffn_norm = norm(dim)
-        self.feed_forward = feed_forward
+        self.ffn_norm = norm(sizes.dim)
+        self.feed_forward = FeedForward(sizes)
 
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention(self.attention_norm(h), rope, mask)
@@ -29,12 +30,12 @@ class PostNormBlock(nn.Module):
 
     TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
 
-    def __init__(self, dim: int, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module):
         super().__init__()
         self.attention = attention
-        self.attention_norm = norm(dim)
-        self.feed_forward = feed_forward
-        self.ffn_norm = norm(dim)
+        self.attention_norm = norm(sizes.dim)
+        self.feed_forward = FeedForward(sizes)
+        self.ffn_norm = norm(sizes.dim)
 
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention_norm(self.attention(h, rope, mask))
@@ -46,14 +47,14 @@ class SandwichBlock(nn.Module):
 
     TENSOR: ClassVar = dict.fromkeys(("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"), "norm")
 
-    def __init__(self, dim: int, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, activation: Activation):
         super().__init__()
-        self.attention_norm = norm(dim)
+        self.attention_norm = norm(sizes.dim)
         self.attention = attention
-        self.attention_post_norm = norm(dim)
-        self.ffn_norm = norm(dim)
-        self.feed_forward = feed_forward
-        self.ffn_post_norm = norm(dim)
+        self.attention_post_norm = norm(sizes.dim)
+        self.ffn_norm = norm(sizes.dim)
+        self.feed_forward = FeedForward(sizes, activation)
+        self.ffn_post_norm = norm(sizes.dim)
 
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention_post_norm(self.attention(self.attention_norm(h), rope, mask))

@@ -5,11 +5,13 @@ Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from torch import Generator, Tensor, nn
 
+from models.blocks import PreNormBlock
 from models.components import CausalMask, Norm, OffsetRMSNorm, Output
 from models.sizes import Sizes
 from models.spec import Head, LayerKind, ParallelPlan
@@ -21,22 +23,20 @@ class Decoder(nn.Module):
     def __init__(
         self,
         sizes: Sizes,
-        kinds: Mapping[str, LayerKind],
-        layer_kinds: Sequence[str],
-        block: Callable[[LayerKind], nn.Module],
         norm: Norm,
+        block: Callable[[LayerKind], nn.Module],
         embedding: nn.Embedding | None = None,
         output: Output | None = None,
     ):
-        """kinds: name -> kind of layer. layer_kinds: name of each layer's kind. block: function that builds a layer. norm: builds
-        the last norm. embedding, output: built from the sizes unless given."""
+        """norm: function that builds the last norm. block: function that builds a layer. embedding, output: built from the sizes
+        unless given."""
         super().__init__()
         self.sizes = sizes
-        self.kinds = {name: kind for name, kind in kinds.items() if name in layer_kinds}
-        self.layer_kinds = tuple(layer_kinds)
+        self.layer_kinds, kinds = sizes.layer_kinds, sizes.kinds()
+        self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self.masks = nn.ModuleDict({name: CausalMask(kind.window) for name, kind in self.kinds.items()})
         self.tok_embeddings = embedding or nn.Embedding(sizes.vocab_size, sizes.dim)
-        self.layers = nn.ModuleDict({str(i): block(kinds[name]) for i, name in enumerate(layer_kinds)})
+        self.layers = nn.ModuleDict({str(i): block(kinds[name]) for i, name in enumerate(self.layer_kinds)})
         self.norm = norm(sizes.dim)
         self.output = output or Output(sizes.dim, sizes.vocab_size)
         if sizes.tied_embeddings:
@@ -100,6 +100,12 @@ class Decoder(nn.Module):
             kinds=self.kinds,
             layer_kinds=self.layer_kinds,
         )
+
+
+def pre_norm_decoder(sizes: Sizes, attention: Callable[[LayerKind], nn.Module]) -> Decoder:
+    """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer."""
+    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+    return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, attention(kind)))
 
 
 def _tensor_styles(block: nn.Module) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Granite 3 (Granite Team 2024, https://github.com/ibm-granite/granite-3.0-language-models): a Llama whose embeddings, residual
-branches, attention scores and logits are multiplied by constants. Dimensions are those of the config.json files that IBM
-published."""
+branches, scores and logits are multiplied by constants. Dimensions: config.json of the published models."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from models.blocks import PreNormBlock
-from models.components import Attention, FeedForward, Output, ScaledEmbedding
+from models.components import Attention, Output, ScaledEmbedding
 from models.decoder import Decoder
-from models.huggingface import HuggingFace, read_rope, write_rope
+from models.huggingface import HuggingFace
 from models.sizes import DEBUG, DecoderSizes
 from models.spec import Head, LayerKind, ModelSpec
 
@@ -25,6 +24,9 @@ class GraniteSizes(DecoderSizes):
     logits_scaling: float = 1.0
     """Divisor of the logits."""
     attention_bias: bool = False
+
+    def kinds(self) -> dict[str, LayerKind]:
+        return {"full": LayerKind(rope=self.rope(), scale=self.attention_multiplier)}
 
 
 class GraniteBlock(PreNormBlock):
@@ -50,46 +52,31 @@ def granite(sizes: GraniteSizes) -> Decoder:
     norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
 
     def block(kind: LayerKind) -> GraniteBlock:
-        attention = Attention(sizes, kind, qkv_bias=bias, out_bias=bias)
-        return GraniteBlock(sizes.residual_multiplier, sizes.dim, norm, attention, FeedForward(sizes))
+        return GraniteBlock(
+            sizes.residual_multiplier, sizes, norm, Attention(sizes, kind, qkv_bias=bias, out_bias=bias)
+        )
 
-    return Decoder(
-        sizes,
-        {"full": LayerKind(rope=sizes.rope(), scale=sizes.attention_multiplier)},
-        ["full"] * sizes.n_layers,
-        block,
-        norm,
-        embedding=ScaledEmbedding(sizes.vocab_size, sizes.dim, sizes.embedding_multiplier),
-        output=ScaledOutput(sizes.dim, sizes.vocab_size, sizes.logits_scaling),
-    )
+    embedding = ScaledEmbedding(sizes.vocab_size, sizes.dim, sizes.embedding_multiplier)
+    return Decoder(sizes, norm, block, embedding, ScaledOutput(sizes.dim, sizes.vocab_size, sizes.logits_scaling))
 
 
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-_granite = partial(
-    GraniteSizes,
-    **{"tied_embeddings": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
-)
-_large = partial(_granite, n_layers=40, n_heads=32, n_kv_heads=8)
+_granite = partial(GraniteSizes, tied_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22)
+_large = partial(_granite, n_layers=40, n_heads=32, n_kv_heads=8, vocab_size=49155)
 _2b = partial(_large, dim=2048, head_dim=64, hidden_dim=8192, attention_multiplier=1 / 64, logits_scaling=8.0)
 _8b = partial(_large, dim=4096, head_dim=128, hidden_dim=12800, attention_multiplier=1 / 128, logits_scaling=16.0)
 GRANITE3 = ModelSpec(
     model=granite,
     sizes={
         "debug": _granite(**DEBUG, attention_multiplier=1 / 24, logits_scaling=4.0),
-        "3.0-2b": _2b(vocab_size=49155),
-        "3.0-8b": _8b(vocab_size=49155),
-        "3.1-2b": _2b(vocab_size=49155, rope_theta=5e6),
-        "3.1-8b": _8b(vocab_size=49155, rope_theta=1e7),
+        "3.0-2b": _2b(),
+        "3.0-8b": _8b(),
+        "3.1-2b": _2b(rope_theta=5e6),
+        "3.1-8b": _8b(rope_theta=1e7),
     },
     huggingface=HuggingFace(
         model_type="granite",
         architecture="GraniteForCausalLM",
         sizes_type=GraniteSizes,
         fixed={"hidden_act": "silu", "mlp_bias": False},
-        fields={name: name for name in ("head_dim", "attention_bias", *_MULTIPLIERS)},
-        defaults={"norm_eps": 1e-6, "tied_embeddings": False, "attention_bias": False}
-        | dict.fromkeys(_MULTIPLIERS, 1.0),
-        read=read_rope,
-        write=write_rope,
     ),
 )

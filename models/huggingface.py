@@ -1,13 +1,13 @@
 """Hugging Face's format of a model family: parameter names, the order of rows, and config.json."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
-from models.sizes import ROPES, Sizes, require, text_of
+from models.sizes import ROPES, Sizes, repeated, require, text_of
 from models.spec import SizeError
 
 Config = Mapping[str, Any]
@@ -37,15 +37,16 @@ FIELDS = {
     "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads",
     "hidden_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
     "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
+    "window": "sliding_window",
 }
-"""Name of a size -> its key in config.json, in all families."""
+"""Name of a size -> its key in config.json. Sizes that are not listed have the same name there."""
 
 ROPE_FIELDS = {
     "rope_factor": "factor",
     "rope_original_seq_len": "original_max_position_embeddings",
+    "original_seq_len": "original_max_position_embeddings",
     "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
     "rope_beta_fast": "beta_fast",
@@ -59,17 +60,11 @@ ROPE_FIELDS = {
 }
 """Name of a size -> its key in the object rope_scaling or rope_parameters of config.json."""
 
-_OTHER_FIELDS = {
-    "original_seq_len": "original_max_position_embeddings",
-    "window": "sliding_window",
-    "rotated_layers": "no_rope_layers",
-    "rotary_fraction": "partial_rotary_factor",
-    "rope_sliding_theta": "rope_local_base_freq",
-    "query_beta": "llama_4_scaling_beta",
-    "attention_softcap": "attn_logit_softcapping",
-    "output_softcap": "final_logit_softcapping",
-}
-"""Name of a size that a family reads itself -> its key in config.json, for messages."""
+_SHARED = {*ROPE_FIELDS, "rope_theta", "rope_type", "rope_is_long", "window", "layer_types"}
+"""Sizes that read_rope and read_windows return."""
+
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+"""Defaults that most of transformers' families have."""
 
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 """Type of layer in models.sizes.WindowedSizes -> its name in config.json."""
@@ -85,16 +80,18 @@ class HuggingFace:
     model_type: str
     architecture: str
     sizes_type: type[Sizes]
-    fixed: Config = field(default_factory=dict)
+    fixed: Config = field(default_factory=lambda: {"hidden_act": "silu"})
     """Key of config.json -> the only supported value, which is also transformers' default."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Name of a size -> its key in config.json, in addition to FIELDS."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Name of a size -> transformers' default. Other sizes of FIELDS and `fields` must be in config.json, except n_kv_heads."""
-    read: Callable[[Config], dict[str, Any]]
-    """Function (config.json) -> the sizes that are not in FIELDS and `fields`. Raises ValueError."""
-    write: Callable[[Any], dict[str, Any]]
-    """Inverse of `read`: function (sizes) -> part of config.json."""
+    defaults: Config = field(default_factory=dict)
+    """Key of config.json -> transformers' default, if it is neither that of the size nor _DEFAULTS."""
+    ropes: tuple[str, ...] = tuple(ROPES)
+    """Supported values of rope_type."""
+    adapt: Callable[[Config], Config] = lambda config: config
+    """Function (config.json with defaults) -> the same with the keys and values of all families. Raises ValueError."""
+    extra: Callable[[Any], Config] = lambda sizes: {}
+    """Inverse of `adapt`: function (sizes) -> the part of config.json that is peculiar to this family."""
+    nested: tuple[str, ...] = ()
+    """Names of the sizes that `extra` returns, but not by their own names."""
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order."""
     is_paired: bool = False
@@ -122,34 +119,55 @@ class HuggingFace:
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
                 raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
-        keys = FIELDS | self.fields
-        values = dict(self.defaults) | present(config, keys)
-        dim, n_heads = values.get("dim"), values.get("n_heads")
-        if type(dim) is int and type(n_heads) is int and n_heads > 0:
-            values = {"n_kv_heads": n_heads} | ({"head_dim": dim // n_heads} if "head_dim" in keys else {}) | values
-        for f in fields(self.sizes_type):
-            if f.name in values:
-                require(keys[f.name], values[f.name], f.type)
-        required = [f.name for f in fields(self.sizes_type) if f.default is MISSING]
-        if missing := [keys[name] for name in required if name not in values]:
-            raise ValueError(f"{missing[0]} is missing")
-        values |= self.read({**config, **{keys[name]: value for name, value in values.items()}})
+        defaults = _DEFAULTS | self.defaults
+        config = {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+        own = {f for f in fields(self.sizes_type) if f.name not in _SHARED}
+        common = {f for f in own if f.name in {g.name for g in fields(Sizes)}}
+        _check(config, common)
+        derived = {"num_key_value_heads": config["num_attention_heads"]}
+        derived["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        config = self.adapt({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
+        _check(config, own - common)
+        values = {f.name: config[_key(f.name)] for f in own if _key(f.name) in config}
+        values |= read_windows(config) | read_rope(config, self.ropes)
+        names = {f.name for f in fields(self.sizes_type)}
         try:
-            return self.sizes_type(**values)
+            sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
         except SizeError as error:
-            keys = keys | ROPE_FIELDS | _OTHER_FIELDS
+            keys = FIELDS | ROPE_FIELDS
             raise ValueError(re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))) from None
+        if config["head_dim"] != sizes.head_dim:
+            message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
+            raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")
+        return sizes
 
     def config(self, sizes: Any, seq_len: int) -> dict[str, Any]:
         """Return the fields of config.json that depend on the model. seq_len: sequence length in training."""
+        own = [f.name for f in fields(sizes) if f.name not in {*_SHARED, *self.nested} or f.name == "window"]
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.fixed,
-            **{key: getattr(sizes, name) for name, key in (FIELDS | self.fields).items()},
+            **{_key(name): getattr(sizes, name) for name in own},
+            "head_dim": sizes.head_dim,
             "max_position_embeddings": max(seq_len, sizes.context_window),
-            **self.write(sizes),
+            **write_rope(sizes),
+            **self.extra(sizes),
         }
+
+
+def _key(name: str) -> str:
+    """Return the key of a size in config.json."""
+    return FIELDS.get(name, name)
+
+
+def _check(config: Config, sizes: Iterable[Field]) -> None:
+    """Raise ValueError if a size has a wrong type, or is missing although it is neither derived nor has a default."""
+    for f in sorted(sizes, key=lambda f: f.name):
+        if config.get(_key(f.name)) is not None:
+            require(_key(f.name), config[_key(f.name)], f.type)
+        elif f.default is MISSING and f.name not in ("n_kv_heads", "head_dim"):
+            raise ValueError(f"{_key(f.name)} is missing")
 
 
 def _split(parameter: str) -> tuple[str, str, str]:
@@ -203,26 +221,13 @@ def seq_len_of(config: Config) -> int:
 # ---------------------------------------------------------------- parts of config.json
 
 
-def present(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values in a configuration, by name of the size. keys: name of the size -> key. Null stands for no value."""
-    return {name: config[key] for name, key in keys.items() if config.get(key) is not None}
-
-
 def first(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
 
-def get(config: Config, key: str, type_: Any, default: Any) -> Any:
-    """Return the value of a key, or the default if it is missing or null. Raises SizeError if the value is not of the type."""
-    value = first(config.get(key), default)
-    require(key, value, type_)
-    return value
-
-
-def rope_object(config: Config, layer_type: str) -> Config:
-    """Return the object that describes the positional encoding of this type of layer. It may describe that of all layers. Raises
-    ValueError."""
+def rope_object(config: Config, layer_type: str = "full_attention") -> Config:
+    """Return the object that describes the positional encoding of this type of layer, or of all layers. Raises ValueError."""
     key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
     rope = first(config.get(key), {})
     inner = first(rope.get(layer_type), rope) if isinstance(rope, Mapping) else None
@@ -231,9 +236,9 @@ def rope_object(config: Config, layer_type: str) -> Config:
     return inner
 
 
-def sliding_theta(config: Config, default: float) -> float:
-    """Return the rope_theta of layers with a window. default: that of files that do not describe each type of layer. Raises
-    ValueError if the positional encoding of these layers is extended."""
+def sliding_theta(config: Config, default: Any) -> Any:
+    """Return the rope_theta of layers with a window. default: for files that do not describe each type of layer. Raises
+    ValueError if the context window of these layers is extended."""
     rope = rope_object(config, "sliding_attention")
     if "sliding_attention" not in first(config.get("rope_parameters"), {}):
         return default
@@ -242,45 +247,42 @@ def sliding_theta(config: Config, default: float) -> float:
     return first(rope.get("rope_theta"), default)
 
 
-def read_rope(config: Config, types: Collection[str] = tuple(ROPES), default_theta: float = 10_000.0) -> dict[str, Any]:
+def read_rope(config: Config, types: tuple[str, ...]) -> dict[str, Any]:
     """Return the sizes of the positional encoding. If the layer types have different encodings, return that of full attention.
     types: supported values of rope_type. Raises ValueError."""
-    rope = rope_object(config, "full_attention")
+    rope = rope_object(config)
     rope_type = first(rope.get("rope_type"), rope.get("type"), "default")
     rope_type = "longrope" if rope_type == "su" else rope_type  # its name in the first files of Phi-3
     if rope_type not in types:
-        supported = f"{', '.join(tuple(types)[:-1])} and {tuple(types)[-1]}"
+        supported = f"{', '.join(types[:-1])} and {types[-1]}"
         raise ValueError(f"rope_type {text_of(rope_type)}: this model supports only {supported}")
-    used = {f"rope_{f.name}": f.default for f in fields(ROPES[rope_type])}
+    used = {f.name: f.default for f in fields(ROPES[rope_type])}
+    used |= {f"rope_{name}": default for name, default in used.items()}
     keys = {name: key for name, key in ROPE_FIELDS.items() if name in used}
-    values = present(rope, keys)
-    theta = first(rope.get("rope_theta"), config.get("rope_theta"), default_theta)
     original, longest = "original_max_position_embeddings", "max_position_embeddings"
-    if "rope_original_seq_len" in used:
-        # Phi-3's files have the original length outside the object, where it takes precedence.
-        for source, key in ((config, longest), (rope, original), (config, original)):
-            values |= present(source, {"rope_original_seq_len": key})
-    if rope_type in ("yarn", "longrope") and "rope_factor" not in values and config.get(longest) is not None:
-        require(longest, config[longest], int)
-        require(original, values["rope_original_seq_len"], int)
-        values["rope_factor"] = config[longest] / values["rope_original_seq_len"]
-    if missing := [keys[name] for name in keys if name not in values and used[name] is MISSING]:
+    if "original_seq_len" in used:
+        # Phi-3's files have it outside the object, where it takes precedence.
+        length = first(config.get(original), rope.get(original), config.get(longest), 0)
+        rope = {**rope, original: length}
+        if rope_type in ("yarn", "longrope") and rope.get("factor") is None:
+            for key, value in ((longest, config.get(longest)), (original, length)):
+                require(key, value, int)
+            rope["factor"] = config[longest] / length
+    values = {name: rope[key] for name, key in keys.items() if rope.get(key) is not None}
+    if missing := [key for name, key in keys.items() if name not in values and used[name] is MISSING]:
         raise ValueError(f"{missing[0]} is missing")
-    return {"rope_theta": theta, "rope_type": rope_type} | values
+    return values | {"rope_theta": first(rope.get("rope_theta"), config["rope_theta"]), "rope_type": rope_type}
 
 
 def write_rope(sizes: Any) -> dict[str, Any]:
     """Return the part of config.json that describes the positional encoding. All versions of transformers read this form."""
     default = {f"rope_{f.name}": f.default for f in fields(ROPES[sizes.rope_type])}
-    values = {
-        key: getattr(sizes, name)
-        for name, key in ROPE_FIELDS.items()
-        if name in default and getattr(sizes, name) != default[name]
-    }
-    scaling = {"rope_type": sizes.rope_type} | {
-        key: list(v) if isinstance(v, tuple) else v for key, v in values.items()
-    }
-    return {"rope_theta": sizes.rope_theta, "rope_scaling": None if sizes.rope_type == "default" else scaling}
+    default["original_seq_len"] = default.get("rope_original_seq_len")
+    used = {name: getattr(sizes, name) for name in ROPE_FIELDS if name in default and hasattr(sizes, name)}
+    scaling = {ROPE_FIELDS[name]: value for name, value in used.items() if value != default[name]}
+    scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
+    scaling = None if sizes.rope_type == "default" else {"rope_type": sizes.rope_type} | scaling
+    return {"rope_theta": sizes.rope_theta, "rope_scaling": scaling}
 
 
 def write_rope_by_type(sizes: Any, sliding_theta: float) -> dict[str, Any]:
@@ -288,29 +290,30 @@ def write_rope_by_type(sizes: Any, sliding_theta: float) -> dict[str, Any]:
     rope = write_rope(sizes)
     full = first(rope["rope_scaling"], {"rope_type": "default"}) | {"rope_theta": sizes.rope_theta}
     sliding = {"rope_type": "default", "rope_theta": sliding_theta}
-    return rope | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def read_windows(config: Config, default: Sequence[str]) -> dict[str, Any]:
-    """Return the window and the types of the layers. default: types of all layers if the file does not list them. Raises
-    ValueError."""
-    window, listed = config.get("sliding_window"), config.get("layer_types")
-    names = {hf: name for name, hf in LAYER_TYPES.items()}
-    if listed is None:
-        types = tuple(default)
-    elif isinstance(listed, list) and len(listed) == config.get("num_hidden_layers"):
-        if unknown := [name for name in listed if name not in names]:
-            raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
-        types = tuple(names[name] for name in listed)
-    else:
+def with_layer_types(config: Config, is_sliding: Callable[[int], bool]) -> Config:
+    """Return the configuration with the types of all layers, unless it has them. is_sliding: function (index of a layer)."""
+    types = [LAYER_TYPES["sliding" if is_sliding(i) else "full"] for i in range(config["num_hidden_layers"])]
+    return {**config, "layer_types": first(config.get("layer_types"), types)}
+
+
+def read_windows(config: Config) -> dict[str, Any]:
+    """Return the window and the types of the layers. If they are not listed, all layers have the window. Raises ValueError."""
+    window, names = config.get("sliding_window"), {hf: name for name, hf in LAYER_TYPES.items()}
+    layers = config["num_hidden_layers"]
+    listed = first(config.get("layer_types"), ["sliding_attention"] * layers)
+    if not isinstance(listed, list) or len(listed) != layers:
         raise ValueError("layer_types must have one entry for each of the num_hidden_layers layers")
-    if window is None:
-        types = ("full",)
+    if unknown := [name for name in listed if name not in names]:
+        raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
+    types = tuple("full" if window is None else names[name] for name in listed)
     return {"window": window if "sliding" in types else None, "layer_types": shortest_period(types)}
 
 
-def write_windows(sizes: Any) -> dict[str, Any]:
-    return {"sliding_window": sizes.window, "layer_types": [LAYER_TYPES[name] for name in sizes.all_layer_types]}
+def write_layer_types(sizes: Any) -> dict[str, Any]:
+    return {"layer_types": [LAYER_TYPES[name] for name in repeated(sizes.layer_types, sizes.n_layers)]}
 
 
 def shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,20 +1,15 @@
 """Llama 2, 3, 3.1 and 3.2 (Touvron et al. 2023, arXiv:2307.09288; Llama Team 2024, arXiv:2407.21783). They share one model and
 differ only in its sizes. Dimensions are those that Meta published."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from torch import nn
-
-from models.blocks import PreNormBlock
-from models.components import Attention, FeedForward
-from models.decoder import Decoder
-from models.huggingface import HuggingFace, read_rope, text_of
+from models.components import Attention
+from models.decoder import Decoder, pre_norm_decoder
+from models.huggingface import HuggingFace
 from models.rope import Llama3Rope, Rope, rotate_pairs
 from models.sizes import Sizes
-from models.spec import LayerKind, ModelSpec, SizeError
+from models.spec import ModelSpec, SizeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +39,10 @@ class LlamaSizes(Sizes):
         return self.dim // self.n_heads
 
     @property
+    def rope_type(self) -> str:
+        return "llama3" if self.rope_factor != 1.0 else "default"
+
+    @property
     def context_window(self) -> int:
         return round(self.original_seq_len * self.rope_factor) if self.rope_factor != 1.0 else 0
 
@@ -61,41 +60,7 @@ class LlamaSizes(Sizes):
 
 
 def llama(sizes: LlamaSizes) -> Decoder:
-    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
-
-    def block(kind: LayerKind) -> PreNormBlock:
-        return PreNormBlock(sizes.dim, norm, Attention(sizes, kind, rotate_pairs), FeedForward(sizes))
-
-    return Decoder(sizes, {"full": LayerKind(rope=sizes.rope())}, ["full"] * sizes.n_layers, block, norm)
-
-
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = read_rope(config, types=("default", "llama3"))
-    values.pop("rope_type")
-    if "rope_original_seq_len" in values:
-        values["original_seq_len"] = values.pop("rope_original_seq_len")
-    width, heads, head_dim = (config.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
-    if (
-        type(width) is type(heads) is int
-        and heads > 0
-        and width % heads == 0
-        and head_dim not in (None, width // heads)
-    ):
-        message = f"must be hidden_size / num_attention_heads = {width // heads}"
-        raise ValueError(f"head_dim {text_of(head_dim)}: {message}")
-    return values
-
-
-def _write(sizes: LlamaSizes) -> dict[str, Any]:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": sizes.rope_factor,
-        "low_freq_factor": sizes.rope_low_freq_factor,
-        "high_freq_factor": sizes.rope_high_freq_factor,
-        "original_max_position_embeddings": sizes.original_seq_len,
-    }
-    rope = {"rope_theta": sizes.rope_theta, "rope_scaling": scaling if sizes.rope_factor != 1.0 else None}
-    return {"head_dim": sizes.head_dim, **rope}
+    return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, rotate_pairs))
 
 
 _HUGGINGFACE = HuggingFace(
@@ -103,9 +68,7 @@ _HUGGINGFACE = HuggingFace(
     architecture="LlamaForCausalLM",
     sizes_type=LlamaSizes,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    defaults={"norm_eps": 1e-6, "tied_embeddings": False},
-    read=_read,
-    write=_write,
+    ropes=("default", "llama3"),
     is_paired=True,
 )
 _spec = partial(ModelSpec, model=llama, huggingface=_HUGGINGFACE)

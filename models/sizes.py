@@ -81,6 +81,19 @@ class Sizes:
         """Sequence length that an extension of the context window allows, or 0 without an extension."""
         return 0
 
+    def rope(self) -> Rope:
+        """Return the positional encoding."""
+        raise NotImplementedError
+
+    def kinds(self) -> dict[str, LayerKind]:
+        """Return name -> kind of layer."""
+        return {"full": LayerKind(rope=self.rope())}
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Name of each layer's kind."""
+        return ("full",) * self.n_layers
+
 
 ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
 
@@ -115,9 +128,8 @@ class DecoderSizes(Sizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rotary_dim % 2:
-            raise SizeError(
-                f"the {self.rotary_dim} rotated dims of a head must be even, because pairs rotate", "head_dim"
-            )
+            message = f"the {self.rotary_dim} rotated dims of a head must be even, because pairs rotate"
+            raise SizeError(message, "head_dim")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if high <= low:
             message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
@@ -160,27 +172,21 @@ class WindowedSizes(DecoderSizes):
         super().__post_init__()
         if not self.layer_types:
             raise SizeError("layer_types must name at least one type", "layer_types")
-        if "sliding" in self.all_layer_types and self.window is None:
+        if "sliding" in self.layer_kinds and self.window is None:
             raise SizeError('layers of the type "sliding" need a window', "window", "layer_types")
 
-    @property
-    def all_layer_types(self) -> tuple[str, ...]:
-        return repeated(self.layer_types, self.n_layers)
-
     def kinds(self) -> dict[str, LayerKind]:
-        """Return type of layer -> its attention."""
-        windows = {"full": None, "sliding": self.window}
-        return {name: LayerKind(window=window, rope=self.rope()) for name, window in windows.items()}
+        rope = self.rope()
+        return {"full": LayerKind(rope=rope), "sliding": LayerKind(window=self.window, rope=rope)}
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        return repeated(self.layer_types, self.n_layers)
 
 
 DEBUG = {
-    "dim": 128,
-    "n_layers": 4,
-    "n_heads": 8,
-    "n_kv_heads": 4,
-    "hidden_dim": 352,
-    "head_dim": 24,
-    "vocab_size": 2048,
+    **{"dim": 128, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "head_dim": 24},
+    **{"hidden_dim": 352, "vocab_size": 2048},
 }
 """Dimensions for a laptop, with the vocabulary of the shipped tokenizer."""
 
