@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from tests.models.families import CASES, config_of, inputs, theirs
+from tests.models.families import CASES, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.config import ConfigError
@@ -23,7 +23,7 @@ def tensors_of(folder):
 
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path):
-    original = theirs(family, index)
+    original = hf_model_of(family, index)
     original.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(_GENERATION))
     folder = HfModelFolder(tmp_path / "in")
@@ -47,7 +47,7 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     """The tensors of the vision tower are not read. In old files, the name of the text model comes first."""
     text = config_of("gemma3", 0)
     config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
-    original = theirs("gemma3", 0)
+    original = hf_model_of("gemma3", 0)
     stored = {name: t.clone() for name, t in original.state_dict().items() if name != "lm_head.weight"}
     nested = {
         f"{prefix}{name if prefix == 'language_model.' else name.removeprefix('model.')}": t

@@ -95,7 +95,7 @@ CASES = [(family, i) for family, configs in CONFIGS.items() for i in range(len(c
 
 
 @cache
-def theirs(family: str, index: int) -> transformers.PreTrainedModel:
+def hf_model_of(family: str, index: int) -> transformers.PreTrainedModel:
     """Return the model of transformers with random parameters, norms and biases included."""
     cls = getattr(transformers, MODELS[family].huggingface.architecture)
     config = cls.config_class(**copy.deepcopy(_COMMON | CONFIGS[family][index]))  # transformers changes its arguments
@@ -113,7 +113,7 @@ def theirs(family: str, index: int) -> transformers.PreTrainedModel:
 
 def config_of(family: str, index: int) -> dict:
     """Return the content of config.json."""
-    return json.loads(theirs(family, index).config.to_json_string(use_diff=False))
+    return json.loads(hf_model_of(family, index).config.to_json_string(use_diff=False))
 
 
 def split_rows(spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -128,11 +128,11 @@ def split_rows(spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor]
     return rows
 
 
-def ours(family: str, index: int) -> Decoder:
+def model_of(family: str, index: int) -> Decoder:
     """Return our model with the same parameters."""
     spec = MODELS[family]
     model = spec.model(spec.huggingface.sizes(config_of(family, index)).for_seq_len(SEQ))
-    model.load_state_dict(split_rows(spec, model, theirs(family, index).state_dict()), strict=False)
+    model.load_state_dict(split_rows(spec, model, hf_model_of(family, index).state_dict()), strict=False)
     return model
 
 

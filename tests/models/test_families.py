@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from models import MODELS
 from models.spec import meta_model
-from tests.models.families import CASES, CONFIGS, SEQ, config_of, inputs, ours, split_rows, theirs
+from tests.models.families import CASES, CONFIGS, SEQ, config_of, hf_model_of, inputs, model_of, split_rows
 from trainer.inference.generate import CachedAttention
 
 PUBLISHED = {
@@ -61,7 +61,12 @@ def distance(a, b, floor=0.0):
 
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_logits_and_every_gradient_equal_those_of_transformers(family, index):
-    spec, reference, model, (tokens, *rest) = MODELS[family], theirs(family, index), ours(family, index), inputs()
+    spec, reference, model, (tokens, *rest) = (
+        MODELS[family],
+        hf_model_of(family, index),
+        model_of(family, index),
+        inputs(),
+    )
     reference.zero_grad()
     expected, actual = reference(tokens).logits, model(tokens, *rest)
     for logits in (expected, actual):
@@ -78,7 +83,7 @@ def test_logits_and_every_gradient_equal_those_of_transformers(family, index):
 
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_in_bf16_logits_are_as_exact_as_those_of_transformers(family, index):
-    reference, model, (tokens, *rest) = theirs(family, index), ours(family, index).bfloat16(), inputs()
+    reference, model, (tokens, *rest) = hf_model_of(family, index), model_of(family, index).bfloat16(), inputs()
     with torch.no_grad():
         exact = reference(tokens).logits
         rounded = copy.deepcopy(reference).bfloat16()(tokens).logits
@@ -88,7 +93,7 @@ def test_in_bf16_logits_are_as_exact_as_those_of_transformers(family, index):
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_kv_cache_changes_no_logits(family, index):
     """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
-    model, (tokens, positions, documents) = ours(family, index), inputs()
+    model, (tokens, positions, documents) = model_of(family, index), inputs()
     plan, sizes = model.plan(), model.sizes
     with torch.no_grad():
         expected = model(tokens, positions, documents)[:1]
@@ -114,8 +119,8 @@ def test_a_configuration_round_trips(family, index):
     sizes = hf.sizes(config)
     written = hf.config(sizes, config["max_position_embeddings"])
     assert hf.sizes(json.loads(json.dumps(written))) == sizes
-    again = json.loads(type(theirs(family, index).config)(**written).to_json_string(use_diff=False))
-    # Not equal: what the files leave out, or what their classes derive from other fields.
+    again = json.loads(type(hf_model_of(family, index).config)(**written).to_json_string(use_diff=False))
+    # Fields that the files omit, or that the classes derive from other fields, need not be equal.
     derived = {
         "head_dim",
         "partial_rotary_factor",
