@@ -9,7 +9,7 @@ step is compared with the implementation of the model in the package transformer
 exit codes: 0: all layouts pass; 1: a layout fails; 2: an argument or a setting is wrong
 
     python scripts/parity.py --config train_configs/debug.toml --steps 20
-    python scripts/parity.py --model.huggingface models/Qwen3-0.6B --reference transformers --layout tp=2
+    python scripts/parity.py --model.huggingface weights/Qwen3-0.6B --reference transformers --layout tp=2
     python scripts/parity.py --config my.toml --layout "tp=2 pp=2 activation_checkpoint.mode=full" --layout "cp=4"
 """
 

@@ -25,8 +25,8 @@ A TOML file configures a run. `--section.key value` (or `--section.key=value`) o
   when a run starts.
 - Lists are written `0.9,0.95`, booleans `true` and `false`; `none` is a value only of settings whose type lists it. A flag may
   be given only once.
-- `--model.overrides.n_layers 4` changes the size of a model without changing code. Any field of `LlamaSizes` in
-  `models/llama/sizes.py` can be set this way.
+- `--model.overrides.n_layers 4` changes the size of a model without changing code. Any field of the sizes of the model's
+  family can be set this way (`models/sizes.py` and the family's file in `models/`).
 - Relative paths start at the current folder.
 
 Every file in `train_configs/` is a complete example. `python scripts/dev/generate_config_docs.py` generates this page.
