@@ -1,4 +1,4 @@
-"""The parts of a decoder: norms, feed-forward layers, attention, embedding and output.
+"""Components of a decoder: norms, feed-forward layers, attention, embedding and output.
 
 TENSOR of a class names the tensor-parallel style of its modules, relative to the module itself: a key of styles() in
 trainer/parallel/tensor.py.
@@ -46,6 +46,8 @@ class AllHeadsRMSNorm(nn.RMSNorm):
 
 @dataclass(frozen=True)
 class Activation:
+    """An activation function and its derivative."""
+
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     """Function (gradient, input) -> gradient of the input."""
@@ -105,6 +107,12 @@ class FeedForward(nn.Module):
 # ---------------------------------------------------------------- attention
 
 
+def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return whether a query attends to a key, (queries, keys), boolean. The queries belong to the last keys."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return visible if window is None else visible.triu_(keys - queries + 1 - window)
+
+
 class CausalMask(nn.Module):
     """The mask of one kind of layer, computed once for all layers of the kind. The trainer replaces this module if a run needs
     another mask.
@@ -122,8 +130,7 @@ class CausalMask(nn.Module):
         seq = positions.shape[1]
         if self.window is None or self.window >= seq:
             return None
-        visible = torch.ones(seq, seq, dtype=torch.bool, device=positions.device)
-        return visible.tril().triu(1 - self.window)
+        return visible_keys(seq, seq, self.window, positions.device)
 
 
 class CausalAttention(nn.Module):
@@ -150,7 +157,7 @@ class CappedAttention(CausalAttention):
         scores = groups @ k[:, :, None].mT * (scale / self.kind.softcap)
         scores = scores.tanh() * self.kind.softcap
         if mask is None and q.shape[2] > 1:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            mask = visible_keys(*scores.shape[-2:], None, scores.device)
         if mask is not None:
             mask = mask[:, :, None] if mask.dim() == 4 else mask
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
@@ -177,7 +184,7 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        sizes: Any,
+        sizes: Sizes,
         kind: LayerKind,
         rotate: Callable[[Tensor, Any], Tensor] = rotate_halves,
         qkv_bias: bool = False,
@@ -185,7 +192,7 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
     ):
-        """sizes: models.sizes.Sizes. rotate: function that applies the positional encoding to queries and keys. q_norm, k_norm:
+        """rotate: function that applies the positional encoding to queries and keys. q_norm, k_norm:
         norms of queries and keys, (batch, seq, heads, head_dim)."""
         super().__init__()
         self.head_dim = sizes.head_dim
@@ -218,14 +225,14 @@ class Attention(nn.Module):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding whose result is multiplied by a constant, which is rounded to the dtype of the table."""
+    """An embedding whose result is multiplied by a constant."""
 
     def __init__(self, vocab_size: int, dim: int, scale: float):
         super().__init__(vocab_size, dim)
         self.scale = scale
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+        return super().forward(tokens) * self.scale
 
 
 class Output(nn.Linear):
@@ -238,6 +245,6 @@ class Output(nn.Linear):
 
     def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
         if head is not None:
-            return head(h, self.weight) if self.softcap is None else head(h, self.weight, softcap=self.softcap)
+            return head(h, self.weight, self.softcap)
         logits = F.linear(h, self.weight)
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

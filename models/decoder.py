@@ -18,6 +18,8 @@ from models.spec import Head, LayerKind, ParallelPlan
 
 
 class Decoder(nn.Module):
+    """A transformer decoder: embedding, blocks, norm and output projection."""
+
     TENSOR: ClassVar = {"tok_embeddings": "embedding", "norm": "norm", "output": "output"}
 
     def __init__(

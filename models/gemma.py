@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from models.blocks import SandwichBlock
 from models.components import GELU_TANH, Attention, OffsetRMSNorm, Output, ScaledEmbedding
 from models.decoder import Decoder
@@ -23,12 +26,12 @@ from models.huggingface import (
     write_rope_by_type,
 )
 from models.rope import Rope
-from models.sizes import DEBUG, WindowedSizes, require
+from models.sizes import DEBUG, MixedSizes, require
 from models.spec import LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaSizes(WindowedSizes):
+class GemmaSizes(MixedSizes):
     norm_eps: float = 1e-6
     tied_embeddings: bool = True
     query_pre_attn_scalar: int
@@ -60,9 +63,16 @@ class Gemma3Sizes(GemmaSizes):
         return {"full": full, "sliding": replace(sliding, rope=rope)}
 
 
+class GemmaEmbedding(ScaledEmbedding):
+    """An embedding multiplied by sqrt(dim), which is rounded to the dtype of the table."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.Embedding.forward(self, tokens) * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+
+
 def _decoder(sizes: GemmaSizes, attention: partial, softcap: float | None) -> Decoder:
     norm = partial(OffsetRMSNorm, eps=sizes.norm_eps)
-    embedding = ScaledEmbedding(sizes.vocab_size, sizes.dim, math.sqrt(sizes.dim))
+    embedding = GemmaEmbedding(sizes.vocab_size, sizes.dim, math.sqrt(sizes.dim))
     output = Output(sizes.dim, sizes.vocab_size, softcap)
     return Decoder(sizes, norm, lambda kind: SandwichBlock(sizes, norm, attention(kind), GELU_TANH), embedding, output)
 
@@ -140,7 +150,7 @@ _gemma3 = partial(
 )
 _small = partial(_gemma3, n_heads=4, n_kv_heads=1, window=512)
 _large = partial(_gemma3, window=1024, vocab_size=262208, rope_type="linear", rope_factor=8.0)
-_27b = partial(_large, head_dim=128, query_pre_attn_scalar=168)
+_largest = partial(_large, head_dim=128, query_pre_attn_scalar=168)
 GEMMA3 = ModelSpec(
     model=gemma3,
     sizes={
@@ -151,7 +161,7 @@ GEMMA3 = ModelSpec(
         "1b": _small(dim=1152, n_layers=26, hidden_dim=6912),
         "4b": _large(dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, hidden_dim=10240),
         "12b": _large(dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, hidden_dim=15360),
-        "27b": _27b(dim=5376, n_layers=62, n_heads=32, n_kv_heads=16, hidden_dim=21504),
+        "27b": _largest(dim=5376, n_layers=62, n_heads=32, n_kv_heads=16, hidden_dim=21504),
     },
     huggingface=_huggingface(
         model_type="gemma3_text",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from models.blocks import PreNormBlock
-from models.components import Attention, Output, ScaledEmbedding
+from models.components import Attention, Norm, Output, ScaledEmbedding
 from models.decoder import Decoder
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG, DecoderSizes
@@ -30,9 +30,11 @@ class GraniteSizes(DecoderSizes):
 
 
 class GraniteBlock(PreNormBlock):
-    def __init__(self, multiplier: float, *args: Any):
-        super().__init__(*args)
-        self.multiplier = multiplier
+    """A pre-norm block whose residual branches are multiplied by a constant."""
+
+    def __init__(self, sizes: GraniteSizes, norm: Norm, attention: nn.Module):
+        super().__init__(sizes, norm, attention)
+        self.multiplier = sizes.residual_multiplier
 
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention(self.attention_norm(h), rope, mask) * self.multiplier
@@ -40,6 +42,8 @@ class GraniteBlock(PreNormBlock):
 
 
 class ScaledOutput(Output):
+    """An output projection whose logits are divided by a constant."""
+
     def __init__(self, dim: int, vocab_size: int, divisor: float):
         super().__init__(dim, vocab_size)
         self.divisor = divisor
@@ -52,9 +56,7 @@ def granite(sizes: GraniteSizes) -> Decoder:
     norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
 
     def block(kind: LayerKind) -> GraniteBlock:
-        return GraniteBlock(
-            sizes.residual_multiplier, sizes, norm, Attention(sizes, kind, qkv_bias=bias, out_bias=bias)
-        )
+        return GraniteBlock(sizes, norm, Attention(sizes, kind, qkv_bias=bias, out_bias=bias))
 
     embedding = ScaledEmbedding(sizes.vocab_size, sizes.dim, sizes.embedding_multiplier)
     return Decoder(sizes, norm, block, embedding, ScaledOutput(sizes.dim, sizes.vocab_size, sizes.logits_scaling))

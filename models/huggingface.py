@@ -1,13 +1,15 @@
 """Hugging Face's format of a model family: parameter names, the order of rows, and config.json."""
 
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
-from models.sizes import ROPES, Sizes, repeated, require, text_of
+from models.sizes import ROPES, Sizes, require, text_of
 from models.spec import SizeError
 
 Config = Mapping[str, Any]
@@ -70,7 +72,7 @@ LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 """Type of layer in models.sizes.WindowedSizes -> its name in config.json."""
 
 _NESTED = ("model.language_model.", "language_model.")
-"""Prefixes of the text model's tensors in a model of several modalities, in new and in old files."""
+"""Prefixes of the text model's tensors in a multimodal model, in new and in old files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +89,9 @@ class HuggingFace:
     ropes: tuple[str, ...] = tuple(ROPES)
     """Supported values of rope_type."""
     adapt: Callable[[Config], Config] = lambda config: config
-    """Function (config.json with defaults) -> the same with the keys and values of all families. Raises ValueError."""
+    """Function (config.json with defaults) -> config.json with the keys and values of all families. Raises ValueError."""
     extra: Callable[[Any], Config] = lambda sizes: {}
-    """Inverse of `adapt`: function (sizes) -> the part of config.json that is peculiar to this family."""
-    nested: tuple[str, ...] = ()
-    """Names of the sizes that `extra` returns, but not by their own names."""
+    """Inverse of `adapt`: function (sizes) -> the part of config.json that is specific to this family."""
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order."""
     is_paired: bool = False
@@ -114,13 +114,35 @@ class HuggingFace:
         """Return whether Hugging Face's format has the parameter's rows in another order within each head."""
         return self.is_paired and parameter.endswith(("attention.wq.weight", "attention.wk.weight"))
 
+    def join(self, parameters: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+        """Return name of a stored tensor -> tensor. parameters: by native name."""
+        tensors = {}
+        for stored, names in self.tensors(parameters).items():
+            rows = [permute_to_hf(parameters[n], head_dim) if self.is_permuted(n) else parameters[n] for n in names]
+            tensors[stored] = torch.cat(rows)
+        return tensors
+
+    def split(
+        self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], head_dim: int
+    ) -> dict[str, Tensor]:
+        """Inverse of `join`. parameters: tensors of the native shapes."""
+        rows = {}
+        for stored, names in self.tensors(parameters).items():
+            parts = tensors[stored].split([len(parameters[name]) for name in names])
+            for name, part in zip(names, parts, strict=True):
+                rows[name] = permute_from_hf(part, head_dim) if self.is_permuted(name) else part
+        return rows
+
     def sizes(self, config: Config) -> Any:
         """Return the sizes that a config.json describes. Raises ValueError for an unsupported model."""
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
                 raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
         defaults = _DEFAULTS | self.defaults
-        config = {**config, **{key: value for key, value in defaults.items() if config.get(key) is None}}
+        nullable = {_key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
+        config = defaults | {
+            key: v for key, v in config.items() if v is not None or key in nullable or key not in defaults
+        }
         own = {f for f in fields(self.sizes_type) if f.name not in _SHARED}
         common = {f for f in own if f.name in {g.name for g in fields(Sizes)}}
         _check(config, common)
@@ -143,7 +165,7 @@ class HuggingFace:
 
     def config(self, sizes: Any, seq_len: int) -> dict[str, Any]:
         """Return the fields of config.json that depend on the model. seq_len: sequence length in training."""
-        own = [f.name for f in fields(sizes) if f.name not in {*_SHARED, *self.nested} or f.name == "window"]
+        own = [f.name for f in fields(sizes) if f.name not in _SHARED or f.name == "window"]
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -185,14 +207,14 @@ def is_buffer(name: str) -> bool:
 
 
 def text_config(config: Config) -> Config:
-    """Return the configuration of the text model, if config.json describes a model of several modalities, otherwise `config`."""
+    """Return the configuration of the text model, if config.json describes a multimodal model, otherwise `config`."""
     inner = config.get("text_config")
     return {**config, **inner} if isinstance(inner, Mapping) else config
 
 
 def text_name(name: str) -> str | None:
-    """Return the name of a tensor in the text model, given its name in a model of several modalities. None if the tensor belongs
-    to another modality."""
+    """Return the name of a tensor in the text model, given its name in a multimodal model. None if the tensor belongs to another
+    modality."""
     for prefix in _NESTED:
         if name.startswith(prefix):
             inner = name.removeprefix(prefix)
@@ -208,6 +230,7 @@ def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def permute_from_hf(rows: Tensor, head_dim: int) -> Tensor:
+    """Inverse of permute_to_hf."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -247,15 +270,14 @@ def sliding_theta(config: Config, default: Any) -> Any:
     return first(rope.get("rope_theta"), default)
 
 
-def read_rope(config: Config, types: tuple[str, ...]) -> dict[str, Any]:
+def read_rope(config: Config, supported: tuple[str, ...]) -> dict[str, Any]:
     """Return the sizes of the positional encoding. If the layer types have different encodings, return that of full attention.
-    types: supported values of rope_type. Raises ValueError."""
+    supported: values of rope_type. Raises ValueError."""
     rope = rope_object(config)
     rope_type = first(rope.get("rope_type"), rope.get("type"), "default")
-    rope_type = "longrope" if rope_type == "su" else rope_type  # its name in the first files of Phi-3
-    if rope_type not in types:
-        supported = f"{', '.join(types[:-1])} and {types[-1]}"
-        raise ValueError(f"rope_type {text_of(rope_type)}: this model supports only {supported}")
+    if rope_type not in supported:
+        names = f"{', '.join(supported[:-1])} and {supported[-1]}"
+        raise ValueError(f"rope_type {text_of(rope_type)}: this model supports only {names}")
     used = {f.name: f.default for f in fields(ROPES[rope_type])}
     used |= {f"rope_{name}": default for name, default in used.items()}
     keys = {name: key for name, key in ROPE_FIELDS.items() if name in used}
@@ -286,7 +308,7 @@ def write_rope(sizes: Any) -> dict[str, Any]:
 
 
 def write_rope_by_type(sizes: Any, sliding_theta: float) -> dict[str, Any]:
-    """Return the same for a model whose sliding layers have an encoding of their own, which is not extended."""
+    """Return rope_parameters with an entry for each type of layer. Sliding layers are not extended."""
     rope = write_rope(sizes)
     full = first(rope["rope_scaling"], {"rope_type": "default"}) | {"rope_theta": sizes.rope_theta}
     sliding = {"rope_type": "default", "rope_theta": sliding_theta}
@@ -306,14 +328,15 @@ def read_windows(config: Config) -> dict[str, Any]:
     listed = first(config.get("layer_types"), ["sliding_attention"] * layers)
     if not isinstance(listed, list) or len(listed) != layers:
         raise ValueError("layer_types must have one entry for each of the num_hidden_layers layers")
-    if unknown := [name for name in listed if name not in names]:
+    if unknown := [name for name in listed if name not in tuple(names)]:
         raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
-    types = tuple("full" if window is None else names[name] for name in listed)
-    return {"window": window if "sliding" in types else None, "layer_types": shortest_period(types)}
+    kinds = tuple("full" if window is None else names[name] for name in listed)
+    return {"window": window if "sliding" in kinds else None, "layer_types": shortest_period(kinds)}
 
 
 def write_layer_types(sizes: Any) -> dict[str, Any]:
-    return {"layer_types": [LAYER_TYPES[name] for name in repeated(sizes.layer_types, sizes.n_layers)]}
+    """Return the part of config.json that lists the types of the layers."""
+    return {"layer_types": [LAYER_TYPES[name] for name in sizes.all_layer_types]}
 
 
 def shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:

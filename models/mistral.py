@@ -28,15 +28,20 @@ _22b = partial(WindowedSizes, dim=6144, n_layers=56, n_heads=48, n_kv_heads=8, h
 MISTRAL = ModelSpec(
     model=mistral,
     sizes={
-        "debug": WindowedSizes(**DEBUG, window=40, layer_types=("sliding",)),
-        "7b-v0.1": _7b(vocab_size=32000, window=4096, layer_types=("sliding",)),
+        "debug": WindowedSizes(**DEBUG, window=40),
+        "7b-v0.1": _7b(vocab_size=32000, window=4096),
         "7b-v0.2": _7b(vocab_size=32000, rope_theta=1e6),
         "7b-v0.3": _7b(vocab_size=32768, rope_theta=1e6),
         "nemo-12b": _24b(hidden_dim=14336, rope_theta=1e6),
         "small-22b": _22b(hidden_dim=16384, rope_theta=1e6),
         "small-24b": _24b(hidden_dim=32768, rope_theta=1e8),
     },
-    huggingface=HuggingFace(model_type="mistral", architecture="MistralForCausalLM", sizes_type=WindowedSizes),
+    huggingface=HuggingFace(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        sizes_type=WindowedSizes,
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
 )
 
 
@@ -77,19 +82,12 @@ def ministral3(sizes: Ministral3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, lambda kind: ScaledQueryAttention(sizes, kind))
 
 
-_ROPE = {
-    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
-    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1},
-}
-"""transformers' default of rope_parameters."""
-
-
 def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = rope_object(config) or _ROPE
+    rope = rope_object(config)
     for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
         if rope.get(key) is None:
             raise ValueError(f"{key} is missing")
-    return {**config, "rope_parameters": rope, "llama_4_scaling_beta": rope["llama_4_scaling_beta"]}
+    return {**config, "llama_4_scaling_beta": rope["llama_4_scaling_beta"]}
 
 
 def _extra(sizes: Ministral3Sizes) -> dict[str, Any]:
@@ -117,10 +115,9 @@ MINISTRAL3 = ModelSpec(
         architecture="Ministral3ForCausalLM",
         sizes_type=Ministral3Sizes,
         fixed={"hidden_act": "silu", "sliding_window": None},
-        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6},
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6},
         ropes=("default", "yarn"),
         adapt=_adapt,
         extra=_extra,
-        nested=("llama_4_scaling_beta",),
     ),
 )

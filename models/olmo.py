@@ -18,13 +18,12 @@ from models.huggingface import (
     first,
     rope_object,
     sliding_theta,
-    text_of,
     with_layer_types,
     write_layer_types,
     write_rope_by_type,
 )
 from models.rope import Rope
-from models.sizes import DEBUG, DecoderSizes, WindowedSizes
+from models.sizes import DEBUG, DecoderSizes, MixedSizes, text_of
 from models.spec import LayerKind, ModelSpec
 
 
@@ -36,7 +35,7 @@ class Olmo2Sizes(DecoderSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo3Sizes(WindowedSizes):
+class Olmo3Sizes(MixedSizes):
     norm_eps: float = 1e-6
     rope_theta: float = 500_000.0
     attention_bias: bool = False

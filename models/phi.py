@@ -29,8 +29,21 @@ def phi(sizes: PhiSizes) -> Decoder:
 
 
 def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    factor = first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+    rope = rope_object(config)
+    factor = first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+    if first(rope.get("rope_type"), rope.get("type"), "") in ("su", "yarn"):  # names of longrope in early files
+        config = {**config, "rope_parameters": {**rope, "rope_type": "longrope"}}
     return {**config, "partial_rotary_factor": factor}
+
+
+def _extra(sizes: PhiSizes) -> dict[str, Any]:
+    original = {"original_max_position_embeddings": sizes.rope_original_seq_len}
+    if sizes.rope_type == "default":
+        return original
+    # transformers 4 accepts exactly these keys, and computes the factor from the two lengths.
+    factors = {"short_factor": list(sizes.rope_short_factors), "long_factor": list(sizes.rope_long_factors)}
+    lengths = original | {"max_position_embeddings": sizes.context_window}
+    return lengths | {"rope_scaling": {"type": "longrope", **factors}}
 
 
 _mini = partial(PhiSizes, dim=3072, n_layers=32, hidden_dim=8192, head_dim=96, n_heads=32, n_kv_heads=32)
@@ -42,8 +55,8 @@ PHI = ModelSpec(
             **{"partial_rotary_factor": 0.5, "rope_type": "longrope", "rope_factor": 4.0, "rope_original_seq_len": 32},
             **{"rope_short_factors": (1.0,) * 4, "rope_long_factors": (1.0, 1.2, 1.7, 3.0)} | DEBUG | {"head_dim": 16},
         ),
-        "3-mini-4k": _mini(vocab_size=32064, window=2047, layer_types=("sliding",)),
-        "3-medium-4k": _14b(vocab_size=32064, window=2047, layer_types=("sliding",)),
+        "3-mini-4k": _mini(vocab_size=32064, window=2047),
+        "3-medium-4k": _14b(vocab_size=32064, window=2047),
         "4-14b": _14b(vocab_size=100352, rope_theta=250_000.0),
     },
     huggingface=HuggingFace(
@@ -53,7 +66,7 @@ PHI = ModelSpec(
         defaults={"rms_norm_eps": 1e-5},
         ropes=("default", "longrope"),
         adapt=_adapt,
-        extra=lambda sizes: {"original_max_position_embeddings": sizes.rope_original_seq_len},
+        extra=_extra,
         names=NAMES
         | dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), "self_attn.qkv_proj")
         | dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), "mlp.gate_up_proj"),

@@ -10,13 +10,13 @@ from torch import nn
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import HuggingFace, first, text_of, with_layer_types, write_layer_types
-from models.sizes import DEBUG, WindowedSizes
+from models.huggingface import HuggingFace, first, with_layer_types, write_layer_types
+from models.sizes import DEBUG, MixedSizes, text_of
 from models.spec import LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenSizes(WindowedSizes):
+class QwenSizes(MixedSizes):
     norm_eps: float = 1e-6
     rope_theta: float = 1e6
 
@@ -45,11 +45,14 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     full = first(config.get("max_window_layers"), 28)
     if type(full) is not int:
         raise ValueError(f"max_window_layers {text_of(full)} must be an integer")
-    return with_layer_types({"sliding_window": 4096, **config}, lambda i: i >= full)
+    return with_layer_types(config, lambda i: i >= full)
+
+
+_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def _extra(sizes: QwenSizes) -> dict[str, Any]:
-    types = sizes.layer_kinds
+    types = sizes.all_layer_types
     first_sliding = types.index("sliding") if "sliding" in types else sizes.n_layers
     windows = {"use_sliding_window": sizes.window is not None, "max_window_layers": first_sliding}
     return write_layer_types(sizes) | windows
@@ -71,7 +74,12 @@ QWEN2_5 = ModelSpec(
         "72b": _large(dim=8192, n_layers=80, n_heads=64, hidden_dim=29568),
     },
     huggingface=HuggingFace(
-        model_type="qwen2", architecture="Qwen2ForCausalLM", sizes_type=QwenSizes, adapt=_adapt, extra=_extra
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        sizes_type=QwenSizes,
+        defaults=_DEFAULTS,
+        adapt=_adapt,
+        extra=_extra,
     ),
 )
 
@@ -92,7 +100,7 @@ QWEN3 = ModelSpec(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         sizes_type=Qwen3Sizes,
-        defaults={"head_dim": 128},
+        defaults=_DEFAULTS | {"head_dim": 128},
         adapt=_adapt,
         extra=_extra,
     ),

@@ -22,7 +22,7 @@ _RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def text_of(value: Any) -> str:
-    """Return a value of a configuration file as the file writes it, in at most 40 characters."""
+    """Return a value of a configuration file as JSON, in at most 40 characters."""
     return f"{json.dumps(value):.40}"
 
 
@@ -105,8 +105,8 @@ class DecoderSizes(Sizes):
     head_dim: int
     rope_theta: float = 10_000.0
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
-    """Extension of the context window, by its name in Hugging Face's files. The following sizes are explained in models/rope.py.
-    An extension uses those that its class there has."""
+    """Extension of the context window, by its name in Hugging Face's files. models/rope.py explains the following sizes. An
+    extension uses the fields of its class."""
     rope_factor: float = 1.0
     rope_original_seq_len: int = 4096
     """Sequence length of the training before the extension."""
@@ -127,9 +127,12 @@ class DecoderSizes(Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rotary_dim % 2:
-            message = f"the {self.rotary_dim} rotated dims of a head must be even, because pairs rotate"
-            raise SizeError(message, "head_dim")
+        rotated = self.rotary_dim
+        if rotated % 2 or not 2 <= rotated <= self.head_dim:
+            message = (
+                f"the number of rotated dims of a head, {rotated}, must be even, and from 2 to head_dim {self.head_dim}"
+            )
+            raise SizeError(message, "head_dim", "partial_rotary_factor")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if high <= low:
             message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
@@ -137,7 +140,12 @@ class DecoderSizes(Sizes):
         for name in ("rope_short_factors", "rope_long_factors") * (self.rope_type == "longrope"):
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 message = f"{name} must have {self.rotary_dim // 2} values, one for each pair of rotated dims"
-                raise SizeError(message, name, "rope_type", "head_dim")
+                raise SizeError(message, name, "rope_type", "head_dim", "partial_rotary_factor")
+        if self.rope_type in ("yarn", "longrope") and not (self.rope_theta > 1 and self.rope_original_seq_len > 1):
+            message = (
+                f"rope_theta {self.rope_theta} and rope_original_seq_len {self.rope_original_seq_len} must be above 1"
+            )
+            raise SizeError(message, "rope_theta", "rope_original_seq_len", "rope_type")
 
     def for_seq_len(self, seq_len: int) -> Self:
         is_long = self.rope_type == "longrope" and seq_len > self.rope_original_seq_len
@@ -161,19 +169,10 @@ class DecoderSizes(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedSizes(DecoderSizes):
-    """Sizes of a family in which all layers, or some of them, attend to a window of keys."""
+    """Sizes of a family whose layers may all attend to a window of keys."""
 
     window: int | None = None
-    """Number of keys that a query attends to in layers of the type "sliding", its own included."""
-    layer_types: tuple[Literal["full", "sliding"], ...] = ("full",)
-    """Types of the layers in order. The sequence is repeated up to n_layers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.layer_types:
-            raise SizeError("layer_types must name at least one type", "layer_types")
-        if "sliding" in self.layer_kinds and self.window is None:
-            raise SizeError('layers of the type "sliding" need a window', "window", "layer_types")
+    """Number of keys that a query attends to, its own included."""
 
     def kinds(self) -> dict[str, LayerKind]:
         rope = self.rope()
@@ -181,7 +180,33 @@ class WindowedSizes(DecoderSizes):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
+        return ("full" if self.window is None else "sliding",) * self.n_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSizes(WindowedSizes):
+    """Sizes of a family in which some layers attend to a window of keys."""
+
+    layer_types: tuple[Literal["full", "sliding"], ...] = ("full",)
+    """Types of the layers in order. The sequence is repeated up to n_layers. Layers of the type "sliding" have the window."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layer_types:
+            raise SizeError("layer_types must name at least one type", "layer_types")
+        if ("sliding" in self.all_layer_types) != (self.window is not None):
+            message = (
+                f"window {self.window}: a window is needed if layer_types contains sliding, and has no effect otherwise"
+            )
+            raise SizeError(message, "window", "layer_types", "n_layers")
+
+    @property
+    def all_layer_types(self) -> tuple[str, ...]:
         return repeated(self.layer_types, self.n_layers)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        return self.all_layer_types
 
 
 DEBUG = {
@@ -192,4 +217,5 @@ DEBUG = {
 
 
 def repeated(pattern: Sequence[T], length: int) -> tuple[T, ...]:
+    """Return the first `length` values of the repeated pattern."""
     return tuple(pattern[i % len(pattern)] for i in range(length))

@@ -8,12 +8,12 @@ from typing import Any
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import HuggingFace, first, shortest_period, with_layer_types, write_layer_types
-from models.sizes import DEBUG, WindowedSizes, repeated, require
+from models.sizes import DEBUG, MixedSizes, repeated, require
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmolLM3Sizes(WindowedSizes):
+class SmolLM3Sizes(MixedSizes):
     norm_eps: float = 1e-6
     rope_theta: float = 5e6
     no_rope_layers: tuple[bool, ...] = (True, True, True, False)
@@ -31,7 +31,7 @@ class SmolLM3Sizes(WindowedSizes):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        types, rotated = (repeated(values, self.n_layers) for values in (self.layer_types, self.no_rope_layers))
+        types, rotated = self.all_layer_types, repeated(self.no_rope_layers, self.n_layers)
         return tuple(
             name if has_rope else f"{name}_without_rope" for name, has_rope in zip(types, rotated, strict=True)
         )
@@ -73,7 +73,7 @@ SMOLLM3 = ModelSpec(
         architecture="SmolLM3ForCausalLM",
         sizes_type=SmolLM3Sizes,
         fixed={"hidden_act": "silu", "mlp_bias": False},
-        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
         adapt=_adapt,
         extra=_extra,
     ),

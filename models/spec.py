@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-Head = Callable[..., Tensor]
-"""Function (hidden, weight, softcap=None) -> summed loss. The output module calls it. hidden: (batch, seq, dim); weight: (vocab,
-dim). softcap: see Output in models/components.py."""
+Head = Callable[[Tensor, Tensor, float | None], Tensor]
+"""Function (hidden, weight, softcap) -> summed loss. The output module calls it. hidden: (batch, seq, dim); weight: (vocab, dim);
+softcap: limit of the logits, see Output in models/components.py."""
 
 
 class Model(Protocol):

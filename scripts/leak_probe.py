@@ -3,9 +3,10 @@
 The script changes one token of a training sample at a time and compares the last hidden states, from which the logits are
 computed, before and after. Positions before the token must not change. With document masks, positions of other documents must not
 change. With windows in all layers, positions that are too far away must not change. The last rows are negative controls with
-injected bugs, whose leaks must be found.
+injected bugs, whose leaks must be found. The layouts replace the sections [parallel], [activation_checkpoint] and [compile] of
+the configuration file.
 
-exit codes: 0: no position leaks, and every injected leak is found; 1: a position leaks; 2: an argument or a setting is wrong
+exit codes: 0: no position leaks, and every injected leak is found; 1: otherwise; 2: an argument or a setting is wrong
 
     python scripts/leak_probe.py --config train_configs/sft_debug.toml
     python scripts/leak_probe.py --config my.toml --layout "cp=2 tp=2" --layout "compile.enabled=true" --probes 20
@@ -14,10 +15,12 @@ exit codes: 0: no position leaks, and every injected leak is found; 1: a positio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -33,42 +36,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from scripts.parity import Row, Runs
+from trainer import engine
 from trainer.batch import Batch
 from trainer.build import build_trainer
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.data.sampling.samples import Samples
-from trainer.parallel.context import all_gather_sequence
 from trainer.parallel.pipeline import PipelineStep
 from trainer.parallel.step import Step
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Layout, Table, add_layout_option, flags, num_ranks, settings_of
+from trainer.testing.layouts import Layout, Table, add_layout_option, num_ranks
 from trainer.testing.ranks import LocalRanks, RankError
 
 LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]
-CONTROLS = {
-    "documents visible to each other under cp": "cp=2 data.document_mask=true",
-    "window off by one under cp": "cp=2 data.document_mask=false",  # boundaries would hide leaks over a longer distance
-}
-"""Key of BUGS -> layout in which the bug makes positions leak."""
 _CHANGED = 1e-6
 """Fraction of the largest hidden value by which a changed position differs."""
+
+
+class _HiddenHead:
+    """A head that returns the hidden state, (batch, seq / cp, dim), instead of a loss."""
+
+    def __init__(self, labels: Tensor, **settings: object):
+        """The parameters are those of CrossEntropyHead."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+        return hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
 
 
 @dataclass(frozen=True)
 class Probe:
     token: int
     """Position of the changed token."""
-    changed: list[int]
-    """Positions whose hidden states changed."""
-    allowed: list[int]
+    changed: set[int]
+    """Positions whose hidden states changed, among those of one rank or of all ranks."""
+    allowed: set[int]
     """Positions that may change."""
 
     @property
     def leaks(self) -> list[int]:
-        return sorted(set(self.changed) - set(self.allowed))
+        return sorted(self.changed - self.allowed)
 
 
 def choose_sample(samples: Samples) -> Batch:
@@ -91,76 +100,59 @@ def reach(resolved: ResolvedRun, seq_len: int) -> int:
     return min(seq_len, sum((plan.kinds[name].window or seq_len) - 1 for name in plan.layer_kinds))
 
 
+@torch.no_grad()
 def last_hidden(step: Step, batch: Batch) -> Tensor | None:
-    """Return the input of the output projection, (seq, dim), in full precision. None on ranks without the last stage."""
-    with torch.no_grad():
-        if isinstance(step, PipelineStep):
-            outputs = step._forward(step.shard_sequence(batch))
-            return outputs[0] if outputs else None
-        return step._loss_sum(batch)
+    """Return the input of the output projection at this rank's positions, (seq / cp, dim). None without the last stage."""
+    if not isinstance(step, PipelineStep):
+        return step._loss_sum(batch)[0].float()
+    outputs = step._forward(step.shard_sequence(batch))
+    return outputs[0][0].float() if outputs else None
 
 
 def probe(argv: Sequence[str], count: int, bug: str) -> list[Probe]:
-    """Run on this rank. Return the probes on the ranks that have the last stage. bug: key of BUGS, or ""."""
+    """Run on this rank. Return the changes at its positions. bug: key of BUGS, or ""."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
-    with BUGS[bug].inject() if bug else nullcontext():
+    with BUGS[bug].inject() if bug else nullcontext(), patch.object(engine, "CrossEntropyHead", _HiddenHead):
         trainer = build_trainer(config, resolved, torch.device("cpu"), None)
-    step, cp = trainer.engine.forward_backward, trainer.engine.cp
-
-    def head(hidden: Tensor, weight: Tensor, **options: float) -> Tensor:
-        hidden = hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
-        return all_gather_sequence(hidden.float(), cp, dim=1)[0]
-
-    step.make_head = lambda labels: head
-    batch = choose_sample(trainer.data.datasets.training)
-    documents, seq_len = batch.documents[0], batch.tokens.shape[1]
-    before, probes, positions = last_hidden(step, batch), [], torch.arange(seq_len)
+    step, batch = trainer.engine.forward_backward, choose_sample(trainer.data.datasets.training)
+    documents, positions = batch.documents[0], torch.arange(batch.tokens.shape[1])
+    own_positions = step.shard_sequence(batch._replace(positions=positions[None])).positions[0]
+    before, probes = last_hidden(step, batch), []
     for token in probed_tokens(documents, count):
         tokens = batch.tokens.clone()
         tokens[0, token] = (tokens[0, token] + 1) % resolved.sizes.vocab_size
-        after = last_hidden(step, batch._replace(tokens=tokens))
-        allowed = (positions >= token) & (positions - token <= reach(resolved, seq_len))
+        after, changed = last_hidden(step, batch._replace(tokens=tokens)), set()
+        if before is not None and after is not None:
+            is_changed = (after - before).abs().amax(-1) > _CHANGED * before.abs().max()
+            changed = set(own_positions[is_changed].tolist())
+        allowed = (positions >= token) & (positions - token <= reach(resolved, len(positions)))
         if config.data.document_mask:
             allowed &= documents == documents[token]
-        if before is not None and after is not None:
-            changed = (after - before).abs().amax(-1) > _CHANGED * before.abs().max()
-            probes.append(Probe(token, changed.nonzero().flatten().tolist(), allowed.nonzero().flatten().tolist()))
+        probes.append(Probe(token, changed, set(positions[allowed].tolist())))
     return probes
 
 
-def run(argv: Sequence[str], layout: Layout, table: Table, count: int, bug: str = "") -> bool:
-    """Print a row and the leaks of a layout. Return whether no position leaks. Raises ConfigError."""
-    common = {
-        "run.device": "cpu",
-        "run.name": "leak-probe",
-        "training.local_batch_size": "1",
-        "training.global_batch_size": "64",
-    }
-    given = settings_of(argv) | common | layout.settings
-    config = load_config(flags(given))
-    name = f"negative control: {bug}" if bug else layout.text
+def run(runs: Runs, row: Row, table: Table, count: int, bug: str = "") -> bool:
+    """Print a row and its leaks. Return whether the run is correct, or whether the leaks of an injected bug are found."""
+    name, ranks = f"negative control: {bug}" if bug else row.layout.text, num_ranks(row.config.parallel)
     try:
-        resolve(config, num_ranks(config.parallel))
-        probes = next(p for p in LocalRanks(num_ranks(config.parallel)).run(probe, flags(given), count, bug) if p)
-    except ConfigError as error:
-        table.row(name, f"does not fit: {config.explain(error)}")
-        return True
+        parts = LocalRanks(ranks).run(probe, runs.flags(row.settings | {"run.name": "leak-probe"}), count, bug)
     except RankError as error:
-        table.row(name, f"FAIL: {str(error).strip().splitlines()[-1]}")
+        table.row(name, ranks, f"FAIL: {str(error).strip().splitlines()[-1]}")
         return False
-    unaffected = [p.token for p in probes if p.token not in p.changed]
-    leaks = sum(len(p.leaks) for p in probes)
+    probes = [Probe(p[0].token, set().union(*(q.changed for q in p)), p[0].allowed) for p in zip(*parts, strict=True)]
+    leaks, unaffected = sum(len(p.leaks) for p in probes), [p.token for p in probes if p.token not in p.changed]
+    verdict = ("NOT FOUND" if not leaks else "found") if bug else ("LEAK" if leaks else "no leak")
     changed, allowed = sum(len(p.changed) for p in probes), sum(len(p.allowed) for p in probes)
-    verdict = ("NOT FOUND", "found")[leaks > 0] if bug else ("no leak", "LEAK")[leaks > 0]
-    table.row(name, num_ranks(config.parallel), len(probes), changed, allowed, leaks, verdict)
+    table.row(name, ranks, len(probes), changed, allowed, leaks, verdict)
     for p in [p for p in probes if p.leaks][:4]:
         shown = ", ".join(map(str, p.leaks[:8])) + ", ..." * (len(p.leaks) > 8)
         print(f"    the token at position {p.token} changes positions {shown}", flush=True)
-    if unaffected:
-        print(f"    the token at position {unaffected[0]} does not change its own position", flush=True)
-    return not leaks and not unaffected
+    for token in unaffected[:1]:
+        print(f"    the token at position {token} does not change its own position", flush=True)
+    return bool(leaks) == bool(bug) and not unaffected
 
 
 def main() -> None:
@@ -168,18 +160,25 @@ def main() -> None:
     add_layout_option(parser, ", ".join(LAYOUTS))
     parser.add_argument("--probes", type=positive_int, default=12, metavar="N", help="number of tokens to change")
     args, argv = parser.parse_known_args()
-    config = load_config(argv)
-    table = Table(layout="<64", ranks=">5", probes=">6", changed=">8", may_change=">10", leaks=">6")
-    passed = [run(argv, Layout.parse(text), table, args.probes) for text in args.layout or LAYOUTS]
-    found = [not run(argv, Layout.parse(CONTROLS[name]), table, args.probes, name) for name in controls(config)]
-    sys.exit(0 if all(passed) and all(found) else 1)
-
-
-def controls(config: Config) -> list[str]:
-    """Return the bugs that make positions leak in a run of this configuration."""
-    resolved = resolve(config, 1)
-    has_reach = reach(resolved, config.training.seq_len) < config.training.seq_len
-    return [name for name in CONTROLS if (has_reach if "window" in name else True)]
+    with tempfile.TemporaryDirectory(prefix="leak-probe-", ignore_cleanup_errors=True) as folder:
+        runs, rows, unfit = Runs(argv, 1, Path(folder)), [], {}
+        for text in args.layout or LAYOUTS:
+            try:
+                rows.append((Row.build(runs, Layout.parse(text), 1), ""))
+            except ConfigError as error:
+                if args.layout is not None:
+                    raise ConfigError("", f"--layout {text!r}: {error}") from None
+                unfit[text] = error
+        for name, bug in BUGS.items():
+            with suppress(ConfigError):
+                row = Row.build(runs, Layout.parse(bug.layouts[0]), 1)
+                if bug.leaks and bug.applies(row.config, resolve(row.config, num_ranks(row.config.parallel))):
+                    rows.append((row, name))
+        table = Table(layout="<64", ranks=">5", probes=">6", changed=">8", may_change=">10", leaks=">6")
+        for text, error in unfit.items():
+            table.row(text, f"does not fit: {error}")
+        passed = [run(runs, row, table, args.probes, bug) for row, bug in rows]
+    sys.exit(0 if all(passed) else 1)
 
 
 if __name__ == "__main__":

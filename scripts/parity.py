@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.build import build_trainer
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, positive_int, run_to_end
+from trainer.config.command_line import Arguments, non_negative_int, positive_int, run_to_end
 from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.schema import toml_value
@@ -252,10 +252,7 @@ class Row:
         """factor: number of microbatches as a multiple of the layout's minimum. Raises ConfigError if the layout does not fit."""
         batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
         settings = layout.settings | batch
-        config = load_layout(runs.flags(settings))
-        if runs.with_transformers and config.data.document_mask:
-            raise ConfigError("data.document_mask", "must be false, because transformers attends to other documents")
-        return cls(layout, config, settings, microbatches)
+        return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
 
     def run(self, runs: Runs, table: Table, num_gradients: int, bug: str = "") -> bool:
         """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
@@ -283,7 +280,7 @@ def control_row(runs: Runs, bug: Bug) -> Row | None:
     """Return the row of a negative control, or None if no run of the configuration can show the bug."""
     for text in bug.layouts if runs.with_transformers or not bug.needs_transformers else ():
         with suppress(ConfigError):
-            row = Row.build(runs, Layout.parse(text), 2 if text == "dp_shard=1" else 1)
+            row = Row.build(runs, Layout.parse(text), bug.microbatches)
             if bug.applies(row.config, resolve(row.config, num_ranks(row.config.parallel))):
                 return row
     return None
@@ -327,10 +324,8 @@ def main() -> None:
     )
     parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
     gradients_help = "number of parameters to list below each row: those whose gradients deviate most"
-    parser.add_argument("--gradients", type=int, default=0, metavar="N", help=gradients_help)
-    reference_help = (
-        "what the layouts are compared with: the first step in transformers, or a run on one rank (default)"
-    )
+    parser.add_argument("--gradients", type=non_negative_int, default=0, metavar="N", help=gradients_help)
+    reference_help = "reference of the layouts: a run on one rank (default), or the first step in transformers"
     parser.add_argument("--reference", choices=["one-rank", "transformers"], default="one-rank", help=reference_help)
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:

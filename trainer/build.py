@@ -61,8 +61,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     loaded = names_loaded(config.checkpoint, names) if point is None else set(names)
     engine = Engine(config, resolved, device, meshes, model_parts, loaded)
     if point is None and config.checkpoint.init_from:
-        model = resolved.spec, resolved.sizes, config.training.seq_len
-        init_weights_from(config.checkpoint, *model, engine.parameters, names)
+        init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
         engine.optimizer.sync_master_weights(state_loaded=False)
     checkpoints = _build_checkpoints(config, resolved, engine, data, state, point)
 

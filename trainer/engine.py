@@ -82,7 +82,7 @@ class Engine:
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
-        self.cp = cp = meshes.data["cp"]
+        cp = meshes.data["cp"]
         common = {
             "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens, compiled=resolved.compiled),
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),

@@ -77,7 +77,7 @@ def _loss_and_gradient(
     else:
         logits.mul_(is_target / sums).scatter_add_(1, target_rows, -is_on_rank.float())
     if softcap is not None:
-        logits *= 1 - tanh * tanh
+        logits *= tanh.square_().neg_().add_(1)
     return total, logits.to(weight.dtype)
 
 

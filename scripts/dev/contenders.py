@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from models import MODELS
-from models.huggingface import permute_to_hf
 from models.llama import LlamaSizes
 from scripts.dev import plain_loop
 from scripts.dev.kernels import KernelRecorder
@@ -212,12 +211,9 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
     config = hf.LlamaConfig(**spec.config(task.sizes, task.seq))
     config.use_cache = False
     model = hf.LlamaForCausalLM(config)
-    source = _model(task)
-    with torch.no_grad():
-        for name, parameter in source.named_parameters():
-            value = permute_to_hf(parameter, task.sizes.head_dim) if spec.is_permuted(name) else parameter
-            model.get_parameter(spec.name(name)).copy_(value)
-    del source
+    parameters = {name: p.detach() for name, p in _model(task).named_parameters()}
+    model.load_state_dict(spec.join(parameters, task.sizes.head_dim), strict=False)
+    del parameters
     of_ranks = zip(*(task.rows(r) for r in range(task.ranks)), strict=True)
     rows = [row for batches in of_ranks for batch in batches for row in batch]  # accelerate gives each rank its batches
 

@@ -1,5 +1,6 @@
 """Folders in Hugging Face's format of every family: read, written, and read by transformers."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,7 +12,8 @@ from models import MODELS
 from tests.models.families import CASES, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
-from trainer.config import ConfigError
+from trainer.config import ConfigError, ModelConfig
+from trainer.run.resolve import resolve_model
 
 GIB = 2**30
 _GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 3], "temperature": 0.6, "transformers_version": "5.0.0"}
@@ -101,3 +103,49 @@ def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family,
     with pytest.raises(ConfigError) as error:
         HfModelFolder(tmp_path)
     assert str(error.value) == f"{tmp_path}/config.json: {problem}"
+
+
+def test_a_folder_or_its_configuration_replaces_name_and_size(tmp_path):
+    hf_model_of("gemma3", 0).save_pretrained(tmp_path / "in")
+    sizes = HfModelFolder(tmp_path / "in").sizes
+    for path in (tmp_path / "in", tmp_path / "in" / "config.json"):
+        assert resolve_model(ModelConfig(huggingface=str(path))) == ("gemma3", sizes)
+    changed = ModelConfig(huggingface=str(tmp_path / "in"), overrides={"n_layers": 2, "window": 5})
+    assert resolve_model(changed) == ("gemma3", dataclasses.replace(sizes, n_layers=2, window=5))
+
+
+def test_a_published_size_is_recognized(tmp_path):
+    spec = MODELS["llama3.1"]
+    config = spec.huggingface.config(spec.sizes["8b"], 8192)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve_model(ModelConfig(huggingface=str(tmp_path))) == ("llama3.1", spec.sizes["8b"])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "{folder}: config.json cannot be read (No such file or directory)"),
+        ("{", "{folder}/config.json is not a JSON object"),
+        ('{"model_type": "llama"}', "{folder}/config.json: hidden_size is missing"),
+    ],
+)
+def test_an_unreadable_configuration_is_one_line(tmp_path, content, problem):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError) as error:
+        resolve_model(ModelConfig(huggingface=str(tmp_path / "config.json")))
+    assert str(error.value) == f"model.huggingface: {problem.format(folder=tmp_path)}"
+
+
+ALL_SIZES = [(family, size) for family, spec in MODELS.items() for size in spec.sizes]
+
+
+@pytest.mark.parametrize(("family", "size"), ALL_SIZES)
+def test_every_size_round_trips_through_the_configuration(family, size):
+    hf, sizes = MODELS[family].huggingface, MODELS[family].sizes[size]
+    if family.startswith("llama") and sizes.rope_factor == 1:
+        sizes = dataclasses.replace(sizes, original_seq_len=8192)  # it has no effect
+    config = json.loads(json.dumps(hf.config(sizes, 2048)))
+    assert hf.sizes(config) == sizes
+    changed = getattr(transformers, hf.architecture).config_class(**config)
+    assert hf.sizes(json.loads(changed.to_json_string(use_diff=False))) == sizes

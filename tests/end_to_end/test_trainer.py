@@ -122,7 +122,7 @@ FAMILY_ROWS = [
     "cp=2 data.document_mask=true model.name=mistral model.overrides.window=10",
     "cp=2 model.name=ministral3 model.overrides.rope_original_seq_len=8",  # queries depend on the position
     "pp=2 model.name=smollm3",  # two kinds of layers
-    "tp=2 model.name=olmo2",  # norms of all heads
+    "tp=2 model.name=olmo2 model.overrides.attention_bias=true",  # norms of all heads, biases of outputs
     "tp=2 cp=2 model.name=olmo3 model.overrides.window=10 activation_checkpoint.mode=selective",
     "tp=2 model.name=granite3",  # multipliers
     "tp=2 activation_checkpoint.mode=full model.name=gemma2 model.overrides.window=10",  # capped scores and logits

@@ -80,6 +80,29 @@ def test_kv_cache_and_tensor_parallelism_do_not_change_the_tokens(ranks, chat_ru
     assert len(set(expected)) > 6
 
 
+@pytest.fixture(scope="module")
+def windowed_run(ranks, tiny, tmp_path_factory):
+    """The folder of a run whose layers attend to a window of 4 keys."""
+    folder = tmp_path_factory.mktemp("windowed") / "run"
+    model = ["--model.name", "mistral", "--model.overrides.window", "4", "--model.overrides.head_dim", "16"]
+    argv = [*tiny, "--run.output_folder", str(folder.parent), "--run.name", "run", *model, "--training.steps", "10"]
+    ranks(1).run(train, [*argv, "--optimizer.lr", "1e-2"])
+    return folder
+
+
+def generated_in_turns(folder, prompts):
+    """Generate with one cache, which contains the tokens of the previous prompt."""
+    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    return [list(generator.generate(prompt, GREEDY, 0, (), 3)) for prompt in prompts]
+
+
+def test_a_cache_of_a_window_is_recomputed_if_a_prompt_goes_too_far_back(ranks, windowed_run):
+    long = (PROMPT * 4)[:20]
+    prompts = [long, [*long, 7, 8], long[:19], PROMPT[:3], long, long[:-2]]
+    expected = [ranks(1).run(generated_without_cache, windowed_run, prompt, 3, GREEDY)[0] for prompt in prompts]
+    assert ranks(1).run(generated_in_turns, windowed_run, prompts)[0] == expected
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_models_with_tied_embeddings_generate(ranks, tied_run, size):
     expected = ranks(1).run(generated_without_cache, tied_run, PROMPT, 12, WARM)[0]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from models.components import CausalAttention
+from models.components import CausalAttention, CausalMask, attention_kernel
 from models.spec import LayerKind
 from trainer.batch import Batch
 from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name
@@ -118,6 +118,54 @@ def largest_difference_from_separate_documents(kernel):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_attention_ends_at_document_boundaries(ranks, size, kernel):
     assert max(ranks(size).run(largest_difference_from_separate_documents, kernel)) < 5e-6
+
+
+KINDS = [
+    LayerKind(window=5),
+    LayerKind(softcap=1.5, scale=0.7),
+    LayerKind(window=9, softcap=2.0),
+    LayerKind(window=64, scale=0.2),
+]
+
+
+def largest_difference_between_backends(kind, by_document):
+    """Return the largest difference of flex_attention, on this rank's part of the sequence, from the dense kernel on one rank."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh, one = (
+        init_device_mesh("cpu", (size,)),
+        init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))["one"],
+    )
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 32, 8, generator=draw) for heads in (4, 2, 2))
+    documents = torch.arange(32).div(12, rounding_mode="floor").repeat(2, 1)
+    dense = Mask(kind, one, by_document, create_float_mask)(None, documents)
+    expected = shard_tensor(attention_kernel(kind)(q, k, v, dense).transpose(1, 2), rank, size).transpose(1, 2)
+    mask = Mask(kind, mesh, by_document, create_block_mask)(None, shard_tensor(documents, rank, size))
+    local = shard_tensor(q.transpose(1, 2), rank, size).transpose(1, 2)
+    return (FlexAttention(kind, flex_attention)(local, k, v, mask) - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("by_document", [False, True])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_windows_and_capped_scores_are_equal_in_all_kernels(ranks, size, kind, by_document):
+    assert max(ranks(size).run(largest_difference_between_backends, kind, by_document)) < 5e-6
+
+
+def test_without_documents_a_window_is_the_models_own_mask(ranks):
+    for kind in KINDS:
+        assert ranks(1).run(mask_difference, kind) == [0.0]
+
+
+def mask_difference(kind):
+    """Return the largest difference between the results of the model's own mask and of the trainer's."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 32, 8, generator=draw) for heads in (4, 2, 2))
+    positions = torch.arange(32).repeat(2, 1)
+    dense = Mask(kind, init_device_mesh("cpu", (1,)), False, create_float_mask)(None, torch.zeros_like(positions))
+    own = CausalMask(kind.window)(positions, torch.zeros_like(positions))
+    results = [attention_kernel(kind)(q, k, v, mask) for mask in (dense, own)]
+    return 0.0 if torch.allclose(*results, atol=1e-6) else (results[0] - results[1]).abs().max().item()
 
 
 def test_the_name_of_the_attention_kernel():

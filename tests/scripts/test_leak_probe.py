@@ -1,14 +1,19 @@
 """scripts/leak_probe.py: output and exit codes."""
 
 import sys
+import types
 
 import pytest
 import torch
 
 from scripts import leak_probe
-from scripts.leak_probe import probed_tokens
+from scripts.leak_probe import Probe, probed_tokens
+from scripts.parity import Row
 from tests.conftest import ROOT
 from trainer.config.command_line import run_to_end
+from trainer.config.load import load_config
+from trainer.testing.layouts import Layout, Table
+from trainer.testing.ranks import RankError
 
 CHAT = ["--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--model.overrides.n_layers", "4"]
 WINDOW = ["--model.name", "mistral", "--model.overrides.window", "8"]
@@ -47,3 +52,40 @@ def test_tokens_at_document_boundaries_are_probed_first():
     assert probed_tokens(documents, 4) == [2, 3, 6, 7]
     assert {0, 2, 3, 6, 7} <= set(probed_tokens(documents, 8))
     assert probed_tokens(torch.zeros(8, dtype=torch.int64), 4) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("changed", "bug", "passes"),
+    [
+        ({3, 4}, "", True),
+        ({3, 4, 9}, "", False),  # a leak
+        ({4}, "", False),  # the token does not change its own position
+        ({3, 4}, "a bug", False),  # its leak is not found
+        ({3, 4, 9}, "a bug", True),
+        (None, "", False),  # the run fails
+        (None, "a bug", False),
+    ],
+)
+def test_a_leak_fails_and_so_does_a_bug_that_is_not_found(monkeypatch, capsys, changed, bug, passes):
+    class Ranks:
+        def __init__(self, count):
+            pass
+
+        def run(self, function, *args):
+            if changed is None:
+                raise RankError("out of memory")
+            return [[Probe(3, changed & {3, 9}, {3, 4})], [Probe(3, changed - {3, 9}, {3, 4})]]  # parts of two ranks
+
+    monkeypatch.setattr(leak_probe, "LocalRanks", Ranks)
+    row = Row(Layout.parse("cp=2"), load_config(["--parallel.cp", "2"]), {}, 1)
+    runs = types.SimpleNamespace(flags=lambda settings: [])
+    assert leak_probe.run(runs, row, Table(layout="", ranks=""), 1, bug) == passes
+
+
+def test_layouts_that_do_not_fit_are_listed_unless_they_are_given(monkeypatch, capsys, tmp_path):
+    argv = [*CHAT, "--run.output_folder", str(tmp_path), "--model.overrides.tied_embeddings", "true", "--probes", "2"]
+    code, rows = main(monkeypatch, capsys, *argv)
+    assert code == 0
+    assert rows[0].split("  ")[0] == "pp=2" and "does not fit: " in rows[0]
+    assert main(monkeypatch, capsys, *argv, "--layout", "pp=2")[0] == 2
+    assert main(monkeypatch, capsys, *argv, "--parallel.tp", "2")[0] == 2

@@ -6,6 +6,7 @@ import sys
 import pytest
 import tomli
 
+from models import MODELS
 from tests.commands import run_script
 from trainer.planning.recorder import MEMORY_CATEGORIES
 
@@ -38,6 +39,17 @@ def test_host_memory_has_its_own_verdict():
     assert on_device.startswith("fits: ") and on_host.startswith("host memory: does not fit: ")
     assert on_host.endswith("more than 4 GiB, the share of one device")
     assert "update in host memory" in ended.stdout
+
+
+def test_a_model_in_hugging_faces_format_is_planned(tmp_path):
+    spec = MODELS["gemma2"]
+    (tmp_path / "config.json").write_text(json.dumps(spec.huggingface.config(spec.sizes["2b"], 8192)))
+    flags = ["--from-hf", tmp_path, "--model.overrides.n_layers", "2", "--training.seq_len", "8192", "--json"]
+    ended = plan(*flags, "--training.global_batch_size", "8", "--training.local_batch_size", "1")
+    assert ended.returncode in (0, 1), ended.stderr
+    assert json.loads(ended.stdout)["parameters"] == 256_000 * 2304 + 2304 + 2 * (
+        4 * 2304 + 2304 * (2 * 2048 + 2 * 1024 + 3 * 9216)
+    )
 
 
 def test_a_run_that_does_not_fit_exits_with_code_1():

@@ -131,8 +131,7 @@ class HfModelFolder:
             raise ConfigError("", f"{folder}: {message}")
         try:
             self.config = text_config(self._json("config.json"))
-            self.spec = spec_of(self.config, spec)
-            self.sizes = self.spec.huggingface.sizes(self.config)
+            self.spec, self.sizes = _describe(self.config, spec)
             self.seq_len = seq_len_of(self.config)
             self.index = self._index(self._stored())
         except CorruptError as damage:
@@ -245,19 +244,19 @@ class HfModelFolder:
         return rows[start - first : stop - first]
 
 
-def spec_of(config: Mapping[str, Any], expected: ModelSpec | None = None) -> ModelSpec:
-    """Return the first model family with the type of a config.json, or the expected family. Raises ValueError."""
-    default = None if expected is None else expected.huggingface.model_type
-    model_type = config.get("model_type", default)
+def _describe(config: Mapping[str, Any], expected: ModelSpec | None = None) -> tuple[ModelSpec, Any]:
+    """Return the first model family with the type of a config.json, and the sizes. expected: the only accepted family. Raises
+    ValueError."""
     types = {spec.huggingface.model_type: spec for spec in reversed(MODELS.values())}
     if expected is not None:
-        types = {default: expected}
+        types = {expected.huggingface.model_type: expected}
+        config = {"model_type": expected.huggingface.model_type, **config}
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in types:
-        supported = (
-            f"this model supports only {text_of(default)}" if expected else f"expected one of {', '.join(types)}"
-        )
+        only = f"this model supports only {text_of(next(iter(types)))}"
+        supported = only if expected else f"expected one of {', '.join(types)}"
         raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-    return types[model_type]
+    return types[model_type], types[model_type].huggingface.sizes(config)
 
 
 def family_of(spec: ModelSpec, sizes: Any) -> str:
@@ -273,13 +272,15 @@ def read_architecture(path: Path) -> tuple[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = text_config(parse_json_object(manifest.read_text(file, _LARGEST_JSON)))
-        spec = spec_of(config)
-        sizes = spec.huggingface.sizes(config)
-        return family_of(spec, sizes), sizes
     except CorruptError as damage:
-        raise ConfigError("", str(damage)) from None
+        raise ConfigError("", f"{file.parent}: {damage}") from None
+    except ValueError:
+        raise ConfigError("", f"{file} is not a JSON object") from None
+    try:
+        spec, sizes = _describe(config)
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
+    return family_of(spec, sizes), sizes
 
 
 def _open_tensors(path: Path):

@@ -108,21 +108,21 @@ def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
 
 
 def init_weights_from(
-    config: CheckpointConfig, spec: ModelSpec, sizes: Any, seq_len: int, parameters: Tensors, names: Sequence[str]
+    config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
 ) -> None:
-    """Load this rank's parameters from checkpoint.init_from, collectively. seq_len: of the run. names: those of the complete
-    model's parameters. Raises ConfigError if the source is damaged or contains a different model."""
+    """Load this rank's parameters from checkpoint.init_from, collectively. names: those of the complete model's parameters.
+    Raises ConfigError if the source is damaged or contains a different model."""
     excluded = _excluded(config.init_exclude, names)
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
         weights = WeightSource(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
-        stored = asdict(weights.sizes.for_seq_len(seq_len))
+        stored = asdict(weights.sizes)
         if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
             stored["vocab_size"] = sizes.vocab_size
         differences = [
             f"{name} is {stored.get(name)}, expected {expected}"
             for name, expected in asdict(sizes).items()
-            if stored.get(name) != expected
+            if stored.get(name) != expected and name != "rope_is_long"  # the run's sequence length decides
         ]
         if differences:
             raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")

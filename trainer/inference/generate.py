@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.components import attention_kernel
+from models.components import CausalMask, attention_kernel, visible_keys
 from models.spec import LayerKind
 from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
@@ -24,7 +24,7 @@ from trainer.runtime.distributed import run_on_rank_0
 
 class CachedAttention(nn.Module):
     """Causal attention with a KV cache: new tokens attend to themselves and to cached tokens. The cache of a layer with a window
-    contains only the tokens that later tokens may attend to."""
+    contains at most twice as many tokens as the window."""
 
     def __init__(
         self,
@@ -57,12 +57,8 @@ class CachedAttention(nn.Module):
         rows, columns = q.shape[2], kv.shape[3]
         if rows == 1:  # it needs no mask
             return self.kernel(q, *kv[:, :, :, -self.window :], None)
-        visible = None
-        if columns > rows or columns > self.window:
-            ages = torch.arange(columns, device=q.device)
-            ages = ages[columns - rows :, None] - ages
-            visible = (ages >= 0) & (ages < self.window)
-        return self.kernel(q, *kv, visible)
+        is_masked = columns > rows or columns > self.window
+        return self.kernel(q, *kv, visible_keys(rows, columns, self.window, q.device) if is_masked else None)
 
     def _append(self, new: Tensor) -> Tensor:
         """Cache new tokens. Return all tokens that were cached, followed by the new ones, (2, 1, kv heads, tokens, head_dim)."""
@@ -134,6 +130,8 @@ class TextGenerator:
         weights.load_into(dict(self.model.named_parameters()))
         self.caches = []
         try:
+            for name in plan.kinds:  # the kernels know which keys are visible
+                self.model.set_submodule(f"{plan.masks}.{name}", CausalMask(None))
             blocks = self.model.get_submodule(plan.blocks).children()
             for block, kind in zip(blocks, plan.layer_kinds, strict=True):
                 shape = sizes.n_kv_heads // ranks, self.max_seq_len, sizes.head_dim

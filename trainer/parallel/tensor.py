@@ -37,7 +37,7 @@ class _Embedding(RowwiseParallel):
 
 
 class _Norm(SequenceParallel):
-    """Style of a norm whose weight is replicated. The gradients of the ranks are added."""
+    """Style of a norm whose weight is replicated. If ranks normalize different values, their gradients are added."""
 
     def __init__(self, placement: Placement):
         """placement: of input and output, which are local tensors. Shard(1) for a sequence that is split, Replicate for a full

@@ -35,6 +35,7 @@ class _FlexAttention(CausalAttention):
 
 
 FAKE_GPU_KERNELS = AttentionBackend(lambda kind, cp, by_document, dtype: _NoMask(), _FlexAttention)
+"""Simulated kernels and masks of a GPU."""
 
 
 class _NoMask(nn.Module):

@@ -91,7 +91,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         chat_template, end_of_turn = chat.self_contained(), chat.end_of_turn
     # The fingerprint contains the resulting model sizes instead of the model settings.
     fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
-    fingerprint |= {f"model.{name}": value for name, value in asdict(sizes).items()}
+    dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
+    fingerprint |= dimensions
     if training.parameter_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
@@ -114,7 +115,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         chat_template=chat_template,
         end_of_turn=end_of_turn,
         fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
-        shared=_values(config, lambda setting: not setting.constraint.per_node) | {"compile.enabled": compiled},
+        shared=_values(config, lambda setting: not setting.constraint.per_node)
+        | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
 
 
@@ -134,8 +136,8 @@ def resolve_model(config: ModelConfig) -> tuple[str, Any]:
     elif family not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
     elif config.size not in MODELS[family].sizes:
-        named = MODELS[family].sizes
-        message = f"expected one of {', '.join(named)} for {family}{did_you_mean(config.size, named)}"
+        by_name = MODELS[family].sizes
+        message = f"expected one of {', '.join(by_name)} for {family}{did_you_mean(config.size, by_name)}"
         raise ConfigError("model.size", message)
     sizes = sizes or MODELS[family].sizes[config.size]
     values, types = asdict(sizes), {field.name: field.type for field in fields(sizes)}
@@ -152,5 +154,7 @@ def resolve_model(config: ModelConfig) -> tuple[str, Any]:
     try:
         return family, type(sizes)(**values)
     except SizeError as error:
-        setting = next(name for name in error.names if name in config.overrides)
-        raise ConfigError(f"model.overrides.{setting}", str(error)) from None
+        setting = next(
+            (f"model.overrides.{name}" for name in error.names if name in config.overrides), "model.overrides"
+        )
+        raise ConfigError(setting, str(error)) from None

@@ -23,11 +23,17 @@ from trainer.run.resolve import ResolvedRun
 
 @dataclass(frozen=True)
 class Bug:
+    """A bug, and the runs in which it shows."""
+
     layouts: tuple[str, ...]
     """Layouts in which the bug shows. The first that fits a configuration is used."""
     inject: Callable[[], AbstractContextManager]
     applies: Callable[[Config, ResolvedRun], bool] = lambda config, resolved: True
     """Function (configuration, resolved run) -> whether the bug can show in a run of this configuration."""
+    microbatches: int = 1
+    """Number of microbatches of each rank, as a multiple of the layout's minimum."""
+    leaks: bool = False
+    """Whether the bug makes positions visible that must not be."""
     needs_transformers: bool = False
     """Whether the bug shows only in a comparison with transformers, because it affects all layouts equally."""
     parameters: str = ""
@@ -41,55 +47,41 @@ def _averaged() -> AbstractContextManager:
 
 def _head_norms_not_reduced() -> AbstractContextManager:
     """Treat each rank's heads as replicated, so that no reduction follows."""
-    original = tensor.styles
-    wrong = {"head_norm": tensor._Norm(Replicate())}
+    original, wrong = tensor.styles, {"head_norm": tensor._Norm(Replicate())}
     return patch.object(tensor, "styles", lambda *args, **kwargs: original(*args, **kwargs) | wrong)
 
 
-def _counted_twice() -> AbstractContextManager:
-    original = Engine.__init__
+def _after_init(cls: type, change: Callable[[Any], None]) -> AbstractContextManager:
+    """Return a context manager. Inside it, `change` is applied to each new object of the class."""
+    original = cls.__init__
 
-    def init(engine: Engine, *args: Any) -> None:
-        original(engine, *args)
-        for name, parameter in engine.parameters.items():
-            if name.endswith("attention_norm.weight"):
-                parameter.register_hook(lambda gradient: gradient * 2)
+    def init(instance: Any, *args: Any) -> None:
+        original(instance, *args)
+        change(instance)
 
-    return patch.object(Engine, "__init__", init)
+    return patch.object(cls, "__init__", init)
+
+
+def _count_twice(engine: Engine) -> None:
+    for name, parameter in engine.parameters.items():
+        if name.endswith("attention_norm.weight"):
+            parameter.register_hook(lambda gradient: gradient * 2)
 
 
 @contextmanager
 def _averaged_per_microbatch() -> Iterator[None]:
-    call, loss_sum, count, total = SpmdStep.__call__, SpmdStep._loss_sum, [0], [None]
+    call, loss_sum, current = SpmdStep.__call__, SpmdStep._loss_sum, {}
 
-    def counting_call(step: SpmdStep, microbatches: Any, num_targets: Tensor) -> Tensor:
-        count[0], total[0] = len(microbatches), num_targets
+    def recording_call(step: SpmdStep, microbatches: Any, num_targets: Tensor) -> Tensor:
+        current.update(count=len(microbatches), targets=num_targets)
         return call(step, microbatches, num_targets)
 
     def averaged(step: SpmdStep, batch: Batch) -> Tensor:
         own = (batch.labels != IGNORE_INDEX).sum().clamp(min=1)
-        return loss_sum(step, batch) * total[0] / (own * count[0])
+        return loss_sum(step, batch) * current["targets"] / (own * current["count"])
 
-    with patch.object(SpmdStep, "__call__", counting_call), patch.object(SpmdStep, "_loss_sum", averaged):
+    with patch.object(SpmdStep, "__call__", recording_call), patch.object(SpmdStep, "_loss_sum", averaged):
         yield
-
-
-def _changed_mask(change: Callable[[Mask], None]) -> AbstractContextManager:
-    original = Mask.__init__
-
-    def init(mask: Mask, *args: Any) -> None:
-        original(mask, *args)
-        change(mask)
-
-    return patch.object(Mask, "__init__", init)
-
-
-def _visible_documents() -> AbstractContextManager:
-    return _changed_mask(lambda mask: setattr(mask, "by_document", False))
-
-
-def _longer_window() -> AbstractContextManager:
-    return _changed_mask(lambda mask: setattr(mask, "window", mask.window and mask.window + 1))
 
 
 def _has_window(config: Config, resolved: ResolvedRun) -> bool:
@@ -103,26 +95,37 @@ BUGS = {
     "gradients of head norms not summed over tp": Bug(
         ("tp=2",),
         _head_norms_not_reduced,
-        lambda config, resolved: "head_norm" in resolved.plan.tensor_block.values(),
+        applies=lambda config, resolved: "head_norm" in resolved.plan.tensor_block.values(),
         parameters="attention.",
     ),
-    "gradients of replicated norms counted tp times": Bug(("tp=2",), _counted_twice, parameters="attention_norm"),
+    "gradients of replicated norms counted tp times": Bug(
+        ("tp=2",), lambda: _after_init(Engine, _count_twice), parameters="attention_norm"
+    ),
     "losses averaged per microbatch": Bug(
         ("dp_shard=1",),
         _averaged_per_microbatch,
-        lambda config, resolved: config.data.dataset == "chat",
+        applies=lambda config, resolved: config.data.dataset == "chat",
+        microbatches=2,
     ),
     "neighbouring values rotated as halves": Bug(
         ("dp_shard=1",),
         lambda: patch.object(llama, "rotate_pairs", rotate_halves),
-        lambda config, resolved: resolved.spec.huggingface.is_paired,
+        applies=lambda config, resolved: resolved.spec.huggingface.is_paired,
         needs_transformers=True,
     ),
     "documents visible to each other under cp": Bug(
         ("cp=2 data.document_mask=true",),
-        _visible_documents,
-        lambda config, resolved: config.data.packing == "best-fit",  # otherwise the first samples may have no boundary
+        lambda: _after_init(Mask, lambda mask: setattr(mask, "by_document", False)),
+        applies=lambda config, resolved: (
+            config.data.packing == "best-fit"
+        ),  # else the first samples may have no boundary
+        leaks=True,
     ),
-    "window off by one under cp": Bug(("cp=2",), _longer_window, _has_window),
+    "window off by one under cp": Bug(
+        ("cp=2 data.document_mask=false",),
+        lambda: _after_init(Mask, lambda mask: setattr(mask, "window", mask.window and mask.window + 1)),
+        applies=_has_window,
+        leaks=True,
+    ),
 }
-"""Name of a bug -> how it is injected."""
+"""Name of a bug -> the bug."""

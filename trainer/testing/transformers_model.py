@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.huggingface import HuggingFace, permute_from_hf, permute_to_hf
 from trainer.batch import IGNORE_INDEX
 from trainer.build import build_trainer
 from trainer.config.load import load_config
@@ -19,7 +18,7 @@ from trainer.runtime.device import DTYPES
 
 
 def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss per target token and the gradients of all parameters, by our names. Run on one rank. The initial
+    """Return the mean loss per target token and the gradients of all parameters, by native name. Run on one rank. The initial
     weights and the batches are those of the Trainer."""
     os.environ["LOG_RANK"] = ""  # the caller prints a table
     config = load_config(argv)
@@ -33,13 +32,12 @@ def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
         transformers.AutoConfig.for_model(**values), attn_implementation="eager"
     )
     parameters = {name: p.detach() for name, p in trainer.engine.parameters.items()}
-    with torch.no_grad():
-        for stored, names in hf.tensors(parameters).items():
-            rows = [permute_to_hf(parameters[n], head_dim) if hf.is_permuted(n) else parameters[n] for n in names]
-            model.get_parameter(stored).copy_(torch.cat(rows))
+    keys = model.load_state_dict(hf.join(parameters, head_dim), strict=False)  # tied weights may be missing
+    assert not keys.unexpected_keys, keys.unexpected_keys
     loss = _mean_loss(model.to(DTYPES[config.training.compute_dtype]), batches)
     loss.backward()
-    return loss.item(), _gradients(hf, model, parameters, head_dim)
+    gradients = {name: p.grad.float() for name, p in model.named_parameters()}
+    return loss.item(), hf.split(gradients, parameters, head_dim)
 
 
 def _mean_loss(model: nn.Module, batches: Sequence) -> Tensor:
@@ -49,13 +47,3 @@ def _mean_loss(model: nn.Module, batches: Sequence) -> Tensor:
         logits = model(batch.tokens, position_ids=batch.positions, use_cache=False).logits.float()
         losses.append(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"))
     return torch.stack(losses).sum() / num_targets
-
-
-def _gradients(hf: HuggingFace, model: nn.Module, parameters: dict[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Return name of our parameter -> its gradient in fp32."""
-    gradients = {}
-    for stored, names in hf.tensors(parameters).items():
-        parts = model.get_parameter(stored).grad.float().split([parameters[n].shape[0] for n in names])
-        for name, part in zip(names, parts, strict=True):
-            gradients[name] = permute_from_hf(part, head_dim) if hf.is_permuted(name) else part
-    return gradients
