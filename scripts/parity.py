@@ -254,14 +254,18 @@ class Row:
         settings = layout.settings | batch
         return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
 
+    def measure(self, runs: Runs, bug: str = "") -> tuple[dict[str, float], dict[str, float], list[GradientDeviation]]:
+        """Train. Return the deviations, their limits and the comparison of each gradient. Raises RankError."""
+        ranks, dtype = num_ranks(self.config.parallel), self.config.training.compute_dtype
+        reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, bug)
+        return deviations(reference, run), runs.limits(self.layout, dtype), gradient_deviations(reference, run)
+
     def run(self, runs: Runs, table: Table, num_gradients: int, bug: str = "") -> bool:
         """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
         start, ranks, dtype = time.perf_counter(), num_ranks(self.config.parallel), self.config.training.compute_dtype
         name = f"negative control: {bug}" if bug else self.layout.text
         try:
-            reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, bug)
-            deviation = deviations(reference, run)
-            limits = runs.limits(self.layout, dtype)
+            deviation, limits, gradients = self.measure(runs, bug)
         except RankError as error:
             table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
             return bool(bug)  # the layout fails; the negative control counts as not caught
@@ -271,7 +275,7 @@ class Row:
         raised = "" if limits == LIMITS[dtype] else f"(limits {changed})"
         columns = (*(f"{value:.1e}" for value in deviation.values()), f"{time.perf_counter() - start:.0f} s")
         table.row(name, ranks, self.microbatches, *columns, f"{verdict} {raised}".strip())
-        for g in gradient_deviations(reference, run)[: num_gradients if passed else max(1, num_gradients)]:
+        for g in gradients[: num_gradients if passed else max(1, num_gradients)]:
             print(f"    {g.name}: norm x {g.ratio:.6f}, cosine {g.cosine:.6f}, deviation {g.deviation:.1e}", flush=True)
         return passed
 

@@ -22,10 +22,10 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from models import MODELS
-from scripts.parity import Row, Runs, deviations, within
+from scripts.parity import Row, Runs, within
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.system.files import read_json_lines
-from trainer.testing.layouts import Layout, num_ranks
+from trainer.testing.layouts import Layout
 from trainer.testing.ranks import RankError
 
 LAYOUTS = [
@@ -53,14 +53,11 @@ def measure(family: str, text: str) -> dict[str, float | bool | str]:
     argv += ["--training.global_batch_size", "4", "--model.overrides.tied_embeddings", str("pp=" not in text).lower()]
     with tempfile.TemporaryDirectory(prefix="families-", ignore_cleanup_errors=True) as folder:
         runs = Runs(argv, 3, Path(folder))
-        row = Row.build(runs, Layout.parse(text), 1)
         try:
-            trained = runs.run(row.settings, num_ranks(row.config.parallel))
-            deviation = deviations(runs.reference(row.layout), trained)
+            deviation, limits, _ = Row.build(runs, Layout.parse(text), 1).measure(runs)
         except RankError as error:
             return {"passed": False, "error": str(error).strip().splitlines()[-1]}
-        passed = within(deviation, runs.limits(row.layout, row.config.training.compute_dtype))
-        return deviation | {"passed": passed}
+        return deviation | {"passed": within(deviation, limits)}
 
 
 def markdown(rows: dict[tuple[str, str], dict]) -> str:

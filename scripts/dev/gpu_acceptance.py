@@ -115,7 +115,7 @@ def tests(session: Session) -> Iterator[tuple[str, Task]]:
 
     def run() -> Row:
         started = time.monotonic()
-        out = session.run("-m", "pytest", "-q", "-n", cores(), *paths, OMP_NUM_THREADS="1")
+        out = session.run("-m", "pytest", "-n", cores(), *paths, OMP_NUM_THREADS="1")
         return {"result": out.strip().splitlines()[-1], "seconds": time.monotonic() - started}
 
     yield "the test suite", run
