@@ -90,18 +90,41 @@ def test_in_bf16_logits_are_as_exact_as_those_of_transformers(family, index):
         assert distance(model(tokens, *rest).float(), exact) < 2 * distance(rounded.float(), exact)
 
 
+def add_caches(model):
+    """Replace the attention kernels by kernels with a KV cache, and return these."""
+    caches, plan, sizes = [], model.plan(), model.sizes
+    for block, kind in zip(model.layers.children(), plan.layer_kinds, strict=True):
+        shape = sizes.n_kv_heads, SEQ, sizes.head_dim
+        caches.append(CachedAttention(plan.kinds[kind], *shape, torch.float32, torch.device("cpu")))
+        block.set_submodule(plan.attention, caches[-1])
+    return caches
+
+
+@pytest.mark.parametrize(("family", "index"), CASES)
+def test_greedy_tokens_equal_those_of_transformers(family, index):
+    model, prompt = model_of(family, index), inputs()[0][:1, :9]
+    if getattr(model.sizes, "rope_is_long", False):
+        pytest.skip("transformers changes the factors of LongRoPE during the generation")
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    expected = hf_model_of(family, index).generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    add_caches(model)
+    with torch.no_grad():
+        for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 20))]:
+            positions = torch.arange(start, stop)[None]
+            logits = model(expected[:, start:stop], positions, torch.zeros_like(positions))[0, -1]
+            best, second = logits.topk(2).values.tolist()
+            assert best - second > 1e-4  # otherwise rounding errors decide
+            assert logits.argmax() == expected[0, stop]
+
+
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_kv_cache_changes_no_logits(family, index):
     """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
     model, (tokens, positions, documents) = model_of(family, index), inputs()
-    plan, sizes = model.plan(), model.sizes
+    plan = model.plan()
     with torch.no_grad():
         expected = model(tokens, positions, documents)[:1]
-        caches = []
-        for block, kind in zip(model.layers.children(), plan.layer_kinds, strict=True):
-            shape = sizes.n_kv_heads, SEQ, sizes.head_dim
-            caches.append(CachedAttention(plan.kinds[kind], *shape, torch.float32, torch.device("cpu")))
-            block.set_submodule(plan.attention, caches[-1])
+        caches = add_caches(model)
         for start, stop in ((0, 1), (1, 2), (2, 9), (9, 10), (10, 24), (24, 25), (23, 26), (26, SEQ)):
             assert all([cache.truncate(start) for cache in caches])
             part = slice(start, stop)
