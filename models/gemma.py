@@ -94,6 +94,10 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return with_layer_types(config, lambda i: (i + 1) % period != 0)
 
 
+def _extra(sizes: GemmaSizes) -> dict[str, Any]:
+    return write_layer_types(sizes) | {"sliding_window": first(sizes.window, 4096)}  # transformers requires a number
+
+
 def _adapt_gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
     theta = sliding_theta(config, first(config.get("rope_local_base_freq"), 10_000.0))
     return {**_adapt(config), "rope_local_base_freq": theta}
@@ -137,9 +141,9 @@ GEMMA2 = ModelSpec(
         architecture="Gemma2ForCausalLM",
         sizes_type=Gemma2Sizes,
         fixed=_FIXED,
-        defaults=_DEFAULTS | {"vocab_size": 256000},
+        defaults=_DEFAULTS | {"vocab_size": 256000, "max_position_embeddings": 8192},
         adapt=_adapt,
-        extra=write_layer_types,
+        extra=_extra,
     ),
 )
 
@@ -168,8 +172,8 @@ GEMMA3 = ModelSpec(
         architecture="Gemma3ForCausalLM",
         sizes_type=Gemma3Sizes,
         fixed=_FIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-        defaults=_DEFAULTS | {"vocab_size": 262208, "rope_theta": 1e6},
+        defaults=_DEFAULTS | {"vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
         adapt=_adapt_gemma3,
-        extra=lambda sizes: write_layer_types(sizes) | write_rope_by_type(sizes, sizes.rope_local_base_freq),
+        extra=lambda sizes: _extra(sizes) | write_rope_by_type(sizes, sizes.rope_local_base_freq),
     ),
 )

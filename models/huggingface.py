@@ -2,7 +2,7 @@
 
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_args
 
@@ -86,8 +86,6 @@ class HuggingFace:
     """Key of config.json -> the only supported value, which is also transformers' default."""
     defaults: Config = field(default_factory=dict)
     """Key of config.json -> transformers' default, if it is neither that of the size nor _DEFAULTS."""
-    ropes: tuple[str, ...] = tuple(ROPES)
-    """Supported values of rope_type."""
     adapt: Callable[[Config], Config] = lambda config: config
     """Function (config.json with defaults) -> config.json with the keys and values of all families. Raises ValueError."""
     extra: Callable[[Any], Config] = lambda sizes: {}
@@ -151,7 +149,7 @@ class HuggingFace:
         config = self.adapt({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
         _check(config, own - common)
         values = {f.name: config[_key(f.name)] for f in own if _key(f.name) in config}
-        values |= read_windows(config) | read_rope(config, self.ropes)
+        values |= read_windows(config) | read_rope(config, self._rope_types())
         names = {f.name for f in fields(self.sizes_type)}
         try:
             sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
@@ -162,6 +160,19 @@ class HuggingFace:
             message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
             raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")
         return sizes
+
+    def _rope_types(self) -> tuple[str, ...]:
+        """Return the supported values of rope_type. Llama's sizes derive it."""
+        declared = {f.name: f.type for f in fields(self.sizes_type)}
+        derived = getattr(self.sizes_type, "rope_type", None)
+        return get_args(declared["rope_type"] if "rope_type" in declared else derived.fget.__annotations__["return"])
+
+    def seq_len(self, config: Config) -> int:
+        """Return the context window of the model that a config.json describes. Raises SizeError."""
+        key = "max_position_embeddings"
+        seq_len = first(config.get(key), self.defaults.get(key), 2048)  # most classes of transformers have this default
+        require(key, seq_len, int)
+        return seq_len
 
     def config(self, sizes: Any, seq_len: int) -> dict[str, Any]:
         """Return the fields of config.json that depend on the model. seq_len: sequence length in training."""
@@ -208,8 +219,9 @@ def is_buffer(name: str) -> bool:
 
 def text_config(config: Config) -> Config:
     """Return the configuration of the text model, if config.json describes a multimodal model, otherwise `config`."""
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, Mapping) else config
+    inner, key = config.get("text_config"), "tie_word_embeddings"
+    outer = {key: config[key]} if config.get(key) is not None else {}  # it takes precedence
+    return {**config, **inner, **outer} if isinstance(inner, Mapping) else config
 
 
 def text_name(name: str) -> str | None:
@@ -232,13 +244,6 @@ def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
 def permute_from_hf(rows: Tensor, head_dim: int) -> Tensor:
     """Inverse of permute_to_hf."""
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def seq_len_of(config: Config) -> int:
-    """Return the context window of the model that a config.json describes. Raises SizeError."""
-    seq_len = first(config.get("max_position_embeddings"), 2048)  # transformers has this default for Llama
-    require("max_position_embeddings", seq_len, int)
-    return seq_len
 
 
 # ---------------------------------------------------------------- parts of config.json
@@ -331,15 +336,9 @@ def read_windows(config: Config) -> dict[str, Any]:
     if unknown := [name for name in listed if name not in tuple(names)]:
         raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
     kinds = tuple("full" if window is None else names[name] for name in listed)
-    return {"window": window if "sliding" in kinds else None, "layer_types": shortest_period(kinds)}
+    return {"window": window if "sliding" in kinds else None, "layer_types": kinds}
 
 
 def write_layer_types(sizes: Any) -> dict[str, Any]:
     """Return the part of config.json that lists the types of the layers."""
     return {"layer_types": [LAYER_TYPES[name] for name in sizes.all_layer_types]}
-
-
-def shortest_period(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the shortest sequence whose repetition has all values as its beginning."""
-    lengths = range(1, len(values) + 1)
-    return tuple(next(values[:n] for n in lengths if all(v == values[i % n] for i, v in enumerate(values))))

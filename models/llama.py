@@ -3,6 +3,7 @@ differ only in its sizes. Dimensions are those that Meta published."""
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
@@ -39,7 +40,7 @@ class LlamaSizes(Sizes):
         return self.dim // self.n_heads
 
     @property
-    def rope_type(self) -> str:
+    def rope_type(self) -> Literal["default", "llama3"]:
         return "llama3" if self.rope_factor != 1.0 else "default"
 
     @property
@@ -68,7 +69,6 @@ _HUGGINGFACE = HuggingFace(
     architecture="LlamaForCausalLM",
     sizes_type=LlamaSizes,
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    ropes=("default", "llama3"),
     is_paired=True,
 )
 _spec = partial(ModelSpec, model=llama, huggingface=_HUGGINGFACE)

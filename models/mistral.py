@@ -5,7 +5,7 @@ models."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ MISTRAL = ModelSpec(
         model_type="mistral",
         architecture="MistralForCausalLM",
         sizes_type=WindowedSizes,
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     ),
 )
 
@@ -61,6 +61,7 @@ class QueryScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Sizes(DecoderSizes):
+    rope_type: Literal["default", "yarn"] = "yarn"
     llama_4_scaling_beta: float = 0.1
     """Queries at position p are multiplied by 1 + llama_4_scaling_beta * ln(1 + floor(p / rope_original_seq_len))."""
 
@@ -115,8 +116,8 @@ MINISTRAL3 = ModelSpec(
         architecture="Ministral3ForCausalLM",
         sizes_type=Ministral3Sizes,
         fixed={"hidden_act": "silu", "sliding_window": None},
-        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6},
-        ropes=("default", "yarn"),
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6}
+        | {"max_position_embeddings": 262144},
         adapt=_adapt,
         extra=_extra,
     ),

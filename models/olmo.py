@@ -95,6 +95,7 @@ _olmo3 = partial(
     Olmo3Sizes,
     **{"head_dim": 128, "vocab_size": 100278, "window": 4096, "layer_types": ("sliding", "sliding", "sliding", "full")},
     **{"rope_type": "yarn", "rope_factor": 8.0, "rope_original_seq_len": 8192},
+    rope_attention_factor=1.2079441541679836,
 )
 OLMO3 = ModelSpec(
     model=olmo,
@@ -108,6 +109,10 @@ OLMO3 = ModelSpec(
         architecture="Olmo3ForCausalLM",
         sizes_type=Olmo3Sizes,
         adapt=_adapt,
-        extra=lambda sizes: write_layer_types(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
+        extra=lambda sizes: (
+            write_layer_types(sizes)
+            | write_rope_by_type(sizes, sizes.rope_theta)
+            | {"sliding_window": first(sizes.window, 4096)}
+        ),  # transformers requires a number
     ),
 )

@@ -5,7 +5,7 @@ config.json of the published models."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
@@ -16,6 +16,7 @@ from models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PhiSizes(WindowedSizes):
+    rope_type: Literal["default", "longrope"] = "default"
     partial_rotary_factor: float = 1.0
     """Fraction of each head's dims that is rotated."""
 
@@ -63,8 +64,7 @@ PHI = ModelSpec(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
         sizes_type=PhiSizes,
-        defaults={"rms_norm_eps": 1e-5},
-        ropes=("default", "longrope"),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         adapt=_adapt,
         extra=_extra,
         names=NAMES

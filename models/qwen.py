@@ -48,7 +48,7 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return with_layer_types(config, lambda i: i >= full)
 
 
-_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
 
 
 def _extra(sizes: QwenSizes) -> dict[str, Any]:

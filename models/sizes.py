@@ -64,9 +64,13 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            require(field.name, getattr(self, field.name), field.type)
-            if isinstance(getattr(self, field.name), list):  # of a JSON file
-                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+            value = getattr(self, field.name)
+            require(field.name, value, field.type)
+            # JSON files have lists, and integers where a number is meant.
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+            if type(value) is int and field.type in (float, float | None):
+                object.__setattr__(self, field.name, float(value))
         if self.n_layers > 1024:  # building a layer takes some milliseconds
             raise SizeError(f"n_layers {self.n_layers} must be at most 1024", "n_layers")
         if self.n_heads % self.n_kv_heads:
@@ -199,6 +203,8 @@ class MixedSizes(WindowedSizes):
                 f"window {self.window}: a window is needed if layer_types contains sliding, and has no effect otherwise"
             )
             raise SizeError(message, "window", "layer_types", "n_layers")
+        # Equal models have equal sizes.
+        object.__setattr__(self, "layer_types", shortest_period(self.all_layer_types))
 
     @property
     def all_layer_types(self) -> tuple[str, ...]:
@@ -214,6 +220,12 @@ DEBUG = {
     **{"hidden_dim": 352, "vocab_size": 2048},
 }
 """Dimensions for a laptop, with the vocabulary of the shipped tokenizer."""
+
+
+def shortest_period(values: Sequence[T]) -> tuple[T, ...]:
+    """Return the shortest sequence whose repetition has all values as its beginning."""
+    lengths = range(1, len(values) + 1)
+    return tuple(next(values[:n] for n in lengths if all(v == values[i % n] for i, v in enumerate(values))))
 
 
 def repeated(pattern: Sequence[T], length: int) -> tuple[T, ...]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import HuggingFace, first, shortest_period, with_layer_types, write_layer_types
-from models.sizes import DEBUG, MixedSizes, repeated, require
+from models.huggingface import HuggingFace, first, with_layer_types, write_layer_types
+from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
@@ -24,6 +24,8 @@ class SmolLM3Sizes(MixedSizes):
         if not self.no_rope_layers:
             raise SizeError("no_rope_layers must have at least one value", "no_rope_layers")
         super().__post_init__()
+        rotated = repeated(self.no_rope_layers, self.n_layers)
+        object.__setattr__(self, "no_rope_layers", shortest_period(rotated))
 
     def kinds(self) -> dict[str, LayerKind]:
         kinds = super().kinds()
@@ -50,7 +52,7 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError("no_rope_layers must have one entry for each of the num_hidden_layers layers")
     config = with_layer_types(config, lambda i: not rotated[i])
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return {**config, "sliding_window": window, "no_rope_layers": shortest_period([bool(x) for x in rotated])}
+    return {**config, "sliding_window": window, "no_rope_layers": [bool(has_rope) for has_rope in rotated]}
 
 
 def _extra(sizes: SmolLM3Sizes) -> dict[str, Any]:
@@ -73,7 +75,8 @@ SMOLLM3 = ModelSpec(
         architecture="SmolLM3ForCausalLM",
         sizes_type=SmolLM3Sizes,
         fixed={"hidden_act": "silu", "mlp_bias": False},
-        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
+        | {"max_position_embeddings": 32768},
         adapt=_adapt,
         extra=_extra,
     ),

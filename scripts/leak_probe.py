@@ -178,7 +178,7 @@ def main() -> None:
         for text, error in unfit.items():
             table.row(text, f"does not fit: {error}")
         passed = [run(runs, row, table, args.probes, bug) for row, bug in rows]
-    sys.exit(0 if all(passed) else 1)
+    sys.exit(0 if passed and all(passed) else 1)
 
 
 if __name__ == "__main__":

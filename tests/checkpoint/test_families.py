@@ -9,7 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from tests.models.families import CASES, config_of, hf_model_of, inputs
+from models.huggingface import text_config
+from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, import_folder
 from trainer.config import ConfigError, ModelConfig
@@ -149,3 +150,29 @@ def test_every_size_round_trips_through_the_configuration(family, size):
     assert hf.sizes(config) == sizes
     changed = getattr(transformers, hf.architecture).config_class(**config)
     assert hf.sizes(json.loads(changed.to_json_string(use_diff=False))) == sizes
+
+
+EXPORTED = ["phi", "smollm3", "gemma2", "olmo3"]
+
+
+@pytest.mark.parametrize("family", EXPORTED)
+def test_a_debug_size_exports_a_model_that_transformers_computes(family, tmp_path):
+    """Without windows, and with a vocabulary below transformers' default of pad_token_id."""
+    spec = MODELS[family]
+    sizes = spec.sizes["debug"]
+    if family in ("gemma2", "olmo3"):
+        sizes = dataclasses.replace(sizes, window=None, layer_types=("full",))
+    model, (tokens, *rest) = spec.model(sizes.for_seq_len(SEQ)), inputs()
+    config = spec.huggingface.config(sizes, 64) | {"pad_token_id": None}
+    other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    other.load_state_dict(spec.huggingface.join(parameters, sizes.head_dim), strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, *rest), other(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_outer_setting_decides_whether_weights_are_tied():
+    inner = config_of("mistral", 0) | {"tie_word_embeddings": False}
+    for outer, expected in ((True, True), (False, False), (None, False)):
+        config = {"model_type": "mistral3", "text_config": inner, "tie_word_embeddings": outer}
+        assert MODELS["mistral"].huggingface.sizes(text_config(config)).tied_embeddings == expected

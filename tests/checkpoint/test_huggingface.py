@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.huggingface import permute_from_hf, permute_to_hf, seq_len_of
+from models.huggingface import permute_from_hf, permute_to_hf
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.commands import run_script
 from tests.end_to_end.test_security import update_manifest
@@ -315,7 +315,7 @@ SCALING = LLAMA3.huggingface.config(LLAMA3_1.sizes["8b"], 128)["rope_scaling"]
         ({"rope_parameters": [1]}, "rope_parameters [1]: must be null or an object"),
         ({"rope_scaling": SCALING | {"factor": NAN}}, f"factor NaN must be {NUMBER}"),
         ({"rope_scaling": SCALING | {"factor": None}}, "factor is missing"),
-        ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "high_freq_factor 4.0 must be above low_freq_factor 4"),
+        ({"rope_scaling": SCALING | {"low_freq_factor": 4}}, "high_freq_factor 4.0 must be above low_freq_factor 4.0"),
         ({"rope_scaling": {"rope_type": "yarn"}}, 'rope_type "yarn": this model supports only default and llama3'),
         (
             {"rope_scaling": {"rope_type": ["llama3"]}},
@@ -344,7 +344,7 @@ def test_null_in_the_config_stands_for_the_default():
         "rope_theta": None,
         "rope_scaling": None,
     }
-    assert LLAMA3.huggingface.sizes(config) == LLAMA2.sizes["7b"] and seq_len_of(config) == 2048
+    assert LLAMA3.huggingface.sizes(config) == LLAMA2.sizes["7b"] and LLAMA3.huggingface.seq_len(config) == 2048
 
 
 # ------------------------------------------------------------ tensors that are not those of the model

@@ -311,8 +311,6 @@ ONLY_WITH = {
     "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
     "checkpoint.init_exclude": "[checkpoint] init_from",
-    "model.name": "empty [model] huggingface",
-    "model.size": "empty [model] huggingface",
     "checkpoint.export_huggingface": "[checkpoint] enabled",
     "checkpoint.load_step": "[checkpoint] enabled",
     "resilience.on_max_skips": "[checkpoint] enabled",
@@ -331,7 +329,6 @@ VIOLATIONS = {
     "--data.long_documents drop": ("data.long_documents", "[data] packing = best-fit or none"),
     "--checkpoint.resize_embeddings true": ("checkpoint.resize_embeddings", "[checkpoint] init_from"),
     "--checkpoint.init_exclude x": ("checkpoint.init_exclude", "[checkpoint] init_from"),
-    "--model.size 8b --model.huggingface x": ("model.size", "empty [model] huggingface"),
 }
 
 

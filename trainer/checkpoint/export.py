@@ -70,7 +70,8 @@ class HfExport:
         with atomic_folder(out) as folder:
             self._write_weights(folder, shard_bytes, progress)
             config = self.spec.huggingface.config(self.sizes, self.model.seq_len)
-            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), **self.model.special_token_ids}
+            config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), "pad_token_id": None}
+            config |= self.model.special_token_ids  # transformers' default pad_token_id may exceed the vocabulary
             _write_json(folder / "config.json", config)
             _write_json(folder / GENERATION_CONFIG, self.model.special_token_ids)
             for name, content in self.files.items():

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
-from models.huggingface import is_buffer, permute_from_hf, seq_len_of, text_config, text_name
+from models.huggingface import is_buffer, permute_from_hf, text_config, text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, SizeError, meta_model
 from trainer.checkpoint import manifest
@@ -132,7 +132,7 @@ class HfModelFolder:
         try:
             self.config = text_config(self._json("config.json"))
             self.spec, self.sizes = _describe(self.config, spec)
-            self.seq_len = seq_len_of(self.config)
+            self.seq_len = self.spec.huggingface.seq_len(self.config)
             self.index = self._index(self._stored())
         except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None

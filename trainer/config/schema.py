@@ -53,7 +53,7 @@ PIPELINE = Constraint(used_with="[parallel] pp > 1")
 SELECTIVE = Constraint(used_with="[activation_checkpoint] mode = selective")
 PROFILED = Constraint(only_with="[profiling] first_step")
 SAVING = Constraint(used_with="[checkpoint] enabled")
-NAMED_MODEL = Constraint(only_with="empty [model] huggingface")
+NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
@@ -85,8 +85,8 @@ class RunConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     huggingface: Annotated[str, PER_NODE] = ""
-    """Path of a folder in Hugging Face's format, or of its config.json, which gives the family and the dimensions of the model.
-    Weights are loaded only if [checkpoint] init_from names the folder too."""
+    """Path of a folder in Hugging Face's format, or of its config.json, which gives the family and the dimensions of the model
+    instead of `name` and `size`. Weights are loaded only if [checkpoint] init_from names the folder too."""
     name: Annotated[str, FIXED, NAMED_MODEL] = "llama3"
     """Name of the model family: a key of MODELS in models/__init__.py."""
     size: Annotated[str, FIXED, NAMED_MODEL] = "debug"
