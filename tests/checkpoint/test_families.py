@@ -168,7 +168,7 @@ def test_a_debug_size_exports_a_model_that_transformers_computes(family, tmp_pat
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     other.load_state_dict(spec.huggingface.join(parameters, sizes.head_dim), strict=False)
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens, *rest), other(tokens).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(tokens, *rest), other(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_outer_setting_decides_whether_weights_are_tied():
