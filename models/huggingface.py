@@ -149,7 +149,7 @@ class HuggingFace:
         config = self.adapt({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
         _check(config, own - common)
         values = {f.name: config[_key(f.name)] for f in own if _key(f.name) in config}
-        values |= read_windows(config) | read_rope(config, self._rope_types())
+        values |= read_windows(config) | read_rope(config, self.sizes_type.ROPE_TYPES)
         names = {f.name for f in fields(self.sizes_type)}
         try:
             sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
@@ -160,12 +160,6 @@ class HuggingFace:
             message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
             raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")
         return sizes
-
-    def _rope_types(self) -> tuple[str, ...]:
-        """Return the supported values of rope_type. Llama's sizes derive it."""
-        declared = {f.name: f.type for f in fields(self.sizes_type)}
-        derived = getattr(self.sizes_type, "rope_type", None)
-        return get_args(declared["rope_type"] if "rope_type" in declared else derived.fget.__annotations__["return"])
 
     def seq_len(self, config: Config) -> int:
         """Return the context window of the model that a config.json describes. Raises SizeError."""

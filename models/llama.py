@@ -3,7 +3,7 @@ differ only in its sizes. Dimensions are those that Meta published."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
@@ -15,6 +15,7 @@ from models.spec import ModelSpec, SizeError
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSizes(Sizes):
+    ROPE_TYPES: ClassVar = ("default", "llama3")
     rope_theta: float = 500_000.0
     rope_factor: float = 1.0
     """Factor by which positions may exceed original_seq_len (Llama 3.1); 1 disables the scaling of frequencies."""
@@ -40,7 +41,7 @@ class LlamaSizes(Sizes):
         return self.dim // self.n_heads
 
     @property
-    def rope_type(self) -> Literal["default", "llama3"]:
+    def rope_type(self) -> str:
         return "llama3" if self.rope_factor != 1.0 else "default"
 
     @property

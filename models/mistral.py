@@ -5,7 +5,7 @@ models."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class QueryScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Sizes(DecoderSizes):
-    rope_type: Literal["default", "yarn"] = "yarn"
+    ROPE_TYPES: ClassVar = ("default", "yarn")
     llama_4_scaling_beta: float = 0.1
     """Queries at position p are multiplied by 1 + llama_4_scaling_beta * ln(1 + floor(p / rope_original_seq_len))."""
 

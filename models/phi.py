@@ -5,7 +5,7 @@ config.json of the published models."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
@@ -16,7 +16,7 @@ from models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PhiSizes(WindowedSizes):
-    rope_type: Literal["default", "longrope"] = "default"
+    ROPE_TYPES: ClassVar = ("default", "longrope")
     partial_rotary_factor: float = 1.0
     """Fraction of each head's dims that is rotated."""
 

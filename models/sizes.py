@@ -5,7 +5,7 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
 from models.spec import LayerKind, SizeError
@@ -51,6 +51,8 @@ def _rule(type_: Any) -> tuple[str, Callable[[Any], bool]]:
 class Sizes:
     """Dimensions of a decoder. Subclasses have a `head_dim`. Raises SizeError if they are invalid or do not fit each other."""
 
+    ROPE_TYPES: ClassVar[tuple[str, ...]]
+    """Supported extensions of the context window, keys of ROPES."""
     dim: int
     n_layers: int
     n_heads: int
@@ -106,6 +108,7 @@ ROPES = {"default": Rope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": Ya
 class DecoderSizes(Sizes):
     """Sizes of a family whose files name the head dim and the extension of the context window."""
 
+    ROPE_TYPES: ClassVar[tuple[str, ...]] = tuple(ROPES)
     head_dim: int
     rope_theta: float = 10_000.0
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
@@ -131,6 +134,8 @@ class DecoderSizes(Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rope_type not in self.ROPE_TYPES:
+            raise SizeError(f"rope_type {self.rope_type} must be one of {', '.join(self.ROPE_TYPES)}", "rope_type")
         rotated = self.rotary_dim
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             message = (

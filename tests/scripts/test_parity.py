@@ -110,6 +110,7 @@ LINES = {
     ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (default: 1)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",
     ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: tp is given twice",
+    ("--layout", ""): "--layout '': : expected name=value",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
     ("--steps", "0"): "argument --steps: 0: expected an integer from 1 to 2147483648",

@@ -80,7 +80,7 @@ class Layout:
         section. dp_shard defaults to 1. Raise ConfigError if the text is invalid."""
         parallel = {field.name for field in fields(ParallelConfig)}
         settings: dict[str, str] = {}
-        for word in text.split():
+        for word in text.split() or [""]:
             name, equals, value = word.partition("=")
             key = f"parallel.{name}" if name in parallel else name
             if not equals or not name:
