@@ -46,14 +46,14 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
         """See models.spec.Model."""
-        kind_of = {index: self.layer_kinds[int(index)] for index in self.layers}  # of the layers of this pipeline stage
+        names = [self.layer_kinds[int(index)] for index in self.layers]  # kinds of this pipeline stage's layers
         shared = {}  # name of a kind -> positional encoding and mask
-        for name in dict.fromkeys(kind_of.values()):
+        for name in dict.fromkeys(names):
             rope = self.kinds[name].rope
             shared[name] = None if rope is None else rope(positions), self.masks[name](positions, documents)
         h = self.tok_embeddings(tokens)  # (batch, seq, dim)
-        for index, layer in self.layers.items():
-            h = layer(h, *shared[kind_of[index]])
+        for name, layer in zip(names, self.layers.values(), strict=True):
+            h = layer(h, *shared[name])
         return self.output(self.norm(h), head)
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:

@@ -5,7 +5,7 @@ norms of each head's queries and keys, and another positional encoding in the wi
 published models."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ from models.huggingface import (
     first,
     sliding_theta,
     with_layer_types,
-    write_layer_types,
     write_rope_by_type,
+    write_windows,
 )
 from models.rope import Rope
 from models.sizes import DEBUG, MixedSizes, require
@@ -70,7 +70,7 @@ class GemmaEmbedding(ScaledEmbedding):
         return nn.Embedding.forward(self, tokens) * torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
 
-def _decoder(sizes: GemmaSizes, attention: partial, softcap: float | None) -> Decoder:
+def _decoder(sizes: GemmaSizes, attention: Callable[[LayerKind], Attention], softcap: float | None) -> Decoder:
     norm = partial(OffsetRMSNorm, eps=sizes.norm_eps)
     embedding = GemmaEmbedding(sizes.vocab_size, sizes.dim, math.sqrt(sizes.dim))
     output = Output(sizes.dim, sizes.vocab_size, softcap)
@@ -92,10 +92,6 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     period = first(config.get("sliding_window_pattern"), 2 if config.get("model_type") == "gemma2" else 6)
     require("sliding_window_pattern", period, int)
     return with_layer_types(config, lambda i: (i + 1) % period != 0)
-
-
-def _extra(sizes: GemmaSizes) -> dict[str, Any]:
-    return write_layer_types(sizes) | {"sliding_window": first(sizes.window, 4096)}  # transformers requires a number
 
 
 def _adapt_gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,7 +139,7 @@ GEMMA2 = ModelSpec(
         fixed=_FIXED,
         defaults=_DEFAULTS | {"vocab_size": 256000, "max_position_embeddings": 8192},
         adapt=_adapt,
-        extra=_extra,
+        extra=write_windows,
     ),
 )
 
@@ -174,6 +170,6 @@ GEMMA3 = ModelSpec(
         fixed=_FIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         defaults=_DEFAULTS | {"vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
         adapt=_adapt_gemma3,
-        extra=lambda sizes: _extra(sizes) | write_rope_by_type(sizes, sizes.rope_local_base_freq),
+        extra=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_local_base_freq),
     ),
 )

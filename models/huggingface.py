@@ -333,6 +333,11 @@ def read_windows(config: Config) -> dict[str, Any]:
     return {"window": window if "sliding" in kinds else None, "layer_types": kinds}
 
 
+def write_windows(sizes: Any) -> dict[str, Any]:
+    """Return the types of the layers and a window, which some classes of transformers require even if no layer has one."""
+    return write_layer_types(sizes) | {"sliding_window": first(sizes.window, 4096)}
+
+
 def write_layer_types(sizes: Any) -> dict[str, Any]:
     """Return the part of config.json that lists the types of the layers."""
     return {"layer_types": [LAYER_TYPES[name] for name in sizes.all_layer_types]}

@@ -19,8 +19,8 @@ from models.huggingface import (
     rope_object,
     sliding_theta,
     with_layer_types,
-    write_layer_types,
     write_rope_by_type,
+    write_windows,
 )
 from models.rope import Rope
 from models.sizes import DEBUG, DecoderSizes, MixedSizes, text_of
@@ -61,7 +61,6 @@ def olmo(sizes: Olmo2Sizes | Olmo3Sizes) -> Decoder:
 
 _huggingface = partial(
     HuggingFace,
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
     names=NAMES | {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
 )
 
@@ -108,11 +107,8 @@ OLMO3 = ModelSpec(
         model_type="olmo3",
         architecture="Olmo3ForCausalLM",
         sizes_type=Olmo3Sizes,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
         adapt=_adapt,
-        extra=lambda sizes: (
-            write_layer_types(sizes)
-            | write_rope_by_type(sizes, sizes.rope_theta)
-            | {"sliding_window": first(sizes.window, 4096)}
-        ),  # transformers requires a number
+        extra=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
     ),
 )

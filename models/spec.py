@@ -53,6 +53,10 @@ class LayerKind:
     rope: Callable[[Tensor], Any] | None = None
     """Function (positions) -> positional encoding, an argument of the blocks. None: the layers have no positional encoding."""
 
+    def has_window(self, seq_len: int) -> bool:
+        """Return whether a query of a sequence of this length does not attend to all earlier keys."""
+        return self.window is not None and self.window < seq_len
+
     def pairs(self, seq_len: int) -> int:
         """Return the number of pairs of a query and a key that it attends to, in a sequence."""
         window = min(self.window or seq_len, seq_len)

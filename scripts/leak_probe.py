@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from scripts.parity import Row, Runs
+from scripts.parity import Row, Runs, build_rows, control_row
 from trainer import engine
 from trainer.batch import Batch
 from trainer.build import build_trainer
@@ -161,24 +161,18 @@ def main() -> None:
     parser.add_argument("--probes", type=positive_int, default=12, metavar="N", help="number of tokens to change")
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="leak-probe-", ignore_cleanup_errors=True) as folder:
-        runs, rows, unfit = Runs(argv, 1, Path(folder)), [], {}
-        for text in args.layout or LAYOUTS:
-            try:
-                rows.append((Row.build(runs, Layout.parse(text), 1), ""))
-            except ConfigError as error:
-                if args.layout is not None:
-                    raise ConfigError("", f"--layout {text!r}: {error}") from None
-                unfit[text] = error
-        for name, bug in BUGS.items():
-            with suppress(ConfigError):
-                row = Row.build(runs, Layout.parse(bug.layouts[0]), 1)
-                if bug.leaks and bug.applies(row.config, resolve(row.config, num_ranks(row.config.parallel))):
-                    rows.append((row, name))
+        runs = Runs(argv, 1, Path(folder))
+        rows = build_rows(runs, list(map(Layout.parse, args.layout or LAYOUTS)), [1], args.layout is not None)
+        controls = {name: row for name, bug in BUGS.items() if bug.leaks and (row := control_row(runs, bug))}
         table = Table(layout="<64", ranks=">5", probes=">6", changed=">8", may_change=">10", leaks=">6")
-        for text, error in unfit.items():
-            table.row(text, f"does not fit: {error}")
-        passed = [run(runs, row, table, args.probes, bug) for row, bug in rows]
-    sys.exit(0 if passed and all(passed) else 1)
+        passed = []
+        for layout, row in sorted(rows, key=lambda pair: isinstance(pair[1], Row)):  # first those that do not fit
+            if isinstance(row, ConfigError):
+                table.row(layout.text, f"does not fit: {row}")
+            else:
+                passed.append(run(runs, row, table, args.probes))
+        passed += [run(runs, row, table, args.probes, name) for name, row in controls.items()]
+    sys.exit(0 if all(passed) else 1)
 
 
 if __name__ == "__main__":

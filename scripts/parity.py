@@ -291,9 +291,11 @@ def control_row(runs: Runs, bug: Bug) -> Row | None:
     return None
 
 
-def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool, num_gradients: int) -> bool:
-    """Print the table. Return whether all layouts pass and every negative control exceeds a limit. Raises ConfigError before the
-    first run."""
+def build_rows(
+    runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool
+) -> list[tuple[Layout, Row | ConfigError]]:
+    """Return the row of each layout and number of microbatches, or why it does not fit. Raises ConfigError if a layout does not
+    fit although it must, or if none fits."""
     rows: list[tuple[Layout, Row | ConfigError]] = []
     for layout, factor in product(layouts, factors):
         try:
@@ -304,6 +306,13 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
             rows.append((layout, error))
     if not any(isinstance(row, Row) for _, row in rows):
         raise rows[0][1]
+    return rows
+
+
+def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool, num_gradients: int) -> bool:
+    """Print the table. Return whether all layouts pass and every negative control exceeds a limit. Raises ConfigError before the
+    first run."""
+    rows = build_rows(runs, layouts, factors, must_fit)
     controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
     if not controls:
         raise ConfigError(

@@ -9,7 +9,6 @@ import transformers
 
 from models import MODELS
 from models.decoder import Decoder
-from models.huggingface import permute_from_hf
 from models.spec import ModelSpec
 
 SEQ = 33
@@ -118,14 +117,7 @@ def config_of(family: str, index: int) -> dict:
 
 def split_rows(spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the rows of each of our parameters. tensors: by the names in transformers."""
-    parameters = dict(model.named_parameters())
-    rows = {}
-    for stored, names in spec.huggingface.tensors(parameters).items():
-        parts = tensors[stored].split([parameters[name].shape[0] for name in names])
-        for name, part in zip(names, parts, strict=True):
-            permuted = spec.huggingface.is_permuted(name)
-            rows[name] = permute_from_hf(part, model.sizes.head_dim) if permuted else part
-    return rows
+    return spec.huggingface.split(tensors, dict(model.named_parameters()), model.sizes.head_dim)
 
 
 def model_of(family: str, index: int) -> Decoder:

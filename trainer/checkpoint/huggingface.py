@@ -190,7 +190,7 @@ class HfModelFolder:
         hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
         self.keys = {name: name for name in stored}
         """Name of a tensor of the text model -> its name in the files."""
-        if not any(name.startswith("model.layers.") for name in stored):  # a model of several modalities
+        if not any(name.startswith("model.layers.") for name in stored):  # a multimodal model
             self.keys = {inner: name for name in stored if (inner := text_name(name)) is not None}
         stored = {name: stored[key] for name, key in self.keys.items() if not is_buffer(name)}
         parameters = dict(model.named_parameters())

@@ -63,19 +63,20 @@ class FlexAttention(nn.Module):
         super().__init__()
         self.kind = kind
         self.attend = attend
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-        """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq, head_dim)."""
-        cap = self.kind.softcap
+        cap = kind.softcap
 
         def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
             return cap * torch.tanh(score / cap)
 
+        self.score_mod = None if cap is None else capped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+        """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq, head_dim)."""
         return self.attend(
             q,
             k,
             v,
-            score_mod=None if cap is None else capped,
+            score_mod=self.score_mod,
             block_mask=mask,
             scale=self.kind.scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -105,8 +106,7 @@ GPU_BACKEND = AttentionBackend(
 def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
     """Return whether a layer has causal attention to all earlier tokens of the sample, without further operations on the scores.
     seq_len: of a sample, in tokens. cp: number of ranks over which each sequence is split."""
-    has_window = kind.window is not None and kind.window < seq_len
-    return cp == 1 and not by_document and not has_window and kind.softcap is None
+    return cp == 1 and not by_document and not kind.has_window(seq_len) and kind.softcap is None
 
 
 def kernel_name(

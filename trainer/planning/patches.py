@@ -27,7 +27,7 @@ class _FlexAttention(CausalAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         seq = k.shape[2]
-        if self.kind.window is None or self.kind.window >= seq:
+        if not self.kind.has_window(seq):
             return super().forward(q, k, v, mask)
         keys = slice(max(1, self.kind.pairs(seq) // seq))
         gqa = q.shape[1] != k.shape[1]

@@ -85,9 +85,7 @@ def _averaged_per_microbatch() -> Iterator[None]:
 
 
 def _has_window(config: Config, resolved: ResolvedRun) -> bool:
-    return any(
-        (kind.window or config.training.seq_len) < config.training.seq_len for kind in resolved.plan.kinds.values()
-    )
+    return any(kind.has_window(config.training.seq_len) for kind in resolved.plan.kinds.values())
 
 
 BUGS = {
