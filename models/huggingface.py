@@ -112,12 +112,15 @@ class HuggingFace:
         """Return whether Hugging Face's format has the parameter's rows in another order within each head."""
         return self.is_paired and parameter.endswith(("attention.wq.weight", "attention.wk.weight"))
 
+    def reorder(self, parameter: str, rows: Tensor, head_dim: int) -> Tensor:
+        """Return rows of a parameter in Hugging Face's order. rows: of complete heads."""
+        return permute_to_hf(rows, head_dim) if self.is_permuted(parameter) else rows
+
     def join(self, parameters: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
         """Return name of a stored tensor -> tensor. parameters: by native name."""
         tensors = {}
         for stored, names in self.tensors(parameters).items():
-            rows = [permute_to_hf(parameters[n], head_dim) if self.is_permuted(n) else parameters[n] for n in names]
-            tensors[stored] = torch.cat(rows)
+            tensors[stored] = torch.cat([self.reorder(name, parameters[name], head_dim) for name in names])
         return tensors
 
     def split(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.huggingface import permute_to_hf
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
@@ -99,7 +98,7 @@ class HfExport:
         def read(parameter: str, start: int, stop: int) -> Tensor:
             key = f"model/{parameter}"
             rows = read_rows(self.checkpoint, key, self.index[key], start, stop)
-            return permute_to_hf(rows, head_dim) if hf.is_permuted(parameter) else rows
+            return hf.reorder(parameter, rows, head_dim)
 
         def pieces() -> Iterator[Tensor]:
             for parameter, shape in zip(parameters, shapes, strict=True):

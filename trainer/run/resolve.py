@@ -8,7 +8,7 @@ from typing import Any
 from models import MODELS
 from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
 from trainer.checkpoint.huggingface import read_architecture
-from trainer.config import Config, ConfigError, ModelConfig
+from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
 from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import chat_format
@@ -63,12 +63,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
-    if config.profiling.memory_snapshot and not on_gpu:
-        raise ConfigError("profiling.memory_snapshot", "needs a GPU")
-    if config.profiling.first_step > training.steps:
-        raise ConfigError("profiling.first_step", f"exceeds [training] steps = {training.steps}")
-    if config.profiling.rank != "all" and config.profiling.rank >= world_size:
-        raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
+    _check_profiling(config.profiling, training.steps, world_size, on_gpu)
     name = config.model.huggingface or f"{family}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     samples = training.local_batch_size * dims.batch
@@ -118,6 +113,16 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _check_profiling(config: ProfilingConfig, steps: int, world_size: int, on_gpu: bool) -> None:
+    """Raise ConfigError if no step, rank or device of the run can be profiled as configured. steps: of the run."""
+    if config.memory_snapshot and not on_gpu:
+        raise ConfigError("profiling.memory_snapshot", "needs a GPU")
+    if config.first_step > steps:
+        raise ConfigError("profiling.first_step", f"exceeds [training] steps = {steps}")
+    if config.rank != "all" and config.rank >= world_size:
+        raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
 
 
 def _values(config: Config, select: Callable[[Setting], bool]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.huggingface import permute_to_hf
 from scripts.dev.fuzz_cases.damage import damage_file, damage_json_file, require
 from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, import_folder, model_index
 from trainer.checkpoint.storage import read_rows
@@ -137,8 +136,7 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     require(len(index) == len(shapes) and source.sizes == sizes, "the imported model is another one")
     for name, entry in index.items():
         tensor = read_rows(out, name, entry, 0, entry.shape[0])
-        if spec.huggingface.is_permuted(name):
-            tensor = permute_to_hf(tensor, sizes.head_dim)
+        tensor = spec.huggingface.reorder(name, tensor, sizes.head_dim)
         original = stored[spec.huggingface.name(name.removeprefix("model/"))]
         actual, expected = (t.contiguous().view(torch.uint8) for t in (tensor, original))  # NaN differs from itself
         require(torch.equal(actual, expected), f"{name} has other values")
