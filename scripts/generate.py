@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -130,14 +131,17 @@ def main() -> None:
     for name in ("system", "chat_template"):
         if getattr(args, name) and not args.chat:
             parser.error(f"--{name.replace('_', '-')} has no effect without --chat")
+    code = 0
     try:
         run(args)
     except (ConfigError, TemplateFailure) as error:
         of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
         origin = f"--chat-template {args.chat_template}: " if of_template and args.chat_template else ""
-        die(origin + (error.message if isinstance(error, ConfigError) else str(error)))
+        with suppress(SystemExit):
+            die(origin + (error.message if isinstance(error, ConfigError) else str(error)))
+        code = 2
     sys.stdout.flush()
-    os._exit(0)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
+    os._exit(code)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
 def main() -> None:
     parser = Arguments(__doc__, settings=True)
     add_layout_option(parser, "a matrix of all features; layouts that do not fit the configuration are listed")
-    parser.add_argument("--steps", type=positive_int, default=20, metavar="N", help="number of steps of each run")
+    parser.add_argument("--steps", type=positive_int, metavar="N", help="number of steps of each run (default: 20)")
     micro_help = (
         "numbers of microbatches on each rank, as multiples of the smallest number that the pipeline schedule accepts"
     )
@@ -346,10 +346,12 @@ def main() -> None:
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         with_transformers = args.reference == "transformers"
+        if with_transformers and args.steps:
+            parser.error(f"--steps {args.steps} has no effect: --reference transformers compares the first step")
         layouts = [
             Layout.parse(text) for text in args.layout or (["dp_shard=1"] if with_transformers else PARITY_MATRIX)
         ]
-        runs = Runs(argv, args.steps, Path(folder), with_transformers)
+        runs = Runs(argv, args.steps or 20, Path(folder), with_transformers)
         passed = compare(runs, layouts, args.microbatches, args.layout is not None, args.gradients)
     sys.exit(0 if passed else 1)
 

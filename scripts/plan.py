@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
     add("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
     from_hf_help = "config.json of a model in Hugging Face's format, or its folder (short for --model.huggingface)"
-    add("--from-hf", metavar="PATH", help=from_hf_help)
+    add("--from-hf", type=Path, metavar="PATH", help=from_hf_help)
     add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
     add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--max-candidates {args.max_candidates}: requires --search")
     if args.device == "cpu" and (args.host_memory_gib or args.pcie_bandwidth or args.host_memory_bandwidth):
         parser.error("--device cpu: a CPU has no separate host memory; remove the flags for host memory and PCIe")
-    return args, [*settings, *(("--model.huggingface", args.from_hf) if args.from_hf else ())]
+    return args, [*settings, *(("--model.huggingface", str(args.from_hf)) if args.from_hf else ())]
 
 
 def main() -> None:

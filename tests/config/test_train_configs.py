@@ -113,6 +113,9 @@ COMBINATIONS = {
         "'always' reshards over all 4 ranks"
     ),
     "--parallel.tp 4 --model.overrides.n_kv_heads 2": ("--parallel.tp 4: must divide n_kv_heads 2 of llama3/debug"),
+    "--model.name qwen3 --model.size debug --model.overrides.rope_is_long true": (
+        "--model.overrides.rope_is_long true: must be false for [training] seq_len = 128"
+    ),
     "--parallel.tp 4 --model.overrides.n_heads 2 --model.overrides.n_kv_heads 2": (
         "--parallel.tp 4: must divide n_heads 2 of llama3/debug"
     ),

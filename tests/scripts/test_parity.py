@@ -19,7 +19,8 @@ from trainer.testing.layouts import Layout
 
 
 def main(monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", ["parity.py", "--steps", "2", "--microbatches", "1", *argv])
+    steps = [] if "transformers" in argv else ["--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["parity.py", *steps, "--microbatches", "1", *argv])
     with pytest.raises(SystemExit) as exit:
         run_to_end(parity.main)
     return exit.value.code
@@ -113,6 +114,9 @@ LINES = {
     ("--layout", ""): "--layout '': : expected name=value",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
+    ("--steps", "3", "--reference", "transformers"): (
+        "--steps 3 has no effect: --reference transformers compares the first step"
+    ),
     ("--steps", "0"): "argument --steps: 0: expected an integer from 1 to 2147483648",
     ("--microbatches", "0"): "argument --microbatches: 0: expected an integer from 1 to 2147483648",
 }

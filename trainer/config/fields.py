@@ -89,7 +89,7 @@ def type_name(type_: Any) -> str:
         member = typing.get_args(type_)[0]
         if typing.get_origin(member) is typing.Literal:
             return "a list of " + " | ".join(typing.get_args(member))
-        return "a list of " + ("names" if member is str else "values")
+        return "a list of " + {str: "names", bool: "true | false"}.get(member, "values")
     if typing.get_origin(type_) is tuple:
         return f"a list of {len(typing.get_args(type_))} numbers"
     return {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}[type_]

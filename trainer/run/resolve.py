@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from models import MODELS
+from models.sizes import text_of
 from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
@@ -55,7 +56,11 @@ class ResolvedRun:
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raise ConfigError if its combination of settings cannot run."""
     family, sizes = resolve_model(config.model)
-    spec, sizes = MODELS[family], sizes.for_seq_len(config.training.seq_len)
+    spec, given, sizes = MODELS[family], sizes, sizes.for_seq_len(config.training.seq_len)
+    for name in config.model.overrides:
+        if getattr(sizes, name) != getattr(given, name):
+            message = f"must be {text_of(getattr(sizes, name))} for [training] seq_len = {config.training.seq_len}"
+            raise ConfigError(f"model.overrides.{name}", message)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     model = meta_model(spec.model, sizes)
