@@ -154,7 +154,8 @@ def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[s
 
         def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if next(steps) in (1, config.training.steps):
-                gradients.append({name: _full(p.grad).float().clone() for name, p in engine.parameters.items()})
+                trained = {name: p for name, p in engine.parameters.items() if p.requires_grad}
+                gradients.append({name: _full(p.grad).float().clone() for name, p in trained.items()})
             return clip(*args, **kwargs)
 
         with patch.object(engine.optimizer, "clip", record_and_clip):

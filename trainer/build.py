@@ -48,7 +48,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     model_parts = build_model_parts(config, resolved, meshes, backend)
     parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
     check_memory(config, resolved, parameters, device)
-    check_disk(config, resolved.num_parameters, 0 if point is None else point.state.step)
+    check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
 
     data = TrainingData(config, resolved.tokenizer, meshes.data["batch"], device)
     eval_sets = build_eval_sets(data.datasets.evaluation, config.evaluation, resolved.tokenizer.text_bytes)
@@ -58,10 +58,13 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     if point is not None:
         data.require_unchanged_mixture(point.state)
 
-    loaded = names_loaded(config.checkpoint, names) if point is None else set(names)
+    loaded = names_loaded(config.checkpoint, names) if point is None else names | resolved.trained.names
     engine = Engine(config, resolved, device, meshes, model_parts, loaded)
-    if point is None and config.checkpoint.init_from:
-        init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
+    has_base = config.lora.rank is not None  # its parameters are not in the checkpoint
+    if config.checkpoint.init_from and (point is None or has_base):
+        weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
+        if has_base:
+            state.fingerprint["base model"] = weights.digest()
         engine.optimizer.sync_master_weights(state_loaded=False)
     checkpoints = _build_checkpoints(config, resolved, engine, data, state, point)
 
@@ -116,7 +119,7 @@ def _build_checkpoints(
         state=state,
         point=point,
         steps=config.training.steps,
-        stored_names={f"{group}/{name}" for group in ("model", "optimizer") for name in resolved.parameter_names},
+        stored_names={f"{group}/{name}" for group in ("model", "optimizer") for name in resolved.trained.names},
         files=files,
         metadata=versions() | {"config": digest(files["config.toml"])},
     )

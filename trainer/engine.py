@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.batch import Batch
-from trainer.config import Config
+from trainer.config import Config, LoraConfig
+from trainer.lora import LORA_A, LORA_B, init_adapter
 from trainer.loss import CrossEntropyHead
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
@@ -16,6 +17,7 @@ from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.context import shard_sequence
 from trainer.parallel.fsdp import start_microbatch
 from trainer.parallel.init_weights import initialize
+from trainer.parallel.lora import apply_lora
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
@@ -43,10 +45,19 @@ def build_model_parts(
         config.training.seq_len,
         config.data.document_mask,
         attention_backend,
+        partial(apply_lora, trained=resolved.trained, config=config.lora),
     )
     for part in model_parts.values():
-        require_shard_independent_blocks(dict(part.named_parameters()), config.optimizer)
+        trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
+        require_shard_independent_blocks(trained, config.optimizer)
     return model_parts
+
+
+def _init_parameter(model: nn.Module, lora: LoraConfig, name: str, rows: Tensor, generator: Generator) -> None:
+    if name.endswith((LORA_A, LORA_B)):
+        init_adapter(lora, name, rows, generator)
+    else:
+        model.init_parameter(name, rows, generator)
 
 
 class Engine:
@@ -68,7 +79,7 @@ class Engine:
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
         for part in model_parts.values():
-            initialize(part, parameter_device, config.run.seed, loaded)
+            initialize(part, parameter_device, config.run.seed, loaded, partial(_init_parameter, part, config.lora))
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         model, training = next(iter(model_parts.values())), config.training
         self.gradient_sums: Mapping[Tensor, Tensor] = {}
@@ -126,7 +137,8 @@ class Engine:
         return outcome, num_targets
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied."""
-        tensors = {f"model/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen
+        parameters are not saved."""
+        tensors = {f"model/{name}": p.detach() for name, p in self.parameters.items() if p.requires_grad}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

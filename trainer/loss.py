@@ -115,13 +115,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         compute = _compiled_loss_and_gradient() if compiled and shard[1] is None else _loss_and_gradient
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
-        grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_gradient else None
+        trains_weight = needs_gradient and ctx.needs_input_grad[1]
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight else None
         for start in chunk_starts(hidden.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, softcap, needs_gradient)
             total += loss
             if needs_gradient:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if trains_weight:
                 _add_product(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
         if needs_gradient:
@@ -132,9 +134,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
-        scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-        torch.mul(grad_weight, grad_total, out=scaled_weight)
+        scaled_weight = None
+        if grad_weight is not None:
+            # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
+            scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            torch.mul(grad_weight, grad_total, out=scaled_weight)
         return grad_hidden * grad_total, scaled_weight, None, None, None, None, None, None
 
 

@@ -307,6 +307,10 @@ ONLY_WITH = {
     "data.chat_template": "a chat dataset",
     "data.allowed_special": "a chat dataset",
     "data.long_documents": "[data] packing = best-fit or none",
+    **{
+        f"lora.{name}": "[lora] rank"
+        for name in ("alpha", "rslora", "targets", "train_fully", "init", "init_from", "dtype")
+    },
     "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",
     "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
@@ -327,6 +331,7 @@ VIOLATIONS = {
     "--data.chat_template chatml": ("data.chat_template", "a chat dataset"),
     "--data.allowed_special x": ("data.allowed_special", "a chat dataset"),
     "--data.long_documents drop": ("data.long_documents", "[data] packing = best-fit or none"),
+    "--lora.alpha 8": ("lora.alpha", "[lora] rank"),
     "--checkpoint.resize_embeddings true": ("checkpoint.resize_embeddings", "[checkpoint] init_from"),
     "--checkpoint.init_exclude x": ("checkpoint.init_exclude", "[checkpoint] init_from"),
 }

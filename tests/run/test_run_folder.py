@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, LoraConfig
 from trainer.config.fields import settings
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
@@ -26,6 +26,7 @@ FIXED = {
     "optimizer.name",
     "optimizer.state_dtype",
     "training.parameter_dtype",
+    *(f"lora.{name}" for name in ("rank", "alpha", "rslora", "targets", "train_fully", "dtype")),
 }
 FIXED |= {
     "tokenizer.reuse_reserved_tokens",
@@ -50,6 +51,8 @@ def another(setting):
         return not value
     if isinstance(value, int | float):
         return value + 1
+    if value is None:
+        return 7
     if isinstance(value, tuple):
         return tuple(v / 2 for v in value) if value and isinstance(value[0], float) else ("other",)
     return f"{value}other"
@@ -74,7 +77,7 @@ def test_every_changed_setting_is_logged(tmp_path, key):
 
 def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
     assert {key for key, setting in SETTINGS.items() if setting.constraint.fixed_on_resume} == FIXED
-    fingerprint = resolve(Config(), 1).fingerprint
+    fingerprint = resolve(replace(Config(), lora=LoraConfig(rank=4)), 1).fingerprint
     fingerprint = json.loads(json.dumps(fingerprint))  # as a checkpoint holds it
     saved = ResumePoint(Path("step-00000001"), TrainState(fingerprint=fingerprint))
     for key in FIXED - ONE_VALUE:
@@ -82,6 +85,8 @@ def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
             continue  # its sizes count
         with pytest.raises(ConfigError, match=rf"cannot resume from step-00000001: {key} was .*, is "):
             require_compatible(saved, fingerprint | {key: another(SETTINGS[key])})
+    fingerprint = json.loads(json.dumps(resolve(Config(), 1).fingerprint))
+    saved = ResumePoint(saved.path, TrainState(fingerprint=fingerprint))
     larger = replace(Config().model, overrides={"n_layers": 9})
     with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; set another"):
         require_compatible(saved, resolve(replace(Config(), model=larger), 1).fingerprint)

@@ -1,5 +1,6 @@
 """Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from trainer.config.fields import did_you_mean
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
-from trainer.system.files import folder_error
+from trainer.system.files import digest, digest_of, folder_error
 
 _ROWS = 4096  # maximum number of rows read at once
 
@@ -50,6 +51,15 @@ class WeightSource:
         else:
             message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
             raise ConfigError("", f"{folder} {message}")
+
+    def digest(self) -> str:
+        """Return, collectively, a hash of the content of the weight files. Each rank reads some of them. Raises OSError."""
+        if self.hf_folder is None:
+            return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
+        files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
+        own = {file: digest_of(self.folder / file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+        digests = {file: text for part in all_gather_objects(own) for file, text in part.items()}
+        return digest(json.dumps(sorted(digests.items())).encode())
 
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
         """Load the parameters in place, collectively. Each rank reads only its shards.
@@ -109,9 +119,10 @@ def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
 
 def init_weights_from(
     config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
-) -> None:
-    """Load this rank's parameters from checkpoint.init_from, collectively. names: those of the complete model's parameters.
-    Raises ConfigError if the source is damaged or contains a different model."""
+) -> WeightSource:
+    """Load this rank's parameters from checkpoint.init_from, collectively, and return the source. names: those of the complete
+    model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
+    a different model."""
     excluded = _excluded(config.init_exclude, names)
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
@@ -126,13 +137,14 @@ def init_weights_from(
         ]
         if differences:
             raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")
-        included = {name: p for name, p in parameters.items() if name not in excluded}
+        included = {name: p for name, p in parameters.items() if name in names and name not in excluded}
         weights.load_into(included, resize=config.resize_embeddings)
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
     exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
     logging.info(f"loaded weights from {weights.folder}{exception}")
     dist.barrier()
+    return weights
 
 
 def _excluded(patterns: Sequence[str], names: Sequence[str]) -> set[str]:

@@ -11,6 +11,7 @@ from trainer.config.schema import (
     DataConfig,
     DistributedConfig,
     EvaluationConfig,
+    LoraConfig,
     LrScheduleConfig,
     MetricsConfig,
     ModelConfig,

@@ -133,7 +133,9 @@ def parse_text(text: str, type_: Any) -> Any:
 
 def _words(text: str) -> list[str]:
     """Split the text of a list, written as a,b or as ["a", "b"], into its words."""
-    text = text.strip().removeprefix("[").removesuffix("]")
+    text = text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
     return [word.strip().strip("\"'") for word in text.split(",")] if text.strip() else []
 
 

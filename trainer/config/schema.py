@@ -55,6 +55,7 @@ PROFILED = Constraint(only_with="[profiling] first_step")
 SAVING = Constraint(used_with="[checkpoint] enabled")
 NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
+ADAPTED = Constraint(only_with="[lora] rank")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
 CountOrZero = Annotated[int, Constraint(min=0, max=4096)]
@@ -235,6 +236,35 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    rank: Annotated[int | None, Constraint(min=1, max=2**16, fixed_on_resume=True)] = None
+    """Rank of the adapters: the product of two matrices of this rank is added to each target, and only these matrices are trained
+    (Hu et al. 2021, arXiv:2106.09685). [checkpoint] init_from names the base model. "none": train all parameters."""
+    alpha: Annotated[float, ADAPTED, Constraint(exclusive_min=0, max=10**6, fixed_on_resume=True)] = 32.0
+    """Numerator of the scale alpha / rank, by which each product is multiplied. If alpha is constant, the best learning rate
+    depends little on the rank."""
+    rslora: Annotated[bool, ADAPTED, FIXED] = False
+    """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
+    targets: Annotated[tuple[str, ...], ADAPTED, FIXED] = ("*",)
+    """Names of linear modules of the blocks, or patterns: "*.attention.w[qv]", "layers.3.*". "*": all of them."""
+    train_fully: Annotated[tuple[str, ...], ADAPTED, FIXED] = ()
+    """Names or patterns of modules whose own parameters are trained in addition to the adapters: "tok_embeddings", "*norm"."""
+    init: Annotated[Literal["kaiming", "gaussian"], ADAPTED] = "kaiming"
+    """Initial values of the first matrix: "kaiming": uniform up to 1 / sqrt(inputs); "gaussian": normal, with standard deviation
+    1 / rank. The second matrix starts at zero."""
+    init_from: Annotated[str, ADAPTED] = ""
+    """Path of an adapter to continue with: a run folder, a checkpoint, or a folder written by the package peft."""
+    dtype: Annotated[Literal["fp32", "bf16"], ADAPTED, FIXED] = "fp32"
+    """Precision of the trained parameters between steps. Frozen parameters have [training] parameter_dtype."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of an adapter's matrices."""
+        assert self.rank is not None
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
     name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
     """Shape of the learning rate's decay after warm-up."""
@@ -411,6 +441,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
@@ -423,6 +454,11 @@ class Config:
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Origin of each setting given in the TOML file or on the command line: {"training.steps": "--training.steps 5"}."""
+
+    @property
+    def trained_dtype(self) -> Literal["fp32", "bf16"]:
+        """Precision of the trained parameters between steps."""
+        return self.training.parameter_dtype if self.lora.rank is None else self.lora.dtype
 
     def value(self, key: str) -> Any:
         """Return the value of a setting. key: "section.name", or "section.table.entry" for the complete table."""

@@ -32,14 +32,17 @@ def parallelize(
     seq_len: int,
     document_mask: bool,
     attention_backend: AttentionBackend,
+    adapt: Callable[[nn.Module], None] = lambda model: None,
 ) -> dict[Stage, nn.Module]:
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
     compiled: whether to compile each block. dtype: dtype of the computation ("bf16", "fp32"). seq_len: of a sample, in tokens.
-    document_mask: whether attention ends at document boundaries.
+    document_mask: whether attention ends at document boundaries. adapt: function that freezes parameters of a stage and adds
+    adapters to it.
 
-    FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Compilation is applied after tensor
+    FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Adapters are added after tensor
+    parallelism, because they are sharded like the matrices that they belong to. Compilation is applied after tensor
     parallelism, so that the compiler sees sharded matrices. Recomputation is compiled together with the block, except full
     activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled block.
     """
@@ -58,6 +61,7 @@ def parallelize(
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
+        adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():

@@ -79,7 +79,7 @@ class RunEstimate:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return int(self.resolved.num_parameters * self.simulations[0].state_per_parameter)
+        return int(self.resolved.num_trained * self.simulations[0].state_per_parameter)
 
 
 def strip_file_settings(config: Config) -> Config:

@@ -137,8 +137,9 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     """Return the bytes that parameters, gradients, optimizer state, activations and receive buffers take on the first rank."""
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
-    parameters = resolved.num_parameters / (dims.tp * dims.pp)
-    state, _ = minimum_memory(config, resolved, int(parameters / dims.fsdp))
+    per_rank = dims.tp * dims.pp * dims.fsdp
+    frozen = 0 if config.lora.rank is None else resolved.num_parameters
+    state, _ = minimum_memory(config, resolved, resolved.num_trained // per_rank, frozen // per_rank)
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
     activations = block_bytes * _blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)

@@ -76,7 +76,7 @@ class Simulation:
     op_costs: dict[tuple[str, int, int], float]
     """(precision, FLOPs, bytes moved) of an operator -> number of calls."""
     state_per_parameter: float
-    """Size of a checkpoint in bytes per parameter."""
+    """Size of a checkpoint in bytes per trained parameter."""
 
     @property
     def flops(self) -> float:
@@ -240,7 +240,7 @@ def _annotate_grads(engine: Engine, recorder: Recorder, offloaded: bool) -> None
 
 def _state_per_parameter(engine: Engine) -> float:
     state = [tensor for name, tensor in engine.tensors().items() if not name.startswith("stability/")]
-    count = sum(to_local(p.detach()).numel() for p in engine.parameters.values())
+    count = sum(to_local(p.detach()).numel() for p in engine.optimizer.names)
     return sum(to_local(tensor).nbytes for tensor in state if tensor.dim()) / count
 
 

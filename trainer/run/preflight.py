@@ -22,19 +22,21 @@ from trainer.system.units import GIB
 
 
 def _parameter_and_moment_bytes(config: Config) -> tuple[int, int]:
+    """Return the bytes of a trained parameter and of its two moments."""
     moment = 1 if config.optimizer.state_dtype == "8bit" else DTYPES[config.optimizer.state_dtype].itemsize
-    return DTYPES[config.training.parameter_dtype].itemsize, 2 * moment
+    return DTYPES[config.trained_dtype].itemsize, 2 * moment
 
 
 def state_bytes(config: Config) -> int:
-    """Return the bytes per parameter in a checkpoint: the parameter, two moments and, if there is one, the fp32 copy."""
+    """Return the bytes per trained parameter in a checkpoint: the parameter, two moments and, if there is one, the fp32 copy."""
     parameter, moments = _parameter_and_moment_bytes(config)
     return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
 
 
-def minimum_memory(config: Config, resolved: ResolvedRun, count: int) -> tuple[int, int]:
+def minimum_memory(config: Config, resolved: ResolvedRun, count: int, frozen: int = 0) -> tuple[int, int]:
     """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
-    state are counted. count: number of parameters of the rank."""
+    state are counted. count, frozen: number of trained and of frozen parameters of the rank."""
+    frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, fsdp = config.optimizer, config.parallel, resolved.dims.fsdp
     parameter, moments = _parameter_and_moment_bytes(config)
     gradients = 0 if optimizer.frees_gradients else count * parameter
@@ -45,17 +47,20 @@ def minimum_memory(config: Config, resolved: ResolvedRun, count: int) -> tuple[i
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
         accumulated = count * fsdp * width
     if parallel.cpu_offload:
-        return accumulated, count * (2 * parameter + moments)
+        return accumulated, frozen + count * (2 * parameter + moments)
     if optimizer.offload == "none":
-        return count * (parameter + moments) + max(gradients, accumulated), 0
+        return frozen + count * (parameter + moments) + max(gradients, accumulated), 0
     copy = parameter if parameter < 4 else 0
     # The host holds an fp32 copy, the gradient, the moments and a copy of the parameter.
-    return count * parameter + max(gradients, accumulated), count * (4 + parameter + moments + copy)
+    return frozen + count * parameter + max(gradients, accumulated), count * (4 + parameter + moments + copy)
 
 
 def check_memory(config: Config, resolved: ResolvedRun, parameters: Iterable[Tensor], device: torch.device) -> None:
     """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's parameters, on the meta device."""
-    on_device, on_host = minimum_memory(config, resolved, sum(to_local(p).numel() for p in parameters))
+    counts = Counter[bool]()
+    for p in parameters:
+        counts[p.requires_grad] += to_local(p).numel()
+    on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False])
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))
@@ -78,12 +83,13 @@ def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> in
     return steps // every - step // every + (steps % every > 0)
 
 
-def check_disk(config: Config, num_parameters: int, step: int) -> None:
-    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. step: number of completed steps."""
+def check_disk(config: Config, num_trained: int, step: int) -> None:
+    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_trained: number of trained parameters. step:
+    number of completed steps."""
     folder, checkpoint, steps = run_folder(config) / "checkpoints", config.checkpoint, config.training.steps
     if not checkpoint.enabled:
         return
-    num_bytes = num_parameters * state_bytes(config)
+    num_bytes = num_trained * state_bytes(config)
     remaining = remaining_checkpoints(checkpoint, step, steps)
     free, existing = run_on_rank_0(lambda: (shutil.disk_usage(folder).free, len(list_checkpoints(folder))))
 

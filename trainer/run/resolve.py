@@ -15,6 +15,7 @@ from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.lora import TrainedParameters, select_parameters
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks
@@ -37,6 +38,10 @@ class ResolvedRun:
     parameter_names: frozenset[str]
     """Names of the complete model's parameters. A parameter shared by two modules is listed once."""
     num_parameters: int
+    """Number of values of the complete model."""
+    trained: TrainedParameters
+    num_trained: int
+    """Number of trained values, of which a checkpoint consists."""
     compiled: bool
     """Whether blocks are compiled and, without tensor parallelism, the loss."""
     grad_accum: int
@@ -77,7 +82,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
-    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, model.parameters())):
+    trained = select_parameters(model, plan, config.lora)
+    tensors = trained.tensors(model).values()
+    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
         raise ConfigError("optimizer.state_dtype", message)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -90,10 +97,12 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         chat = chat_format(config.data, tokenizer)
         chat_template, end_of_turn = chat.self_contained(), chat.end_of_turn
     # The fingerprint contains the resulting model sizes instead of the model settings.
-    fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section != "model")
+    ignored = {"model"} if config.lora.rank else {"model", "lora"}
+    fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section not in ignored)
+    fingerprint["lora.rank"] = config.lora.rank
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     fingerprint |= dimensions
-    if training.parameter_dtype == "bf16":
+    if config.trained_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
@@ -110,7 +119,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         compiled=compiled,
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_token=model.flops_per_token(training.seq_len),
+        trained=trained,
+        num_trained=sum(p.numel() for p in tensors),
+        flops_per_token=trained.flops_per_token(model, training.seq_len),
         tokenizer=tokenizer,
         chat_template=chat_template,
         end_of_turn=end_of_turn,

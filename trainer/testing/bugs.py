@@ -15,10 +15,11 @@ from models.rope import rotate_halves
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import Config
 from trainer.engine import Engine
-from trainer.parallel import tensor
+from trainer.parallel import lora, tensor
 from trainer.parallel.attention import Mask
 from trainer.parallel.step import SpmdStep
 from trainer.run.resolve import ResolvedRun
+from trainer.runtime.dtensor import to_local
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,23 @@ BUGS = {
     "gradients of head norms not summed over tp": Bug(
         ("tp=2",),
         _head_norms_not_reduced,
-        applies=lambda config, resolved: "head_norm" in resolved.plan.tensor_block.values(),
+        applies=lambda config, resolved: (
+            any("q_norm" in name for name in resolved.trained.fully)
+            and "head_norm" in resolved.plan.tensor_block.values()
+        ),
         parameters="attention.",
     ),
     "gradients of replicated norms counted tp times": Bug(
-        ("tp=2",), lambda: _after_init(Engine, _count_twice), parameters="attention_norm"
+        ("tp=2",),
+        lambda: _after_init(Engine, _count_twice),
+        applies=lambda config, resolved: any("attention_norm" in name for name in resolved.trained.fully),
+        parameters="attention_norm",
+    ),
+    "gradients of replicated adapter matrices not summed over tp": Bug(
+        ("tp=2",),
+        lambda: patch.object(lora, "_local_factor", to_local),
+        applies=lambda config, resolved: config.lora.rank is not None,
+        parameters="lora_",
     ),
     "losses averaged per microbatch": Bug(
         ("dp_shard=1",),

@@ -1,0 +1,93 @@
+"""Low-rank adapters, "LoRA" (Hu et al. 2021, arXiv:2106.09685): the parameters that a run trains.
+
+The model's parameters are frozen. An adapter adds the scaled product of two small matrices to the result of a linear module:
+base(x) + scale * x A^T B^T. The matrices are parameters of the module, `lora_a` (rank, inputs) and `lora_b` (outputs, rank), so
+FSDP, recomputation and compilation treat them like any other parameter. trainer/parallel/lora.py adds them to a model.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Generator, Tensor, nn
+
+from models.spec import Model, ParallelPlan
+from trainer.config import ConfigError, LoraConfig
+from trainer.config.fields import did_you_mean
+
+LORA_A, LORA_B = "lora_a", "lora_b"
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The parameters that a run trains. All others are frozen."""
+
+    fully: frozenset[str]
+    """Names of the trained parameters that belong to the model itself."""
+    shapes: Mapping[str, tuple[int, int]]
+    """Name of an adapter's matrix -> shape."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.fully | self.shapes.keys()
+
+    @property
+    def targets(self) -> list[str]:
+        """Names of the linear modules with an adapter."""
+        return [name.removesuffix(f".{LORA_A}") for name in self.shapes if name.endswith(LORA_A)]
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return name -> trained parameter, on the meta device. model: the complete model, without adapters."""
+        own = {name: p for name, p in model.named_parameters() if name in self.fully}
+        return own | {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+
+    def flops_per_token(self, model: Model, seq_len: int) -> int:
+        """Return the number of floating-point operations per token. Backward computes no gradient of a frozen matrix."""
+        linear = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+        trained = {id(p) for name, p in model.named_parameters() if name in self.fully}
+        frozen = sum(weight.numel() for key, weight in linear.items() if key not in trained)
+        adapters = sum(rows * columns for rows, columns in self.shapes.values())
+        return model.flops_per_token(seq_len) - 2 * frozen + 6 * adapters
+
+
+def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) -> TrainedParameters:
+    """Return the parameters that the settings select. model: the complete model, without adapters. Raises ConfigError if a
+    pattern matches nothing."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if config.rank is None:
+        return TrainedParameters(frozenset(names.values()), {})
+    blocks = f"{plan.blocks}."
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)}
+    owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
+    targets = _matches("lora.targets", config.targets, linear, "linear module of the blocks")
+    modules = _matches("lora.train_fully", config.train_fully, owners, "module with parameters")
+    if both := [name for name in targets if name in modules]:
+        raise ConfigError(
+            "lora.train_fully", f"{both[0]} has an adapter ([lora] targets), so it cannot be trained fully"
+        )
+    shapes = {}
+    for name in targets:
+        rows, columns = linear[name].weight.shape
+        shapes |= {f"{name}.{LORA_A}": (config.rank, columns), f"{name}.{LORA_B}": (rows, config.rank)}
+    fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
+    return TrainedParameters(fully, shapes)
+
+
+def _matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> list[str]:
+    """Return the names that match any of the patterns, in order. Raises ConfigError if a pattern matches nothing."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(key, f"{pattern} matches no {kind}{did_you_mean(pattern, names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def init_adapter(config: LoraConfig, name: str, rows: Tensor, generator: Generator) -> None:
+    """Draw the initial values of rows of an adapter's matrix, as the package peft does. rows: fp32, with all columns."""
+    if name.endswith(LORA_B):
+        rows.zero_()
+    elif config.init == "kaiming":
+        bound = rows.shape[1] ** -0.5
+        rows.uniform_(-bound, bound, generator=generator)
+    else:
+        rows.normal_(0.0, 1 / config.rank, generator=generator)
