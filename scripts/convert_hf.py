@@ -2,6 +2,7 @@
 
 python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
 python scripts/convert_hf.py from-hf model-folder/ out/
+python scripts/convert_hf.py merge outputs/my_lora out/     # base model plus adapter; to-hf writes only the adapter, for peft
 """
 
 import sys
@@ -17,6 +18,7 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from models import MODELS
+from trainer.checkpoint.adapter import is_adapter, write_peft
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, family_of, import_folder, require_new_folder
 from trainer.checkpoint.manifest import CorruptError
@@ -27,9 +29,8 @@ from trainer.runtime.device import DTYPES
 from trainer.system.units import GIB
 
 
-def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int) -> None:
-    checkpoint = resolve_checkpoint(checkpoint)
-    export = HfExport(checkpoint, DTYPES[dtype])
+def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int, base: Path | None = None) -> None:
+    export = HfExport(checkpoint, DTYPES[dtype], base)
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(out, shard_bytes, bar.update)
 
@@ -48,26 +49,38 @@ def main() -> None:
     parser = Arguments(__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     export = commands.add_parser("to-hf", help="write the model and its tokenizer for the package transformers")
+    merge = commands.add_parser("merge", help="write a base model with an adapter merged into it")
     load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
-    export.add_argument("source", type=Path, help="checkpoint, or run folder whose newest checkpoint is exported")
+    for command in (export, merge):
+        command.add_argument("source", type=Path, help="checkpoint, or run folder whose newest checkpoint is exported")
+        command.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the weights")
+    merge.add_argument(
+        "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"
+    )
     load.add_argument(
         "source", type=Path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
     )
-    for command in (export, load):
+    for command in (export, merge, load):
         command.add_argument("out", type=Path, help="folder to write")
         shard_help = "maximum size of one weight file"
         command.add_argument("--shard-gib", type=positive_float, default=5.0, metavar="GIB", help=shard_help)
-    export.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the weights")
     families = f"one of {', '.join(MODELS)}; default: the first with the type and the sizes of the model"
     load.add_argument("--family", metavar="NAME", help=families)
     args = parser.parse_args()
     shard_bytes = int(args.shard_gib * GIB)
     try:
         require_new_folder(args.out)
-        if args.command == "to-hf":
-            to_hf(args.source, args.out, args.dtype, shard_bytes)
-        else:
+        checkpoint = resolve_checkpoint(args.source)
+        if args.command == "from-hf":
             from_hf(args.source, args.out, args.family, shard_bytes)
+        elif args.command == "merge":
+            if not is_adapter(checkpoint):
+                die(f"{checkpoint} contains no adapter; to-hf writes the model")
+            to_hf(checkpoint, args.out, args.dtype, shard_bytes, args.base)
+        elif is_adapter(checkpoint):
+            write_peft(checkpoint, args.out)
+        else:
+            to_hf(checkpoint, args.out, args.dtype, shard_bytes)
     except CorruptError as error:
         die(str(error))
     print(f"{args.out}: written")

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     device = devices.select_device(args.device)
     distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
     dtype = DTYPES[args.dtype or ("bf16" if device.type != "cpu" else "fp32")]
-    generator = TextGenerator(args.path, dtype, device, args.max_seq_len, args.chat_template)
+    generator = TextGenerator(args.path, dtype, device, args.max_seq_len, args.chat_template, args.base)
     if args.chat:
         chat(generator, generator.chat_format(), args)
     else:
@@ -107,6 +107,7 @@ def main() -> None:
     parser = Arguments(__doc__)
     add = parser.add_argument
     add("path", type=Path, help="checkpoint, run folder (its newest checkpoint is used), or Hugging Face model folder")
+    add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
     add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
     add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")

@@ -1,11 +1,14 @@
 """Construction of the Trainer of a run and of all its components."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from models.spec import meta_model
+from trainer.checkpoint.adapter import load_adapter
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import ResumePoint
@@ -58,15 +61,14 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     if point is not None:
         data.require_unchanged_mixture(point.state)
 
-    loaded = names_loaded(config.checkpoint, names) if point is None else names | resolved.trained.names
+    loaded = names_loaded(config.checkpoint, names)
+    if point is not None or config.lora.init_from:
+        loaded = names | resolved.trained.names
     engine = Engine(config, resolved, device, meshes, model_parts, loaded)
-    has_base = config.lora.rank is not None  # its parameters are not in the checkpoint
-    if config.checkpoint.init_from and (point is None or has_base):
-        weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
-        if has_base:
-            state.fingerprint["base model"] = weights.digest()
-        engine.optimizer.sync_master_weights(state_loaded=False)
-    checkpoints = _build_checkpoints(config, resolved, engine, data, state, point)
+    base = _load_weights(config, resolved, engine, point is None)
+    if base:
+        state.fingerprint["base model"] = base["base_digest"]
+    checkpoints = _build_checkpoints(config, resolved, engine, data, state, point, base)
 
     save_run_info(config, device)
     log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device), data.datasets)
@@ -89,6 +91,22 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     )
 
 
+def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, is_new: bool) -> dict[str, str]:
+    """Load the initial weights of a new run, and the base model of adapters. Return the base model's path and hash, or {}."""
+    trains_adapters = config.lora.rank is not None
+    if not config.checkpoint.init_from or not (is_new or trains_adapters):
+        return {}
+    spec, sizes, names = resolved.spec, resolved.sizes, resolved.parameter_names
+    weights, base = init_weights_from(config.checkpoint, spec, sizes, engine.parameters, names), {}
+    if trains_adapters:
+        base = {"base": str(weights.folder.resolve()), "base_digest": weights.digest()}
+    if config.lora.init_from and is_new:
+        trained = resolved.trained.tensors(meta_model(spec.model, sizes))
+        load_adapter(config.lora, spec, sizes, engine.parameters, trained, base["base_digest"])
+    engine.optimizer.sync_master_weights(state_loaded=False)
+    return base
+
+
 def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
     """Return the names of the attention kernels, separated by commas."""
     sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
@@ -106,9 +124,10 @@ def _build_checkpoints(
     data: TrainingData,
     state: TrainState,
     point: ResumePoint | None,
+    base: Mapping[str, str],
 ) -> CheckpointManager:
-    """Build the checkpoint manager, which restores the checkpoint to resume from."""
-    files = {"config.toml": to_toml(config).encode(), **model_files(config, resolved)}
+    """Build the checkpoint manager, which restores the checkpoint to resume from. base: result of _load_weights."""
+    files = {"config.toml": to_toml(config).encode(), **model_files(config, resolved, base)}
     return CheckpointManager(
         config.checkpoint,
         run_folder(config) / "checkpoints",

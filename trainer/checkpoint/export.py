@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.checkpoint import manifest
+from trainer.checkpoint.adapter import is_adapter, open_weights, write_peft
 from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
     CHAT_TEMPLATE,
@@ -21,11 +22,10 @@ from trainer.checkpoint.huggingface import (
     Progress,
     group_by_file,
     layer_order,
-    model_index,
     read_in_chunks,
 )
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorWrite, read_rows, write_safetensors
+from trainer.checkpoint.storage import TensorWrite, write_safetensors
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -39,20 +39,18 @@ _SOURCE = "meshwright_checkpoint"
 
 
 class HfExport:
-    """An export of a checkpoint's model and tokenizer."""
+    """An export of a checkpoint's model and tokenizer. An adapter is merged into its base model."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype):
-        """Raises ConfigError if the checkpoint is damaged or contains no model."""
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, base: Path | None = None):
+        """base: as in open_weights. Raises ConfigError if the checkpoint is damaged or contains no model."""
         self.checkpoint, self.dtype = checkpoint, dtype
+        self.weights = open_weights(checkpoint, base)
+        self.spec, self.sizes, self.index = self.weights.spec, self.weights.sizes, self.weights.index
         try:
-            if problem := manifest.find_damage(checkpoint):
-                raise CorruptError(problem)
             self.model = model = ModelMetadata.read(checkpoint)
             if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
                 raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
-            self.spec, self.sizes = model.spec_and_sizes()
             self.files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-            self.index = model_index(checkpoint, self.spec, self.sizes)
         except CorruptError as damage:
             raise ConfigError("", f"{checkpoint}: {damage}") from None
         if model.tokenizer:
@@ -96,9 +94,7 @@ class HfExport:
         hf, head_dim = self.spec.huggingface, self.sizes.head_dim
 
         def read(parameter: str, start: int, stop: int) -> Tensor:
-            key = f"model/{parameter}"
-            rows = read_rows(self.checkpoint, key, self.index[key], start, stop)
-            return hf.reorder(parameter, rows, head_dim)
+            return hf.reorder(parameter, self.weights.rows(parameter, start, stop), head_dim)
 
         def pieces() -> Iterator[Tensor]:
             for parameter, shape in zip(parameters, shapes, strict=True):
@@ -154,7 +150,10 @@ def export_run(run_folder: Path, skip_existing: bool = False) -> None:
         newest = latest_per_step(run_folder / "checkpoints")[0]
         if skip_existing and is_export_of(out, newest):
             return
-        HfExport(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
+        if is_adapter(newest):
+            write_peft(newest, out)
+        else:
+            HfExport(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
     except (OSError, CorruptError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"

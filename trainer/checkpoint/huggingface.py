@@ -4,7 +4,7 @@ so memory use does not grow with the size of the model. Each rank reads only its
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -64,6 +64,8 @@ class ModelMetadata:
     """Setting [tokenizer] reuse_reserved_tokens of the run."""
     extra_special_tokens: tuple[str, ...]
     """Setting [tokenizer] extra_special_tokens of the run."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """If the checkpoint contains an adapter: its settings rank, alpha and rslora, and the path and the hash of its base model."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -77,6 +79,7 @@ class ModelMetadata:
                 values[setting] = tuple(values[setting])
             for name in values["tokenizer_files"]:
                 manifest.require_plain_filename(name, MODEL_FILE)
+            values.setdefault("lora", {})  # older checkpoints contain complete models
             types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
             if not all(isinstance(values[name], type_) for name, type_ in types.items()) or values["seq_len"] < 1:
                 raise ValueError
@@ -172,7 +175,7 @@ class HfModelFolder:
                 raise CorruptError("model.safetensors.index.json has no weight_map")
         stored: dict[str, TensorMetadata] = {}
         for path in sorted({self._inside(file) for file in files.values()}):
-            with _open_tensors(path) as tensors:
+            with open_tensors(path) as tensors:
                 for name in sorted(tensors.keys()):
                     if name in stored:
                         raise CorruptError(f"{stored[name].chunks[0].file} and {path.name} both contain {name}")
@@ -218,7 +221,7 @@ class HfModelFolder:
 
     def _equal(self, name_a: str, a: TensorMetadata, name_b: str, b: TensorMetadata) -> bool:
         """Return whether two stored tensors of the same shape have the same dtype and content."""
-        with _open_tensors(self._path(a)) as file_a, _open_tensors(self._path(b)) as file_b:
+        with open_tensors(self._path(a)) as file_a, open_tensors(self._path(b)) as file_b:
             tensor_a, tensor_b = file_a.get_slice(self.keys[name_a]), file_b.get_slice(self.keys[name_b])
             chunks = (slice(start, start + _ROWS) for start in range(0, a.shape[0], _ROWS))
             return a.dtype == b.dtype and all(torch.equal(tensor_a[rows], tensor_b[rows]) for rows in chunks)
@@ -228,7 +231,7 @@ class HfModelFolder:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows [start, stop) of a parameter, in the row order of this project."""
-        with _open_tensors(self._path(self.index[name])) as tensors:
+        with open_tensors(self._path(self.index[name])) as tensors:
             return self.read(tensors, name, (slice(start, stop),))
 
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
@@ -283,7 +286,8 @@ def read_architecture(path: Path) -> tuple[str, Any]:
     return family_of(spec, sizes), sizes
 
 
-def _open_tensors(path: Path):
+def open_tensors(path: Path) -> Any:
+    """Open a safetensors file. Raises ConfigError."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -20,7 +20,7 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import did_you_mean
-from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+from trainer.runtime.distributed import all_gather_objects, rank_and_size, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
 from trainer.system.files import digest, digest_of, folder_error
@@ -40,7 +40,12 @@ class WeightSource:
             try:
                 if problem := resume.verify(folder):
                     raise CorruptError(problem)
-                self.spec, self.sizes = ModelMetadata.read(folder).spec_and_sizes()
+                metadata = ModelMetadata.read(folder)
+                if metadata.lora:
+                    raise CorruptError(
+                        "contains only an adapter; scripts/convert_hf.py merge writes the complete model"
+                    )
+                self.spec, self.sizes = metadata.spec_and_sizes()
                 self.index, self.read = model_index(folder, self.spec, self.sizes), read_slice
             except CorruptError as damage:
                 raise ConfigError("", f"{folder}: {damage}") from None
@@ -52,12 +57,18 @@ class WeightSource:
             message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
             raise ConfigError("", f"{folder} {message}")
 
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a parameter. Raises CorruptError."""
+        key = f"model/{name}"
+        return read_rows(self.folder, key, self.index[key], start, stop, self.read)
+
     def digest(self) -> str:
         """Return, collectively, a hash of the content of the weight files. Each rank reads some of them. Raises OSError."""
         if self.hf_folder is None:
             return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
         files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
-        own = {file: digest_of(self.folder / file) for file in files[dist.get_rank() :: dist.get_world_size()]}
+        rank, ranks = rank_and_size()
+        own = {file: digest_of(self.folder / file) for file in files[rank::ranks]}
         digests = {file: text for part in all_gather_objects(own) for file, text in part.items()}
         return digest(json.dumps(sorted(digests.items())).encode())
 
@@ -87,7 +98,7 @@ class WeightSource:
         try:
             for start in range(0, num_rows, _ROWS):
                 stop = min(start + _ROWS, num_rows)
-                sums += read_rows(self.folder, name, stored, start, stop, self.read).double().sum(0)
+                sums += self.rows(name.removeprefix("model/"), start, stop).double().sum(0)
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
         return sums / num_rows

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.components import CausalMask, attention_kernel, visible_keys
 from models.spec import LayerKind
+from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
@@ -103,12 +104,21 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 class TextGenerator:
     """A loaded model with its tokenizer and KV cache."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, max_seq_len: int, chat_template: str):
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_seq_len: int,
+        chat_template: str,
+        base: Path | None = None,
+    ):
         """Load the model and shard its matrices over all ranks. max_seq_len: maximum total number of tokens in the prompt
         and the answer, or 0 for the sequence length used in training. chat_template: name or file of a chat template, or "" for
-        the model's own template. Raises ConfigError if the model cannot be loaded or the KV cache does not fit into memory."""
+        the model's own template. base: as in open_weights. Raises ConfigError if the model cannot be loaded or the KV cache does
+        not fit into memory."""
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
-        weights = WeightSource(folder)
+        weights = open_weights(folder, base)
         self.folder = folder
         self.device = device
         self.tokenizer, own_template, trained_seq_len = _load_tokenizer(folder, weights)
@@ -211,7 +221,7 @@ class TextStream:
         return self.tokenizer.decode(self.tokens)[self.printed :]
 
 
-def _load_tokenizer(folder: Path, weights: WeightSource) -> tuple[Tokenizer, str, int]:
+def _load_tokenizer(folder: Path, weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
     """Return the tokenizer, the path of the chat template ("" if there is none) and the sequence length used in training."""
     template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
     if weights.hf_folder is None:

@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -106,8 +106,10 @@ def create_run_folder(folder: Path) -> None:
     run_on_rank_0(work)
 
 
-def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
-    """Return the files that make a checkpoint self-contained: model sizes, tokenizer and chat template."""
+def model_files(config: Config, resolved: ResolvedRun, base: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the files that make a checkpoint self-contained: model sizes, tokenizer and chat template. base: path and hash of
+    the base model, if only an adapter is saved."""
+    scale = {name: getattr(config.lora, name) for name in ("rank", "alpha", "rslora")} if base else {}
     files = resolved.tokenizer.files
     ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn]))
     special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
@@ -120,6 +122,7 @@ def model_files(config: Config, resolved: ResolvedRun) -> dict[str, bytes]:
         special_token_ids=special_token_ids,
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
         extra_special_tokens=config.tokenizer.extra_special_tokens,
+        lora={**scale, **base},
     )
     template = {CHAT_TEMPLATE: resolved.chat_template.encode()} if resolved.chat_template else {}
     return {MODEL_FILE: model.text().encode(), **files, **template}

@@ -1,0 +1,348 @@
+"""Adapters (trainer/lora.py) in checkpoints, merged with their base model, and in the format of the package peft."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.huggingface import permute_from_hf
+from models.spec import ModelSpec, meta_model
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.commit import Tensors, load_into, require_match
+from trainer.checkpoint.huggingface import MODEL_FILE, ModelMetadata, layer_order, open_tensors
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.storage import (
+    DTYPE_OF,
+    TensorMetadata,
+    TensorWrite,
+    read_index,
+    read_rows,
+    write_safetensors,
+)
+from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
+from trainer.config import ConfigError, LoraConfig
+from trainer.config.schema import toml_value
+from trainer.lora import LORA_A, LORA_B
+from trainer.runtime.distributed import run_on_rank_0
+from trainer.runtime.dtensor import local_region
+from trainer.system import logging
+from trainer.system.files import atomic_folder, parse_json_object
+
+PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Beginning of the names of tensors in peft's files."""
+_LEAVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+_LARGEST_JSON = 2**24
+_SCALE = ("rank", "alpha", "rslora")
+"""Settings that decide on the scale of an adapter's product."""
+_UNSUPPORTED = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens"),
+)
+"""Keys of adapter_config.json that change the meaning of an adapter. They must be absent or false."""
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class AdapterCheckpoint:
+    """A checkpoint that contains an adapter, and the name of its base model."""
+
+    def __init__(self, folder: Path):
+        """Verify the checkpoint, collectively. Raises CorruptError."""
+        if problem := resume.verify(folder):
+            raise CorruptError(problem)
+        self.folder, self.metadata = folder, ModelMetadata.read(folder)
+        self.spec, self.sizes = self.metadata.spec_and_sizes()
+        self.index = {key: stored for key, stored in read_index(folder).items() if key.startswith("model/")}
+        try:
+            lora = dict(self.metadata.lora)
+            self.base, self.base_digest = Path(lora.pop("base")), str(lora.pop("base_digest"))
+            self.config = LoraConfig(**lora)
+            self.scale = float(self.config.scale)
+        except (KeyError, TypeError, ValueError, ArithmeticError):
+            raise CorruptError(f"{MODEL_FILE} does not describe an adapter") from None
+        model = meta_model(self.spec.model, self.sizes)
+        names = {key.removeprefix("model/") for key in self.index}
+        self.targets = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.{LORA_A}" in names}
+        """Names of the linear modules with an adapter."""
+        self.fully = {name for name, _ in model.named_parameters() if name in names}
+        """Names of the parameters that were trained in addition to the adapter."""
+        expected = {name: tuple(model.get_parameter(name).shape) for name in self.fully}
+        for name in self.targets:
+            rows, columns = model.get_submodule(name).weight.shape
+            expected |= {f"{name}.{LORA_A}": (self.config.rank, columns), f"{name}.{LORA_B}": (rows, self.config.rank)}
+        if {key.removeprefix("model/"): stored.shape for key, stored in self.index.items()} != expected:
+            raise CorruptError(f"the tensors are not those of an adapter of rank {self.config.rank} for this model")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows [start, stop) of a trained parameter, by default all rows."""
+        key = f"model/{name}"
+        stored = self.index[key]
+        return read_rows(self.folder, key, stored, start, stored.shape[0] if stop is None else stop)
+
+    def product(self, target: str, rows: slice, columns: slice) -> Tensor:
+        """Return a part of the matrix that the adapter adds to the target's weight, in fp32."""
+        a, b = self.read(f"{target}.{LORA_A}"), self.read(f"{target}.{LORA_B}", rows.start, rows.stop)
+        return b.float() @ a[:, columns].float() * self.scale
+
+
+class AdapterSource:
+    """The parameters of a base model, with an adapter merged into them. It can replace a WeightSource."""
+
+    hf_folder = None
+
+    def __init__(self, checkpoint: Path, base: Path | None):
+        """Verify both folders, collectively. base: folder of the base model, or None for the one that the checkpoint names.
+        Raises ConfigError if one of them is damaged, or if the base is not that of the adapter."""
+        self.folder = checkpoint
+        try:
+            self.adapter = AdapterCheckpoint(checkpoint)
+        except CorruptError as damage:
+            raise ConfigError("", f"{checkpoint}: {damage}") from None
+        self.spec, self.sizes = self.adapter.spec, self.adapter.sizes
+        folder = base or self.adapter.base
+        if not folder.is_dir():
+            raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
+        self.base = WeightSource(folder, self.spec)
+        if self.base.digest() != self.adapter.base_digest:
+            raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
+        self.index = self.base.index
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a parameter in the dtype of the base model. Raises CorruptError."""
+        dtype, target = self.index[f"model/{name}"].dtype, name.removesuffix(".weight")
+        if name in self.adapter.fully:
+            return self.adapter.read(name, start, stop).to(dtype)
+        rows = self.base.rows(name, start, stop)
+        if name == f"{target}.weight" and target in self.adapter.targets:
+            rows = (rows + self.adapter.product(target, slice(start, stop), slice(None))).to(dtype)
+        return rows
+
+    @torch.no_grad()
+    def load_into(self, parameters: Tensors) -> None:
+        """Load the parameters in place, collectively. Each rank reads only its shards of the base model."""
+        self.base.load_into(parameters)
+        own = {f"model/{name}": p for name, p in parameters.items() if name in self.adapter.fully}
+        load_into(self.folder, self.adapter.index, own, cast=True)
+        for target in self.adapter.targets:
+            local, _, (row, column) = local_region(parameters[f"{target}.weight"])
+            rows, columns = (slice(o, o + n) for o, n in zip((row, column), local.shape, strict=True))
+            local += self.adapter.product(target, rows, columns).to(local)
+
+
+def open_weights(folder: Path, base: Path | None = None) -> WeightSource | AdapterSource:
+    """Open a model that can be loaded or exported, collectively. folder: checkpoint or model in Hugging Face's format. base:
+    folder of the base model, if the checkpoint contains an adapter and the base has moved. Raises ConfigError."""
+    if is_adapter(folder):
+        return AdapterSource(folder, base)
+    if base is not None:
+        raise ConfigError("", f"--base {base} has no effect, because {folder} contains no adapter")
+    return WeightSource(folder)
+
+
+def is_adapter(checkpoint: Path) -> bool:
+    """Return whether a checkpoint contains an adapter. A damaged one counts as none."""
+    try:
+        return bool(ModelMetadata.read(checkpoint).lora)
+    except CorruptError:
+        return False
+
+
+def load_adapter(
+    config: LoraConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, trained: Tensors, base_digest: str
+) -> None:
+    """Load this rank's trained parameters from lora.init_from, collectively. parameters: those of this rank. trained: the
+    complete model's trained parameters. Raises ConfigError if the source is damaged or contains another adapter."""
+    own = {name: p for name, p in parameters.items() if name in trained}
+    folder = Path(config.init_from)
+    try:
+        if (folder / PEFT_CONFIG).exists():
+            peft = PeftFolder(folder, spec, sizes)
+            _require_settings(config, peft.settings, folder)
+            peft.load_into(own, trained)
+        else:
+            folder = run_on_rank_0(partial(resolve_checkpoint, folder))
+            if not is_adapter(folder):
+                message = f"contains neither {PEFT_CONFIG} nor a checkpoint of an adapter"
+                raise ConfigError("", f"{folder} {message}")
+            adapter = AdapterCheckpoint(folder)
+            if adapter.base_digest != base_digest:
+                raise ConfigError("", f"{folder} was trained with another base model, {adapter.base}")
+            _require_settings(config, {name: getattr(adapter.config, name) for name in _SCALE}, folder)
+            wanted = {f"model/{name}": p for name, p in own.items()}
+            unknown = [
+                f"{key} is not trained by this run" for key in adapter.index if key[len("model/") :] not in trained
+            ]
+            load_into(folder, adapter.index, wanted, cast=True, problems=unknown)
+    except CorruptError as damage:
+        raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
+    except ConfigError as error:
+        raise error if error.key else ConfigError("lora.init_from", error.message) from None
+    logging.info(f"loaded the adapter {folder}")
+
+
+def _require_settings(config: LoraConfig, saved: Mapping[str, Any], folder: Path) -> None:
+    for name, value in saved.items():
+        if getattr(config, name) != value:
+            raise ConfigError(f"lora.{name}", f"must be {toml_value(value)}, as in the adapter {folder}")
+
+
+# ---------------------------------------------------------------- peft
+
+
+class PeftNames:
+    """Names of parameters in peft's files, whose tensors may contain the rows of several parameters."""
+
+    def __init__(self, spec: ModelSpec, sizes: Any):
+        self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
+        self.first_row: dict[str, int] = {}
+        """Name of a parameter -> its first row in the stored tensor."""
+        self.num_rows: dict[str, int] = {}
+        """Name of a stored tensor of the base model -> number of rows."""
+        for stored, group in self.hf.tensors(name for name, _ in self.model.named_parameters()).items():
+            for name in group:
+                self.first_row[name] = self.num_rows.get(stored, 0)
+                self.num_rows[stored] = self.first_row[name] + self.model.get_parameter(name).shape[0]
+
+    def base(self, name: str) -> str:
+        """Return the parameter of the base model to which a trained parameter belongs."""
+        module, _, leaf = name.rpartition(".")
+        return f"{module}.weight" if leaf in _LEAVES else name
+
+    def stored(self, name: str) -> str:
+        stored, leaf = self.hf.name(self.base(name)), name.rpartition(".")[2]
+        return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf in _LEAVES else stored)
+
+    def shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        """Return the shape of the stored tensor of a trained parameter."""
+        rows = parameter.shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
+        return rows, *parameter.shape[1:]
+
+
+class PeftFolder:
+    """An adapter in the format of the package peft."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, sizes: Any):
+        """Raises CorruptError if adapter_config.json does not describe a supported adapter."""
+        self.folder, self.names = folder, PeftNames(spec, sizes)
+        try:
+            config = parse_json_object(manifest.read_text(folder / PEFT_CONFIG, _LARGEST_JSON))
+        except ValueError:
+            raise CorruptError(f"{PEFT_CONFIG} is not a JSON object") from None
+        fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
+        fixed |= {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None)}  # others change the base
+        for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
+            if config.get(key) not in values:
+                expected = " or ".join(json.dumps(value) for value in values if value is not None)
+                raise CorruptError(f"{PEFT_CONFIG}: {key} {json.dumps(config.get(key)):.40} must be {expected}")
+        self.settings = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+        self.settings["rslora"] = bool(config.get("use_rslora"))
+        """Setting of [lora] -> value."""
+
+    @torch.no_grad()
+    def load_into(self, own: Tensors, trained: Tensors) -> None:
+        """Load this rank's parameters in place. own, trained: as in load_adapter. Raises ConfigError."""
+        names = self.names
+        with open_tensors(self.folder / _PEFT_TENSORS) as tensors:
+            index = {}
+            for key in tensors.keys():  # noqa: SIM118
+                stored = tensors.get_slice(key)
+                index[key] = TensorMetadata(
+                    DTYPE_OF.get(stored.get_dtype(), torch.uint8), tuple(stored.get_shape()), ()
+                )
+            expected = {names.stored(n): torch.empty(names.shape(n, p), device="meta") for n, p in trained.items()}
+            unknown = [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
+            require_match(self.folder, index, expected, cast=True, problems=unknown)
+            for name, parameter in own.items():
+                value = tensors.get_tensor(names.stored(name))
+                if not name.endswith(LORA_A):
+                    base = names.base(name)
+                    value = value[names.first_row[base] :][: parameter.shape[0]]
+                    value = permute_from_hf(value, names.head_dim) if names.hf.is_permuted(base) else value
+                local, _, offset = local_region(parameter)
+                local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
+
+
+def write_peft(checkpoint: Path, out: Path) -> None:
+    """Write the adapter of a checkpoint in the format of the package peft. If several matrices are stored as one tensor, their
+    adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`. Raises CorruptError or ConfigError."""
+    adapter = AdapterCheckpoint(checkpoint)
+    config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
+    groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.targets, key=layer_order))
+    own = names.hf.tensors(sorted(adapter.fully, key=layer_order))
+    for stored, group in own.items():
+        if sum(adapter.index[f"model/{name}"].shape[0] for name in group) < names.num_rows[stored]:
+            raise ConfigError(
+                "", f"{group[0]} is a part of {stored}, and peft cannot train a part of a tensor; merge it"
+            )
+    entries = [
+        _entry(
+            f"{_PREFIX}{stored.removesuffix('weight')}{_LEAVES[leaf]}", partial(matrix, adapter, names, stored, group)
+        )
+        for stored, group in groups.items()
+        for leaf, matrix in ((LORA_A, _stacked), (LORA_B, _block_diagonal))
+    ]
+    entries += [_entry(_PREFIX + stored, partial(_own_rows, adapter, names, group)) for stored, group in own.items()]
+    fused = {stored.removesuffix(".weight"): len(group) for stored, group in groups.items() if len(group) > 1}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(adapter.base),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.rslora,
+        "bias": "none",
+        "target_modules": _target_modules(names, groups),
+        "modules_to_save": [stored.removesuffix(".weight") for stored in own] or None,
+        "rank_pattern": {module: config.rank * n for module, n in fused.items()},
+        "alpha_pattern": {module: config.alpha * (n**0.5 if config.rslora else n) for module, n in fused.items()},
+        "inference_mode": True,
+    }
+    with atomic_folder(out) as folder:
+        write_safetensors(folder / _PEFT_TENSORS, entries, {"format": "pt"})
+        (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _entry(name: str, compute: Callable[[], Tensor]) -> TensorWrite:
+    """compute: function that reads the tensor. It is called for the shape, and again when the tensor is written."""
+    tensor = compute()
+    return TensorWrite(name, tensor.dtype, tuple(tensor.shape), lambda: (compute(),))
+
+
+def _targets(group: Sequence[str]) -> list[str]:
+    return [name.removesuffix(".weight") for name in group]
+
+
+def _stacked(adapter: AdapterCheckpoint, names: PeftNames, stored: str, group: Sequence[str]) -> Tensor:
+    return torch.cat([adapter.read(f"{target}.{LORA_A}") for target in _targets(group)])
+
+
+def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, stored: str, group: Sequence[str]) -> Tensor:
+    """Return the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
+    blocks = {name: adapter.read(f"{target}.{LORA_B}") for name, target in zip(group, _targets(group), strict=True)}
+    rank = adapter.config.rank
+    matrix = next(iter(blocks.values())).new_zeros(names.num_rows[stored], rank * len(group))
+    for i, (name, block) in enumerate(blocks.items()):
+        rows = names.hf.reorder(name, block, names.head_dim)
+        matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
+    return matrix
+
+
+def _own_rows(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Tensor:
+    return torch.cat([names.hf.reorder(name, adapter.read(name), names.head_dim) for name in group])
+
+
+def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
+    """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets."""
+    targets = {name.removesuffix(".weight") for name in stored}
+    linear = (n for n, m in names.model.named_modules() if isinstance(m, nn.Linear))
+    modules = {names.hf.name(f"{name}.weight").removesuffix(".weight") for name in linear}
+    leaves = {name.rpartition(".")[2] for name in targets}
+    is_uniform = {name for name in modules if name.rpartition(".")[2] in leaves} == targets
+    return sorted(leaves if is_uniform else targets)
