@@ -121,7 +121,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
         bound_loss_chunks(recorder),
         record_host_buffers() as buffers,
     ):
-        engine = Engine(config, resolved, CPU, meshes, parts, set(resolved.parameter_names))
+        engine = Engine(config, resolved, CPU, meshes, parts, resolved.parameter_names | resolved.trained.names)
         if pipelined:
             skip_shape_negotiation(engine.forward_backward.schedule)
         # Not recorded: the first step. In it DTensor runs each operator on full-size tensors, and FSDP allocates its buffers.
