@@ -309,7 +309,7 @@ ONLY_WITH = {
     "data.long_documents": "[data] packing = best-fit or none",
     **{
         f"lora.{name}": "[lora] rank"
-        for name in ("alpha", "rslora", "targets", "train_fully", "init", "init_from", "dtype")
+        for name in ("alpha", "rslora", "dropout", "targets", "train_fully", "init", "init_from", "dtype")
     },
     "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",
     "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",

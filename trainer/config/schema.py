@@ -245,6 +245,9 @@ class LoraConfig:
     depends little on the rank."""
     rslora: Annotated[bool, ADAPTED, FIXED] = False
     """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
+    dropout: Annotated[float, ADAPTED, Constraint(min=0, max=0.9)] = 0.0
+    """Probability with which a value of an adapter's input is set to zero in training. The values depend on the seed, not on the
+    layout."""
     targets: Annotated[tuple[str, ...], ADAPTED, FIXED] = ("*",)
     """Names of linear modules of the blocks, or patterns: "*.attention.w[qv]", "layers.3.*". "*": all of them."""
     train_fully: Annotated[tuple[str, ...], ADAPTED, FIXED] = ()

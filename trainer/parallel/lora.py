@@ -1,5 +1,9 @@
 """Application of adapters (trainer/lora.py) to a model, whose matrices may be sharded."""
 
+import zlib
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,38 +14,100 @@ from trainer.lora import LORA_A, LORA_B, TrainedParameters
 from trainer.runtime.device import DTYPES
 
 
-def apply_lora(model: nn.Module, trained: TrainedParameters, config: LoraConfig) -> None:
+class AdapterDropout:
+    """Dropout of the adapters' inputs. The dropped values depend on the seed, the module, the token and the column alone,
+    so they do not depend on the layout, and recomputation drops the same values."""
+
+    def __init__(self, probability: float, seed: int):
+        self.seed, self.kept = seed, 1 - probability
+        self.threshold = int(probability * 2**31)
+        self.token_keys: Tensor | None = None
+        """Hash of each token of the current microbatch, (batch, seq / cp), int32."""
+        self.keys: Tensor | None = None
+        """Hash of each token and the current block."""
+
+    def start(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Compute the tokens' keys. This is a hook that runs before the model's forward. In training, a document and a position
+        identify a token (see TrainingData)."""
+        given = dict(zip(("tokens", "positions", "documents"), args, strict=False)) | kwargs
+        documents = (given["documents"] ^ given["documents"] >> 32).to(torch.int32)
+        self.token_keys = _mix(_mix(documents) + given["positions"].to(torch.int32))
+
+    def around(self, forward: Callable[..., Tensor], block: str) -> Callable[..., Tensor]:
+        """Return the forward of the named block. It passes the keys as the last argument, because backward may recompute the
+        block after another microbatch has started. forward: result of `inside`, with recomputation and compilation."""
+        block_key = _key_of(f"{self.seed}/{block}")
+        return lambda *args: forward(*args, _mix(self.token_keys ^ block_key))
+
+    def inside(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward_with_keys(*args: Any) -> Tensor:
+            self.keys = args[-1]
+            return forward(*args[:-1])
+
+        return forward_with_keys
+
+    def __call__(self, x: Tensor, module_key: int, first_column: int) -> Tensor:
+        """x: (batch, seq, columns). module_key: hash of the module's name. first_column: index of the first column in the full
+        input."""
+        columns = torch.arange(first_column, first_column + x.shape[-1], dtype=torch.int32, device=x.device)
+        hashes = _mix(self.keys[..., None] ^ _mix(columns + module_key))
+        return x * ((hashes & 0x7FFFFFFF) >= self.threshold) / self.kept
+
+
+def _key_of(name: str) -> int:
+    return zlib.crc32(name.encode()) >> 1  # a positive int32
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Return a hash of each int32 value (the function lowbias32 of Wellons 2018, "Prospecting for Hash Functions")."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ (x >> 15 & 0x1FFFF)) * -0x7B935975  # 0x846CA68B
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def apply_lora(model: nn.Module, trained: TrainedParameters, config: LoraConfig, seed: int) -> AdapterDropout | None:
     """Add the adapters and freeze all parameters that are not trained, in place. Without [lora] rank, do nothing. model: a
-    pipeline stage, on the meta device; its matrices may be sharded by tensor parallelism."""
+    pipeline stage, on the meta device; its matrices may be sharded by tensor parallelism. seed: of the dropout. Return the
+    dropout, which the blocks must call, or None without dropout."""
     if config.rank is None:
-        return
+        return None
     dtype = DTYPES[config.dtype]
     for name, parameter in model.named_parameters():
         is_trained = name in trained.fully
         parameter.requires_grad_(is_trained)
         if is_trained:
             model.get_submodule(name.rpartition(".")[0]).to(dtype)
+    dropout = AdapterDropout(config.dropout, seed) if config.dropout else None
+    if dropout is not None:
+        model.register_forward_pre_hook(dropout.start, with_kwargs=True)
     present = dict(model.named_modules())
     for name in trained.targets:
         if name in present:
-            _add_adapter(present[name], config.rank, config.scale, dtype)
+            # Without the block's name, because compiled blocks share one graph.
+            _add_adapter(present[name], name.split(".", 2)[2], config, dropout)
+    return dropout
 
 
-def _add_adapter(linear: nn.Linear, rank: int, factor: float, dtype: torch.dtype) -> None:
-    weight, base = linear.weight, linear.forward
+def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropout: AdapterDropout | None) -> None:
+    weight, base, scale = linear.weight, linear.forward, config.scale
     rows, columns = weight.shape
-    for name, shape, dim in ((LORA_A, (rank, columns), 1), (LORA_B, (rows, rank), 0)):
-        matrix = torch.empty(shape, dtype=dtype, device=weight.device)
+    for name, shape, dim in ((LORA_A, (config.rank, columns), 1), (LORA_B, (rows, config.rank), 0)):
+        matrix = torch.empty(shape, dtype=DTYPES[config.dtype], device=weight.device)
         if isinstance(weight, DTensor):
             # The matrix with the sharded dim of the weight is sharded like it. The other one is replicated.
             placement = Shard(dim) if weight.placements[0].is_shard(dim) else Replicate()
             matrix = distribute_tensor(matrix, weight.device_mesh, [placement], src_data_rank=None)
         linear.register_parameter(name, nn.Parameter(matrix))
+    module_key = _key_of(module_name)
 
     def forward(x: Tensor) -> Tensor:
         out = base(x)
         hidden, a, b = (_local_factor(t) for t in (x, linear.lora_a, linear.lora_b))
-        product = F.linear(F.linear(hidden, a), b) * factor
+        if dropout is not None and torch.is_grad_enabled():  # not in evaluation
+            is_split = isinstance(x, DTensor) and x.placements[0].is_shard(x.dim() - 1)
+            first_column = x.device_mesh.get_local_rank() * hidden.shape[-1] if is_split else 0
+            hidden = dropout(hidden, module_key, first_column)
+        product = F.linear(F.linear(hidden, a) * scale, b)
         if isinstance(out, DTensor):  # a shard of the result, or a term of its sum over the ranks
             product = DTensor.from_local(product, out.device_mesh, out.placements, run_check=False)
         return out + product

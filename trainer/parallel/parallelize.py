@@ -1,6 +1,7 @@
 """Parallelization of a model. All forms of parallelism are applied in the only order in which they compose."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from trainer.parallel.activation_checkpoint import block_forward, recompute_poli
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
 from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.lora import AdapterDropout
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.tensor import apply_tensor
@@ -32,14 +34,14 @@ def parallelize(
     seq_len: int,
     document_mask: bool,
     attention_backend: AttentionBackend,
-    adapt: Callable[[nn.Module], None] = lambda model: None,
+    adapt: Callable[[nn.Module], AdapterDropout | None] = lambda model: None,
 ) -> dict[Stage, nn.Module]:
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
     compiled: whether to compile each block. dtype: dtype of the computation ("bf16", "fp32"). seq_len: of a sample, in tokens.
     document_mask: whether attention ends at document boundaries. adapt: function that freezes parameters of a stage and adds
-    adapters to it.
+    adapters to it. It returns their dropout, if any.
 
     FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Adapters are added after tensor
     parallelism, because they are sharded like the matrices that they belong to. Compilation is applied after tensor
@@ -61,13 +63,12 @@ def parallelize(
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
-        adapt(model)
+        dropout = adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():
-            block.forward = block_forward(
-                block.forward, policies[name], checkpointing, compiled, checkpoint_outside=tp.size() > 1
-            )
+            forward = partial(block_forward, block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
+            block.forward = forward() if dropout is None else dropout.around(forward(inside=dropout.inside), name)
             if name in offloaded:
                 block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])
         if sharded:

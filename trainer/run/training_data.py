@@ -16,6 +16,9 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
 
+_DOCUMENT_BITS = 36
+"""Number of bits for the index of a document in its dataset."""
+
 
 class TrainingData:
     def __init__(self, config: Config, tokenizer: Tokenizer, batch_axis: DeviceMesh, device: torch.device):
@@ -34,6 +37,8 @@ class TrainingData:
             ranks=batch_axis.size(),
         )
         self.device = device
+        self.numbers_samples = config.lora.dropout > 0
+        """Whether the documents' indices contain the index of their sample, so that they differ between all samples."""
 
     def order(self, state: TrainState) -> SampleOrder:
         return SampleOrder(
@@ -43,9 +48,14 @@ class TrainingData:
     def batches(self, state: TrainState) -> Iterator[Batch]:
         """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor."""
         pin_memory = self.device.type != "cpu"
-        for batch in training_batches(
-            self.datasets.training, self.order(state), self.partition, state.cursor, self.config, pin_memory
-        ):
+        cursor = state.cursor
+        batches = training_batches(
+            self.datasets.training, self.order(state), self.partition, cursor, self.config, pin_memory
+        )
+        for i, batch in enumerate(batches):
+            if self.numbers_samples:
+                first = (cursor + self.partition.samples(np.array([i]))).T << _DOCUMENT_BITS
+                batch = batch._replace(documents=batch.documents + torch.from_numpy(first))
             yield self.to_device(batch)
 
     def to_device(self, batch: Batch) -> Batch:
