@@ -1,0 +1,427 @@
+"""Runs that train adapters: equal to peft, independent of the layout, saved, resumed, merged and exchanged with peft."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+from scripts import convert_hf, parity
+from scripts.parity import LIMITS, Trained, deviations, within
+from tests import training_runs
+from tests.checkpoint.test_commit import damage
+from tests.training_runs import full, hash_of, recorded_batches, records, trainer_from
+from trainer.batch import IGNORE_INDEX
+from trainer.checkpoint.adapter import PeftNames, open_weights, write_peft
+from trainer.checkpoint.export import HfExport, export_run
+from trainer.checkpoint.storage import read_index
+from trainer.config import ConfigError
+from trainer.config.command_line import run_to_end
+from trainer.config.load import load_config
+from trainer.lora import LORA_A
+from trainer.planning.simulate import simulate
+from trainer.run.resolve import resolve
+from trainer.testing.layouts import Layout, flags, num_ranks
+from trainer.testing.ranks import RankError
+
+GIB = 2**30
+FAMILIES = {
+    "llama": [],
+    "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
+    "phi": [
+        *(
+            "--model.name",
+            "phi",
+            "--model.overrides.partial_rotary_factor",
+            "1",
+            "--model.overrides.rope_type",
+            "default",
+        ),
+        *("--model.overrides.rope_short_factors", "", "--model.overrides.rope_long_factors", ""),
+        *("--model.overrides.rope_is_long", "false"),
+    ],
+}
+"""Models of a tiny run. Phi stores queries, keys and values as one tensor."""
+# Adam's first update has the size of the learning rate even for gradients that are nearly zero. A large eps avoids that their
+# rounding errors decide on its sign.
+STEADY = ["--optimizer.eps", "1e-4", "--lr_schedule.warmup_steps", "0", "--lr_schedule.min_lr_ratio", "1"]
+LORA = ["--lora.rank", "4", "--optimizer.lr", "1e-2", *STEADY]
+
+
+def combine(words):
+    """Return a command line in which a later value of a setting replaces an earlier one."""
+    settings = dict(zip(words[::2], words[1::2], strict=True))
+    return [word for pair in settings.items() for word in pair]
+
+
+def train(argv):
+    return training_runs.train(combine(argv))
+
+
+def in_folder(folder):
+    return ["--run.output_folder", str(folder.parent), "--run.name", folder.name]
+
+
+@pytest.fixture(scope="module")
+def bases(ranks, tiny, tmp_path_factory):
+    """Name of a family -> run folder with a trained base model, and its flags."""
+    folder, made = tmp_path_factory.mktemp("bases"), {}
+
+    def base(family):
+        if family not in made:
+            argv = [*tiny, *FAMILIES[family], "--model.overrides.n_layers", "4"]
+            ranks(1).run(train, [*argv, *in_folder(folder / family), "--training.steps", "2"])
+            ranks(1).run(export_run, folder / family)
+            made[family] = [*argv, "--checkpoint.init_from", str(folder / family)]
+        return made[family]
+
+    return base
+
+
+# ---------------------------------------------------------------- training
+
+
+def lora_steps(argv):
+    """Train on this rank. Return the initial adapter, the batches, and the loss and the gradients of each step."""
+    trainer = trainer_from(combine(argv))
+    engine, gradients = trainer.engine, []
+    initial = {name: full(p).clone() for name, p in engine.parameters.items() if p.requires_grad}
+    clip = engine.optimizer.clip
+
+    def record_and_clip(*args, **kwargs):
+        gradients.append({name: engine.parameters[name].grad.clone() for name in initial})
+        return clip(*args, **kwargs)
+
+    engine.optimizer.clip = record_and_clip
+    with recorded_batches() as batches:
+        trainer.train()
+    frozen = [name for name, p in engine.parameters.items() if not p.requires_grad and p.grad is not None]
+    return initial, batches, gradients, frozen
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_path, family):
+    peft = pytest.importorskip("peft")
+    argv = [
+        *bases(family),
+        *LORA,
+        *in_folder(tmp_path / "run"),
+        "--training.steps",
+        "20",
+        "--training.max_norm",
+        "none",
+    ]
+    argv += ["--optimizer.weight_decay", "0.1", "--optimizer.lr", "1e-3", "--training.local_batch_size", "8"]
+    ((initial, batches, gradients, frozen),) = ranks(1).run(lora_steps, argv)
+    assert len(gradients) == 20 and not frozen
+    assert {p.rpartition(".")[2] for p in initial} == {"lora_a", "lora_b"} and len(initial) == 4 * 2 * 7
+
+    config = load_config(combine(argv))
+    resolved = resolve(config, 1)
+    base = Path(config.checkpoint.init_from)
+    HfExport(max((base / "checkpoints").iterdir()), torch.float32).write(tmp_path / "hf", GIB, lambda n: None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = peft.LoraConfig(r=4, lora_alpha=config.lora.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, settings)
+    names, own = PeftNames(resolved.spec, resolved.sizes), dict(model.named_parameters())
+    keys = {name: names.stored(name).replace(".weight", ".default.weight") for name in initial}
+
+    def in_order_of_peft(name, value):
+        is_reordered = not name.endswith(LORA_A)
+        return names.hf.reorder(names.base(name), value, names.head_dim) if is_reordered else value
+
+    with torch.no_grad():
+        for name, key in keys.items():
+            own[key].copy_(in_order_of_peft(name, initial[name]))
+    trained = [p for p in own.values() if p.requires_grad]
+    assert len(trained) == len(initial)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+    for batch, record, expected in zip(batches, records(tmp_path / "run"), gradients, strict=False):
+        logits = model(batch.tokens, position_ids=batch.positions).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE_INDEX)
+        assert record["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        total = torch.stack([g.norm() for g in expected.values()]).norm()
+        for name, key in keys.items():
+            difference = (own[key].grad - in_order_of_peft(name, expected[name])).norm()
+            assert difference <= 1e-5 * expected[name].norm().clamp(min=0.01 * total), name
+        optimizer.step()
+
+
+ROWS = [
+    "dp_shard=2",
+    "dp_replicate=2 dp_shard=2 lora.train_fully=output,*norm",
+    "tp=2",
+    "tp=2 sequence_parallel=false",
+    "tp=2 activation_checkpoint.mode=full lora.dropout=0.3",
+    "cp=2 tp=2 data.document_mask=true lora.dropout=0.3",
+    "dp_shard=2 pp=2 activation_checkpoint.mode=full lora.dropout=0.3",
+    "pp=2 pipeline_schedule=ZBVZeroBubble lora.targets=*.attention.w[qv]",
+    "dp_shard=2 cpu_offload=true",
+    "tp=2 compile.enabled=true activation_checkpoint.mode=selective lora.dropout=0.3",
+    "dp_shard=2 training.parameter_dtype=bf16 training.compute_dtype=bf16 lora.rslora=true",
+    "dp_shard=2 optimizer.offload=state training.parameter_dtype=bf16 lora.dtype=bf16 lora.init=gaussian",
+    "tp=2 qwen3",
+    "dp_shard=2 tp=2 phi",
+]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks, tmp_path_factory):
+    """Return a function (flags) -> results on one rank."""
+    folder, results = tmp_path_factory.mktemp("reference"), {}
+
+    def run_once(*argv):
+        if argv not in results:
+            results[argv] = trained(ranks, 1, argv, folder / str(len(results)))
+        return results[argv]
+
+    return run_once
+
+
+def trained(ranks, size, argv, folder):
+    parts = ranks(size).run(parity.train, [*argv, *in_folder(folder)])
+    return Trained.of_ranks(records(folder), parts)
+
+
+@pytest.mark.parametrize("text", ROWS)
+def test_adapters_have_the_losses_and_gradients_of_one_rank(ranks, bases, reference, tmp_path, text):
+    if torch.__version__ < (2, 13) and "ZeroBubble" in text:
+        pytest.skip("needs torch 2.13")
+    last = text.split()[-1]
+    family = last if last in FAMILIES else "llama"
+    layout = Layout.parse(text.removesuffix(family).strip())
+    argv = [*bases(family), *LORA, "--training.steps", "3"]
+    size = num_ranks(load_config([*argv, *flags(layout.settings)]).parallel)
+    batch = "8" if size == 1 else "2"
+    expected = reference(*argv, "--training.local_batch_size", "8", *flags(layout.single_rank_settings))
+    run = trained(ranks, size, [*argv, "--training.local_batch_size", batch, *flags(layout.settings)], tmp_path / "run")
+    deviation = deviations(expected, run)
+    if "bf16" in text:
+        deviation["gradient"] /= 3  # of a single parameter, whose rounding errors do not cancel
+    assert within(deviation, LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
+
+
+def test_a_frozen_base_has_no_gradient_state_or_reduction(bases):
+    argv = [*bases("llama"), *LORA, "--training.local_batch_size", "4"]
+    config = load_config([*argv, "--training.parameter_dtype", "bf16"])
+    resolved = resolve(config, 2)
+    (plan,) = simulate([(config, 0)], 2, on_gpu=False)
+    num_values = sum(p.numel() for p in resolved.trained.tensors(resolved.spec.model(resolved.sizes)).values())
+    assert resolved.num_trained == num_values < resolved.num_parameters
+    assert plan.state_per_parameter == pytest.approx(12)
+    # Gradients are reduced in fp32, padded to the same size on both ranks.
+    assert plan.traffic[("fsdp", "reduce-scatter")].num_bytes == pytest.approx(4 * num_values, rel=0.05)
+    assert max(plan.timeline["optimizer"]) == pytest.approx(8 * num_values / 2, rel=0.05)
+    assert max(plan.timeline["parameters"]) == pytest.approx(resolved.num_parameters + 2 * num_values, rel=0.05)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def finished(ranks, bases, tmp_path_factory):
+    """Return a function (family) -> folder of a finished run, which trains norms and the output too."""
+    folder, made = tmp_path_factory.mktemp("finished"), {}
+
+    def run_once(family, *extra):
+        path = folder / "-".join([family, *extra]).replace("/", "")
+        if path not in made:
+            argv = [*bases(family), *LORA, *extra, *in_folder(path), "--training.steps", "4"]
+            made[path] = argv
+            ranks(2).run(train, [*argv, "--training.local_batch_size", "4"])
+        return path
+
+    return run_once
+
+
+def checkpoint_of(run):
+    return max((run / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bitwise(ranks, bases, tmp_path):
+    argv = [*bases("llama"), *LORA, "--lora.dropout", "0.2", "--training.local_batch_size", "4"]
+    complete = ranks(2).run(train, [*argv, *in_folder(tmp_path / "a"), "--training.steps", "4"])
+    ranks(2).run(train, [*argv, *in_folder(tmp_path / "b"), "--training.steps", "2"])
+    resumed = ranks(2).run(train, [*argv, *in_folder(tmp_path / "b"), "--training.steps", "4"])
+    assert resumed[0].weights == complete[0].weights
+    on_one_rank = ranks(1).run(train, [*argv, *in_folder(tmp_path / "b"), "--training.steps", "6"])
+    assert len(on_one_rank[0].microbatches) == 2
+    folder = checkpoint_of(tmp_path / "a")
+    names = {name for name in read_index(folder) if name.startswith("model/")}
+    assert all(name.endswith(("lora_a", "lora_b")) for name in names)
+    num_values = resolve(load_config(argv), 1).num_trained
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 12 * num_values + 10**6
+
+
+def test_another_base_model_is_refused(ranks, bases, tmp_path):
+    argv = [*bases("llama"), *LORA, *in_folder(tmp_path / "run")]
+    ranks(1).run(train, [*argv, "--training.steps", "2"])
+    ranks(1).run(train, [*bases("llama"), *in_folder(tmp_path / "other"), "--training.steps", "3"])
+    with pytest.raises(RankError, match=r"base model was .*, is .*; set another --run.name"):
+        ranks(1).run(train, [*argv, "--checkpoint.init_from", str(tmp_path / "other"), "--training.steps", "4"])
+    with pytest.raises(ConfigError, match=r"other.* is not the base model with which .* was trained"):
+        open_weights(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "other"))
+
+
+# ---------------------------------------------------------------- exchange
+
+
+EXCHANGED = [
+    ("llama", ()),
+    ("llama", ("--lora.targets", "layers.1.*,*.wq", "--lora.rslora", "true")),
+    ("llama", ("--lora.train_fully", "output,layers.2.ffn_norm")),
+    ("qwen3", ()),
+    ("phi", ()),
+    ("phi", ("--lora.targets", "*.wq,*.w3", "--lora.rslora", "true")),
+]
+
+
+@pytest.mark.parametrize(("family", "extra"), EXCHANGED)
+def test_merged_logits_equal_those_of_peft(finished, tmp_path, family, extra):
+    peft = pytest.importorskip("peft")
+    checkpoint = checkpoint_of(finished(family, *extra))
+    weights = open_weights(checkpoint)
+    HfExport(weights.base.folder, torch.float32).write(tmp_path / "base", GIB, lambda n: None)
+    HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    write_peft(checkpoint, tmp_path / "peft")
+    tokens = torch.arange(2, 50).view(2, 24)
+    with torch.no_grad():
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        before = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        model = weights.spec.model(weights.sizes)
+        weights.load_into(dict(model.named_parameters()))
+        ours = model(tokens, torch.arange(24).expand(2, -1), torch.zeros_like(tokens))
+    assert (adapted - before).norm() > 1e-2 * before.norm()
+    for logits in (merged, ours):
+        assert (logits - adapted).norm() <= 1e-5 * adapted.norm()
+
+
+@pytest.mark.parametrize(("family", "extra"), EXCHANGED[:3])
+def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
+    run = finished(family, *extra)
+    write_peft(checkpoint_of(run), tmp_path / "peft")
+    argv = [*bases(family), *LORA, *extra, "--optimizer.lr", "1e-30", "--training.steps", "1"]
+    argv += ["--optimizer.weight_decay", "0"]
+    hashes = set()
+    for source in (run, tmp_path / "peft"):
+        folder = tmp_path / f"from_{source.name}"
+        ranks(2).run(
+            train, [*argv, *in_folder(folder), "--lora.init_from", str(source), "--training.local_batch_size", "4"]
+        )
+        for checkpoint in (checkpoint_of(run), checkpoint_of(folder)):
+            write_peft(checkpoint, tmp_path / "again")
+            hashes.add(hash_of(load_file(tmp_path / "again" / "adapter_model.safetensors")))
+    assert len(hashes) == 1
+
+
+def line_of(monkeypatch, capsys, *argv):
+    """Return the error line of scripts/convert_hf.py."""
+    monkeypatch.setattr(sys, "argv", ["convert_hf.py", *map(str, argv)])
+    with pytest.raises(SystemExit) as exit:
+        run_to_end(convert_hf.main)
+    assert exit.value.code == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tmp_path, capsys):
+    run = finished("llama")
+    for command, file in (("to-hf", "adapter_config.json"), ("merge", "model.safetensors")):
+        monkeypatch.setattr(sys, "argv", ["convert_hf.py", command, str(run), str(tmp_path / command)])
+        convert_hf.main()
+        assert (tmp_path / command / file).exists()
+    capsys.readouterr()
+    base = open_weights(checkpoint_of(run)).base.folder
+    line = line_of(monkeypatch, capsys, "merge", base, tmp_path / "x")
+    assert line == f"{base} contains no adapter; to-hf writes the model"
+    line = line_of(monkeypatch, capsys, "merge", run, tmp_path / "x", "--base", tmp_path / "gone")
+    assert line == f"{checkpoint_of(run)} needs its base model, but {tmp_path / 'gone'} does not exist; use --base PATH"
+
+
+# ---------------------------------------------------------------- errors
+
+MISTAKES = {
+    ("--lora.rank", "0"): "--lora.rank 0: must be at least 1",
+    ("--lora.targets", "*.wx"): "--lora.targets *.wx: *.wx matches no linear module of the blocks",
+    ("--lora.targets", "output"): "--lora.targets output: output matches no linear module of the blocks",
+    ("--lora.train_fully", "*.wq"): (
+        "--lora.train_fully *.wq: layers.0.attention.wq has an adapter ([lora] targets), so it cannot be trained fully"
+    ),
+    ("--lora.train_fully", "embedding"): "--lora.train_fully embedding: embedding matches no module with parameters",
+    ("--checkpoint.init_from", ""): "--checkpoint.init_from : is required with [lora] rank",
+    ("--checkpoint.init_exclude", "output.weight"): (
+        "--checkpoint.init_exclude output.weight: cannot be combined with [lora] rank, which keeps the base model unchanged"
+    ),
+    ("--lora.init_from", "/no/such"): "--lora.init_from /no/such: no such folder",
+    ("--lora.init_from", "{run}", "--lora.rank", "8"): "--lora.rank 8: must be 4, as in the adapter {checkpoint}",
+    ("--lora.init_from", "{run}", "--lora.targets", "*.wq"): "--lora.init_from {run}: cannot load {checkpoint}: model/",
+    ("--lora.init_from", "{peft}", "--lora.alpha", "8"): "--lora.alpha 8: must be 32.0, as in the adapter {peft}",
+    ("--lora.init_from", "{shape}"): (
+        "--lora.init_from {shape}: cannot load {shape}: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight has shape "
+        "[4, 3], expected [4, 64]"
+    ),
+    ("--lora.init_from", "{dora}"): "--lora.init_from {dora}: {dora}: adapter_config.json: use_dora true must be false",
+    ("--lora.init_from", "{base}"): (
+        "--lora.init_from {base}: {base_checkpoint} contains neither adapter_config.json nor a checkpoint of an adapter"
+    ),
+    (
+        "--lora.init_from",
+        "{damaged}",
+    ): "--lora.init_from {damaged}: {damaged}: rank-00000.safetensors does not match its hash",
+}
+
+
+@pytest.fixture(scope="module")
+def places(finished, bases, tmp_path_factory):
+    """Folders that MISTAKES names."""
+    folder, run = tmp_path_factory.mktemp("places"), finished("llama")
+    places = {"run": run, "checkpoint": checkpoint_of(run), "base": Path(bases("llama")[-1])}
+    places |= {name: folder / name for name in ("peft", "shape", "dora", "damaged")}
+    places["base_checkpoint"] = checkpoint_of(places["base"])
+    for name in ("peft", "shape", "dora"):
+        write_peft(places["checkpoint"], places[name])
+    tensors = load_file(places["shape"] / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"] = torch.zeros(4, 3)
+    save_file(tensors, places["shape"] / "adapter_model.safetensors")
+    config = json.loads((places["dora"] / "adapter_config.json").read_text()) | {"use_dora": True}
+    (places["dora"] / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(places["checkpoint"], places["damaged"])
+    damage(places["damaged"])
+    return places
+
+
+def error_line(argv):
+    """Return the error line of a run on this rank."""
+    try:
+        config = load_config(combine(argv))
+    except ConfigError as error:
+        return str(error)
+    try:
+        train(argv)
+    except ConfigError as error:
+        return config.explain(error)
+    return ""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_a_mistake_is_one_line(ranks, bases, places, tmp_path, mistake):
+    words = [word.format(**places) for word in mistake]
+    argv = [*bases("llama"), *LORA, *in_folder(tmp_path / "run"), "--training.steps", "1", *words]
+    (line,) = ranks(1).run(error_line, argv)
+    assert line.startswith(MISTAKES[mistake].format(**places)) and "\n" not in line
+
+
+def test_an_adapter_is_no_initial_model(ranks, bases, finished, tmp_path):
+    run = finished("llama")
+    argv = [*bases("llama"), *in_folder(tmp_path / "run"), "--checkpoint.init_from", str(run)]
+    (line,) = ranks(1).run(error_line, argv)
+    assert line.endswith("contains only an adapter; scripts/convert_hf.py merge writes the complete model")
