@@ -507,7 +507,7 @@ def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
     )
     assert script("to-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: manifest.json cannot be read (No such file or directory)",
+        f"{tmp_path} contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model",
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,

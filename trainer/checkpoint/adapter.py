@@ -52,9 +52,9 @@ _UNSUPPORTED = (
 class AdapterCheckpoint:
     """A checkpoint that contains an adapter, and the name of its base model."""
 
-    def __init__(self, folder: Path):
-        """Verify the checkpoint, collectively. Raises CorruptError."""
-        if problem := resume.verify(folder):
+    def __init__(self, folder: Path, alone: bool = False):
+        """Verify the checkpoint, collectively unless only this rank opens it (`alone`). Raises CorruptError."""
+        if problem := resume.verify(folder, alone=alone):
             raise CorruptError(problem)
         self.folder, self.metadata = folder, ModelMetadata.read(folder)
         self.spec, self.sizes = self.metadata.spec_and_sizes()
@@ -96,19 +96,20 @@ class AdapterSource:
 
     hf_folder = None
 
-    def __init__(self, checkpoint: Path, base: Path | None):
-        """Verify both folders, collectively. base: folder of the base model, or None for the one that the checkpoint names.
-        Raises ConfigError if one of them is damaged, or if the base is not that of the adapter."""
+    def __init__(self, checkpoint: Path, base: Path | None, alone: bool = False):
+        """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or None
+        for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or if the base is not that of the
+        adapter."""
         self.folder = checkpoint
         try:
-            self.adapter = AdapterCheckpoint(checkpoint)
+            self.adapter = AdapterCheckpoint(checkpoint, alone)
         except CorruptError as damage:
             raise ConfigError("", f"{checkpoint}: {damage}") from None
         self.spec, self.sizes = self.adapter.spec, self.adapter.sizes
         folder = base or self.adapter.base
         if not folder.is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
-        self.base = WeightSource(folder, self.spec)
+        self.base = WeightSource(folder, self.spec, alone)
         if self.base.digest() != self.adapter.base_digest:
             raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
         self.index = self.base.index
@@ -135,14 +136,15 @@ class AdapterSource:
             local += self.adapter.product(target, rows, columns).to(local)
 
 
-def open_weights(folder: Path, base: Path | None = None) -> WeightSource | AdapterSource:
-    """Open a model that can be loaded or exported, collectively. folder: checkpoint or model in Hugging Face's format. base:
-    folder of the base model, if the checkpoint contains an adapter and the base has moved. Raises ConfigError."""
+def open_weights(folder: Path, base: Path | None = None, alone: bool = False) -> WeightSource | AdapterSource:
+    """Open a model that can be loaded or exported, collectively unless only this rank opens it (`alone`). folder: checkpoint or
+    model in Hugging Face's format. base: folder of the base model, if the checkpoint contains an adapter and the base has moved.
+    Raises ConfigError."""
     if is_adapter(folder):
-        return AdapterSource(folder, base)
+        return AdapterSource(folder, base, alone)
     if base is not None:
         raise ConfigError("", f"--base {base} has no effect, because {folder} contains no adapter")
-    return WeightSource(folder)
+    return WeightSource(folder, alone=alone)
 
 
 def is_adapter(checkpoint: Path) -> bool:
@@ -271,7 +273,7 @@ class PeftFolder:
 def write_peft(checkpoint: Path, out: Path) -> None:
     """Write the adapter of a checkpoint in the format of the package peft. If several matrices are stored as one tensor, their
     adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`. Raises CorruptError or ConfigError."""
-    adapter = AdapterCheckpoint(checkpoint)
+    adapter = AdapterCheckpoint(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
     groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.targets, key=layer_order))
     own = names.hf.tensors(sorted(adapter.fully, key=layer_order))

@@ -44,7 +44,7 @@ class HfExport:
     def __init__(self, checkpoint: Path, dtype: torch.dtype, base: Path | None = None):
         """base: as in open_weights. Raises ConfigError if the checkpoint is damaged or contains no model."""
         self.checkpoint, self.dtype = checkpoint, dtype
-        self.weights = open_weights(checkpoint, base)
+        self.weights = open_weights(checkpoint, base, alone=True)
         self.spec, self.sizes, self.index = self.weights.spec, self.weights.sizes, self.weights.index
         try:
             self.model = model = ModelMetadata.read(checkpoint)

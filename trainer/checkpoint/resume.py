@@ -79,9 +79,11 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
     return None
 
 
-def verify(checkpoint: Path, of_run: bool = False) -> str:
+def verify(checkpoint: Path, of_run: bool = False, alone: bool = False) -> str:
     """Return, collectively, a line that describes the damage to a checkpoint, or "". Each rank reads some of the files.
-    of_run: whether to check train_state.json too."""
+    of_run: whether to check train_state.json too. alone: whether only this rank calls the function."""
+    if alone:
+        return manifest.find_damage(checkpoint)
     rank, ranks = rank_and_size()
     problem = manifest.find_damage(checkpoint, (rank, ranks))
     if of_run and not problem and rank == 0:

@@ -31,14 +31,14 @@ _ROWS = 4096  # maximum number of rows read at once
 class WeightSource:
     """The parameters in a checkpoint or in a Hugging Face model folder."""
 
-    def __init__(self, folder: Path, spec: ModelSpec | None = None):
-        """Verify the folder, collectively. spec: expected model family, or None for any family. Raises ConfigError if the folder
-        is damaged or contains no model."""
-        self.folder = folder
+    def __init__(self, folder: Path, spec: ModelSpec | None = None, alone: bool = False):
+        """Verify the folder, collectively unless only this rank opens it (`alone`). spec: expected model family, or None for any
+        family. Raises ConfigError if the folder is damaged or contains no model."""
+        self.folder, self.alone = folder, alone
         self.hf_folder: HfModelFolder | None = None
         if (folder / manifest.NAME).exists():
             try:
-                if problem := resume.verify(folder):
+                if problem := resume.verify(folder, alone=alone):
                     raise CorruptError(problem)
                 metadata = ModelMetadata.read(folder)
                 if metadata.lora:
@@ -63,13 +63,14 @@ class WeightSource:
         return read_rows(self.folder, key, self.index[key], start, stop, self.read)
 
     def digest(self) -> str:
-        """Return, collectively, a hash of the content of the weight files. Each rank reads some of them. Raises OSError."""
+        """Return a hash of the content of the weight files, collectively unless `alone`. Each rank reads some of them. Raises
+        OSError."""
         if self.hf_folder is None:
             return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
         files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
-        rank, ranks = rank_and_size()
+        rank, ranks = (0, 1) if self.alone else rank_and_size()
         own = {file: digest_of(self.folder / file) for file in files[rank::ranks]}
-        digests = {file: text for part in all_gather_objects(own) for file, text in part.items()}
+        digests = own if self.alone else {k: v for part in all_gather_objects(own) for k, v in part.items()}
         return digest(json.dumps(sorted(digests.items())).encode())
 
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
