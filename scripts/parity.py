@@ -181,6 +181,10 @@ class Runs:
                 raise ConfigError("", f"--{key} {value}: only --layout 'name=value ...' can set [{section}]")
         self.folder = folder
         config = load_config(argv)
+        if with_transformers and config.lora.rank is not None:
+            raise ConfigError(
+                "", "--reference transformers: has no adapters; remove [lora] rank, or compare with one rank"
+            )
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

@@ -114,6 +114,9 @@ LINES = {
     ("--layout", ""): "--layout '': : expected name=value",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
+    ("--reference", "transformers", "--lora.rank", "4", "--checkpoint.init_from", "tests"): (
+        "--reference transformers: has no adapters; remove [lora] rank, or compare with one rank"
+    ),
     ("--steps", "3", "--reference", "transformers"): (
         "--steps 3 has no effect: --reference transformers compares the first step"
     ),
