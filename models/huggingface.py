@@ -4,6 +4,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import accumulate
 from typing import Any, get_args
 
 import torch
@@ -107,6 +108,14 @@ class HuggingFace:
         for parameter in parameters:
             stored.setdefault(self.name(parameter), []).append(parameter)
         return {name: sorted(group, key=lambda p: order[_split(p)[1]]) for name, group in stored.items()}
+
+    def first_rows(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return name of a parameter -> its first row in the stored tensor."""
+        rows = {}
+        for group in self.tensors(parameters).values():
+            ends = accumulate((parameters[name].shape[0] for name in group), initial=0)
+            rows |= dict(zip(group, ends, strict=False))
+        return rows
 
     def is_permuted(self, parameter: str) -> bool:
         """Return whether Hugging Face's format has the parameter's rows in another order within each head."""

@@ -17,6 +17,8 @@ from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import did_you_mean
 
 LORA_A, LORA_B = "lora_a", "lora_b"
+SCALE_SETTINGS = ("rank", "alpha", "rslora")
+"""Settings that decide on LoraConfig.scale."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,17 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
         raise ConfigError(
             "lora.train_fully", f"{both[0]} has an adapter ([lora] targets), so it cannot be trained fully"
         )
+    fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
+    return TrainedParameters(fully, adapter_shapes(model, targets, config.rank))
+
+
+def adapter_shapes(model: nn.Module, targets: Iterable[str], rank: int) -> dict[str, tuple[int, int]]:
+    """Return name of an adapter's matrix -> shape. targets: names of linear modules."""
     shapes = {}
     for name in targets:
-        rows, columns = linear[name].weight.shape
-        shapes |= {f"{name}.{LORA_A}": (config.rank, columns), f"{name}.{LORA_B}": (rows, config.rank)}
-    fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
-    return TrainedParameters(fully, shapes)
+        rows, columns = model.get_submodule(name).weight.shape
+        shapes |= {f"{name}.{LORA_A}": (rank, columns), f"{name}.{LORA_B}": (rows, rank)}
+    return shapes
 
 
 def _matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> list[str]:

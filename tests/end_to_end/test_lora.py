@@ -268,7 +268,7 @@ def test_another_base_model_is_refused(ranks, bases, tmp_path):
     with pytest.raises(RankError, match=r"base model was .*, is .*; set another --run.name"):
         ranks(1).run(train, [*argv, "--checkpoint.init_from", str(tmp_path / "other"), "--training.steps", "4"])
     with pytest.raises(ConfigError, match=r"other.* is not the base model with which .* was trained"):
-        open_weights(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "other"))
+        open_weights(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "other"), alone=True)
 
 
 # ---------------------------------------------------------------- exchange
@@ -284,11 +284,20 @@ EXCHANGED = [
 ]
 
 
+@torch.no_grad()
+def merged_logits(checkpoint, tokens):
+    """Load the model on this rank as scripts/generate.py does, and return its logits."""
+    weights = open_weights(checkpoint)
+    model = weights.spec.model(weights.sizes)
+    weights.load_into(dict(model.named_parameters()))
+    return model(tokens, torch.arange(24).expand(2, -1), torch.zeros_like(tokens))
+
+
 @pytest.mark.parametrize(("family", "extra"), EXCHANGED)
-def test_merged_logits_equal_those_of_peft(finished, tmp_path, family, extra):
+def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, extra):
     peft = pytest.importorskip("peft")
     checkpoint = checkpoint_of(finished(family, *extra))
-    weights = open_weights(checkpoint)
+    weights = open_weights(checkpoint, alone=True)
     HfExport(weights.base.folder, torch.float32).write(tmp_path / "base", GIB, lambda n: None)
     HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
     write_peft(checkpoint, tmp_path / "peft")
@@ -298,9 +307,7 @@ def test_merged_logits_equal_those_of_peft(finished, tmp_path, family, extra):
         before = base(tokens).logits
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
-        model = weights.spec.model(weights.sizes)
-        weights.load_into(dict(model.named_parameters()))
-        ours = model(tokens, torch.arange(24).expand(2, -1), torch.zeros_like(tokens))
+        (ours,) = ranks(1).run(merged_logits, checkpoint, tokens)
     assert (adapted - before).norm() > 1e-2 * before.norm()
     for logits in (merged, ours):
         assert (logits - adapted).norm() <= 1e-5 * adapted.norm()
@@ -340,7 +347,7 @@ def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tm
         convert_hf.main()
         assert (tmp_path / command / file).exists()
     capsys.readouterr()
-    base = open_weights(checkpoint_of(run)).base.folder
+    base = open_weights(checkpoint_of(run), alone=True).base.folder
     line = line_of(monkeypatch, capsys, "merge", base, tmp_path / "x")
     assert line == f"{base} contains no adapter; to-hf writes the model"
     line = line_of(monkeypatch, capsys, "merge", run, tmp_path / "x", "--base", tmp_path / "gone")

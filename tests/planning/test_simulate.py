@@ -51,7 +51,7 @@ def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
     try:
         measured = ranks(size).run(measure, argv, 16)
     except RankError as error:
-        # About once in 30 measurements on a busy machine, a rank with torch's profiler dies without a message (torch 2.13).
+        # On a busy machine, a rank with torch's profiler sometimes dies without a message (torch 2.13, cause unknown).
         assert "ended without a result" in str(error)
         measured = ranks(size).run(measure, argv, 16)
     for plan in planned(size, *EIGHT, *layout, ranks=range(size), model=TWO_BLOCKS):

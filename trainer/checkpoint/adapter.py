@@ -1,7 +1,8 @@
 """Adapters (trainer/lora.py) in checkpoints, merged with their base model, and in the format of the package peft."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trainer.checkpoint.storage import (
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.schema import toml_value
-from trainer.lora import LORA_A, LORA_B
+from trainer.lora import LORA_A, LORA_B, SCALE_SETTINGS, TrainedParameters, adapter_shapes
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
@@ -37,8 +38,6 @@ _PREFIX = "base_model.model."
 """Beginning of the names of tensors in peft's files."""
 _LEAVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 _LARGEST_JSON = 2**24
-_SCALE = ("rank", "alpha", "rslora")
-"""Settings that decide on the scale of an adapter's product."""
 _UNSUPPORTED = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
     *("trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens"),
@@ -68,15 +67,13 @@ class AdapterCheckpoint:
             raise CorruptError(f"{MODEL_FILE} does not describe an adapter") from None
         model = meta_model(self.spec.model, self.sizes)
         names = {key.removeprefix("model/") for key in self.index}
-        self.targets = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and f"{n}.{LORA_A}" in names}
-        """Names of the linear modules with an adapter."""
-        self.fully = {name for name, _ in model.named_parameters() if name in names}
-        """Names of the parameters that were trained in addition to the adapter."""
-        expected = {name: tuple(model.get_parameter(name).shape) for name in self.fully}
-        for name in self.targets:
-            rows, columns = model.get_submodule(name).weight.shape
-            expected |= {f"{name}.{LORA_A}": (self.config.rank, columns), f"{name}.{LORA_B}": (rows, self.config.rank)}
-        if {key.removeprefix("model/"): stored.shape for key, stored in self.index.items()} != expected:
+        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        shapes = adapter_shapes(model, [name for name in linear if f"{name}.{LORA_A}" in names], self.config.rank)
+        self.trained = TrainedParameters(
+            frozenset(name for name, _ in model.named_parameters() if name in names), shapes
+        )
+        expected = {f"model/{name}": tuple(p.shape) for name, p in self.trained.tensors(model).items()}
+        if {key: stored.shape for key, stored in self.index.items()} != expected:
             raise CorruptError(f"the tensors are not those of an adapter of rank {self.config.rank} for this model")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -117,10 +114,10 @@ class AdapterSource:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter in the dtype of the base model. Raises CorruptError."""
         dtype, target = self.index[f"model/{name}"].dtype, name.removesuffix(".weight")
-        if name in self.adapter.fully:
+        if name in self.adapter.trained.fully:
             return self.adapter.read(name, start, stop).to(dtype)
         rows = self.base.rows(name, start, stop)
-        if name == f"{target}.weight" and target in self.adapter.targets:
+        if f"{target}.{LORA_A}" in self.adapter.trained.shapes:
             rows = (rows + self.adapter.product(target, slice(start, stop), slice(None))).to(dtype)
         return rows
 
@@ -128,9 +125,9 @@ class AdapterSource:
     def load_into(self, parameters: Tensors) -> None:
         """Load the parameters in place, collectively. Each rank reads only its shards of the base model."""
         self.base.load_into(parameters)
-        own = {f"model/{name}": p for name, p in parameters.items() if name in self.adapter.fully}
+        own = {f"model/{name}": p for name, p in parameters.items() if name in self.adapter.trained.fully}
         load_into(self.folder, self.adapter.index, own, cast=True)
-        for target in self.adapter.targets:
+        for target in self.adapter.trained.targets:
             local, _, (row, column) = local_region(parameters[f"{target}.weight"])
             rows, columns = (slice(o, o + n) for o, n in zip((row, column), local.shape, strict=True))
             local += self.adapter.product(target, rows, columns).to(local)
@@ -175,7 +172,7 @@ def load_adapter(
             adapter = AdapterCheckpoint(folder)
             if adapter.base_digest != base_digest:
                 raise ConfigError("", f"{folder} was trained with another base model, {adapter.base}")
-            _require_settings(config, {name: getattr(adapter.config, name) for name in _SCALE}, folder)
+            _require_settings(config, {name: getattr(adapter.config, name) for name in SCALE_SETTINGS}, folder)
             wanted = {f"model/{name}": p for name, p in own.items()}
             unknown = [
                 f"{key} is not trained by this run" for key in adapter.index if key[len("model/") :] not in trained
@@ -202,14 +199,13 @@ class PeftNames:
 
     def __init__(self, spec: ModelSpec, sizes: Any):
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
-        self.first_row: dict[str, int] = {}
+        parameters = dict(self.model.named_parameters())
+        self.first_row = self.hf.first_rows(parameters)
         """Name of a parameter -> its first row in the stored tensor."""
-        self.num_rows: dict[str, int] = {}
+        self.num_rows: Counter[str] = Counter()
         """Name of a stored tensor of the base model -> number of rows."""
-        for stored, group in self.hf.tensors(name for name, _ in self.model.named_parameters()).items():
-            for name in group:
-                self.first_row[name] = self.num_rows.get(stored, 0)
-                self.num_rows[stored] = self.first_row[name] + self.model.get_parameter(name).shape[0]
+        for name, parameter in parameters.items():
+            self.num_rows[self.hf.name(name)] += parameter.shape[0]
 
     def base(self, name: str) -> str:
         """Return the parameter of the base model to which a trained parameter belongs."""
@@ -220,10 +216,10 @@ class PeftNames:
         stored, leaf = self.hf.name(self.base(name)), name.rpartition(".")[2]
         return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf in _LEAVES else stored)
 
-    def shape(self, name: str, parameter: Tensor) -> tuple[int, ...]:
-        """Return the shape of the stored tensor of a trained parameter."""
-        rows = parameter.shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
-        return rows, *parameter.shape[1:]
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the stored tensor of a trained parameter. shape: of the parameter."""
+        rows = shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
+        return rows, *shape[1:]
 
 
 class PeftFolder:
@@ -257,7 +253,9 @@ class PeftFolder:
                 index[key] = TensorMetadata(
                     DTYPE_OF.get(stored.get_dtype(), torch.uint8), tuple(stored.get_shape()), ()
                 )
-            expected = {names.stored(n): torch.empty(names.shape(n, p), device="meta") for n, p in trained.items()}
+            expected = {
+                names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()
+            }
             unknown = [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
             require_match(self.folder, index, expected, cast=True, problems=unknown)
             for name, parameter in own.items():
@@ -275,21 +273,26 @@ def write_peft(checkpoint: Path, out: Path) -> None:
     adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`. Raises CorruptError or ConfigError."""
     adapter = AdapterCheckpoint(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
-    groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.targets, key=layer_order))
-    own = names.hf.tensors(sorted(adapter.fully, key=layer_order))
+    groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
+    own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
     for stored, group in own.items():
         if sum(adapter.index[f"model/{name}"].shape[0] for name in group) < names.num_rows[stored]:
             raise ConfigError(
                 "", f"{group[0]} is a part of {stored}, and peft cannot train a part of a tensor; merge it"
             )
-    entries = [
-        _entry(
-            f"{_PREFIX}{stored.removesuffix('weight')}{_LEAVES[leaf]}", partial(matrix, adapter, names, stored, group)
-        )
-        for stored, group in groups.items()
-        for leaf, matrix in ((LORA_A, _stacked), (LORA_B, _block_diagonal))
-    ]
-    entries += [_entry(_PREFIX + stored, partial(_own_rows, adapter, names, group)) for stored, group in own.items()]
+    entries = []
+    for group in groups.values():
+        target = group[0].removesuffix(".weight")
+        a, rank = adapter.index[f"model/{target}.{LORA_A}"], config.rank * len(group)
+        for leaf, shape, pieces in (
+            (LORA_A, (rank, a.shape[1]), partial(_first_matrices, adapter, group)),
+            (LORA_B, (names.num_rows[names.hf.name(group[0])], rank), partial(_block_diagonal, adapter, names, group)),
+        ):
+            entries.append(TensorWrite(names.stored(f"{target}.{leaf}"), a.dtype, shape, pieces))
+    for group in own.values():
+        first = adapter.index[f"model/{group[0]}"]
+        shape, pieces = names.shape(group[0], first.shape), partial(_own_rows, adapter, names, group)
+        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, pieces))
     fused = {stored.removesuffix(".weight"): len(group) for stored, group in groups.items() if len(group) > 1}
     content = {
         "peft_type": "LORA",
@@ -311,33 +314,25 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _entry(name: str, compute: Callable[[], Tensor]) -> TensorWrite:
-    """compute: function that reads the tensor. It is called for the shape, and again when the tensor is written."""
-    tensor = compute()
-    return TensorWrite(name, tensor.dtype, tuple(tensor.shape), lambda: (compute(),))
+def _first_matrices(adapter: AdapterCheckpoint, group: Sequence[str]) -> Iterator[Tensor]:
+    for name in group:
+        yield adapter.read(f"{name.removesuffix('weight')}{LORA_A}")
 
 
-def _targets(group: Sequence[str]) -> list[str]:
-    return [name.removesuffix(".weight") for name in group]
-
-
-def _stacked(adapter: AdapterCheckpoint, names: PeftNames, stored: str, group: Sequence[str]) -> Tensor:
-    return torch.cat([adapter.read(f"{target}.{LORA_A}") for target in _targets(group)])
-
-
-def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, stored: str, group: Sequence[str]) -> Tensor:
-    """Return the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
-    blocks = {name: adapter.read(f"{target}.{LORA_B}") for name, target in zip(group, _targets(group), strict=True)}
+def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
+    blocks = [adapter.read(f"{name.removesuffix('weight')}{LORA_B}") for name in group]
     rank = adapter.config.rank
-    matrix = next(iter(blocks.values())).new_zeros(names.num_rows[stored], rank * len(group))
-    for i, (name, block) in enumerate(blocks.items()):
+    matrix = blocks[0].new_zeros(names.num_rows[names.hf.name(group[0])], rank * len(group))
+    for i, (name, block) in enumerate(zip(group, blocks, strict=True)):
         rows = names.hf.reorder(name, block, names.head_dim)
         matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
-    return matrix
+    yield matrix
 
 
-def _own_rows(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Tensor:
-    return torch.cat([names.hf.reorder(name, adapter.read(name), names.head_dim) for name in group])
+def _own_rows(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
+    for name in group:
+        yield names.hf.reorder(name, adapter.read(name), names.head_dim)
 
 
 def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:

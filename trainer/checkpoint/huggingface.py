@@ -207,17 +207,13 @@ class HfModelFolder:
             original = hf.name(originals[parameter])
             if not self._equal(name, stored[name], original, stored[original]):
                 raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
+        self.first_rows = hf.first_rows(parameters)
         index = {}
-        self.first_rows: dict[str, int] = {}
-        """Name of a parameter -> its first row in the stored tensor."""
-        for name, group in groups.items():
-            start = 0
-            for p in group:
-                shape = tuple(parameters[p].shape)
-                chunk = Chunk(stored[name].chunks[0].file, (0,) * len(shape), shape)
-                index[p], self.first_rows[p] = TensorMetadata(stored[name].dtype, shape, (chunk,)), start
-                start += shape[0]
-        return {name: index[name] for name in parameters}
+        for name, parameter in parameters.items():
+            tensor, shape = stored[hf.name(name)], tuple(parameter.shape)
+            chunk = Chunk(tensor.chunks[0].file, (0,) * len(shape), shape)
+            index[name] = TensorMetadata(tensor.dtype, shape, (chunk,))
+        return index
 
     def _equal(self, name_a: str, a: TensorMetadata, name_b: str, b: TensorMetadata) -> bool:
         """Return whether two stored tensors of the same shape have the same dtype and content."""

@@ -7,12 +7,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import committed, first_problem, latest_per_step, step_of
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
 from trainer.config.render import differing_settings
-from trainer.runtime.distributed import rank_and_size, run_on_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import logging
 from trainer.system.files import atomic_write, read_json_object, sync
@@ -84,9 +86,8 @@ def verify(checkpoint: Path, of_run: bool = False, alone: bool = False) -> str:
     of_run: whether to check train_state.json too. alone: whether only this rank calls the function."""
     if alone:
         return manifest.find_damage(checkpoint)
-    rank, ranks = rank_and_size()
-    problem = manifest.find_damage(checkpoint, (rank, ranks))
-    if of_run and not problem and rank == 0:
+    problem = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))
+    if of_run and not problem and dist.get_rank() == 0:
         problem = check_train_state(checkpoint)
     return first_problem(problem)
 

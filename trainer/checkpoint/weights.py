@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import did_you_mean
-from trainer.runtime.distributed import all_gather_objects, rank_and_size, run_on_rank_0
+from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
 from trainer.system.files import digest, digest_of, folder_error
@@ -68,10 +69,10 @@ class WeightSource:
         if self.hf_folder is None:
             return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
         files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
-        rank, ranks = (0, 1) if self.alone else rank_and_size()
-        own = {file: digest_of(self.folder / file) for file in files[rank::ranks]}
-        digests = own if self.alone else {k: v for part in all_gather_objects(own) for k, v in part.items()}
-        return digest(json.dumps(sorted(digests.items())).encode())
+        rank, ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        own = [(file, digest_of(self.folder / file)) for file in files[rank::ranks]]
+        digests = [own] if self.alone else all_gather_objects(own)
+        return digest(json.dumps(sorted(chain(*digests))).encode())
 
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
         """Load the parameters in place, collectively. Each rank reads only its shards.

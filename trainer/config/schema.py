@@ -372,7 +372,8 @@ class CheckpointConfig:
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
     """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
     export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
-    """Whether to also write the model to the run folder in Hugging Face format after the last step."""
+    """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
+    adapter, in the format of the package peft."""
 
 
 @dataclass(frozen=True, kw_only=True)

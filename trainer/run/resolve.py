@@ -1,6 +1,6 @@
 """Resolution of a configuration for a given world size, without a process group."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,7 @@ class ResolvedRun:
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raise ConfigError if its combination of settings cannot run."""
     family, sizes = resolve_model(config.model)
-    spec, given, sizes = MODELS[family], sizes, sizes.for_seq_len(config.training.seq_len)
-    for name in config.model.overrides:
-        if getattr(sizes, name) != getattr(given, name):
-            message = f"must be {text_of(getattr(sizes, name))} for [training] seq_len = {config.training.seq_len}"
-            raise ConfigError(f"model.overrides.{name}", message)
+    spec, sizes = MODELS[family], _for_seq_len(sizes, config.training.seq_len, config.model.overrides)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     model = meta_model(spec.model, sizes)
@@ -96,15 +92,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if any(member.dataset == "chat" for member in dataset_configs(config.data).values()):
         chat = chat_format(config.data, tokenizer)
         chat_template, end_of_turn = chat.self_contained(), chat.end_of_turn
-    # The fingerprint contains the resulting model sizes instead of the model settings.
-    ignored = {"model"} if config.lora.rank else {"model", "lora"}
-    fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section not in ignored)
-    fingerprint["lora.rank"] = config.lora.rank
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
-    fingerprint |= dimensions
-    if config.trained_dtype == "bf16":
-        # If this changed, the resumed run would lose the copy, or have none to load.
-        fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
         family=family,
@@ -125,10 +113,32 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         tokenizer=tokenizer,
         chat_template=chat_template,
         end_of_turn=end_of_turn,
-        fingerprint=fingerprint | {"tokenizer": tokenizer.fingerprint},
+        fingerprint=_fingerprint(config) | dimensions | {"tokenizer": tokenizer.fingerprint},
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
+    """Return the sizes for sequences of this length. Raise ConfigError if the length contradicts an override."""
+    resulting = sizes.for_seq_len(seq_len)
+    for name in overrides:
+        if getattr(resulting, name) != getattr(sizes, name):
+            message = f"must be {text_of(getattr(resulting, name))} for [training] seq_len = {seq_len}"
+            raise ConfigError(f"model.overrides.{name}", message)
+    return resulting
+
+
+def _fingerprint(config: Config) -> dict[str, Any]:
+    """Return the part of the fingerprint that consists of settings. It has no settings of the model, because its sizes count, and
+    of adapters only the rank unless the run has adapters."""
+    ignored = {"model"} if config.lora.rank else {"model", "lora"}
+    fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section not in ignored)
+    fingerprint["lora.rank"] = config.lora.rank
+    if config.trained_dtype == "bf16":
+        # If this changed, the resumed run would lose the copy, or have none to load.
+        fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
+    return fingerprint
 
 
 def _check_profiling(config: ProfilingConfig, steps: int, world_size: int, on_gpu: bool) -> None:

@@ -19,6 +19,7 @@ from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
+from trainer.lora import SCALE_SETTINGS
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
@@ -109,7 +110,7 @@ def create_run_folder(folder: Path) -> None:
 def model_files(config: Config, resolved: ResolvedRun, base: Mapping[str, str]) -> dict[str, bytes]:
     """Return the files that make a checkpoint self-contained: model sizes, tokenizer and chat template. base: path and hash of
     the base model, if only an adapter is saved."""
-    scale = {name: getattr(config.lora, name) for name in ("rank", "alpha", "rslora")} if base else {}
+    scale = {name: getattr(config.lora, name) for name in SCALE_SETTINGS} if base else {}
     files = resolved.tokenizer.files
     ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn]))
     special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}

@@ -140,16 +140,10 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order. Without a process group, this process is the only rank."""
-    if not dist.is_initialized():
-        return [value]
+    """Return the values of all ranks, in rank order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def run_on_rank_0(work: Callable[[], T]) -> T:
