@@ -45,7 +45,9 @@ class GemmaSizes(MixedSizes):
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Sizes(GemmaSizes):
     attn_logit_softcapping: float | None = 50.0
+    """Limit of the scores, see LayerKind.softcap. None: no limit."""
     final_logit_softcapping: float | None = 30.0
+    """Limit of the logits, see Output. None: no limit."""
 
     def kinds(self) -> dict[str, LayerKind]:
         return {name: replace(kind, softcap=self.attn_logit_softcapping) for name, kind in super().kinds().items()}
@@ -86,17 +88,18 @@ def gemma3(sizes: Gemma3Sizes) -> Decoder:
     return _decoder(sizes, lambda kind: Attention(sizes, kind, q_norm=norm(), k_norm=norm()), None)
 
 
-def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt(config: Mapping[str, Any], period: int = 2) -> Mapping[str, Any]:
+    """period: distance between layers without a window."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention true: this model supports only false")
-    period = first(config.get("sliding_window_pattern"), 2 if config.get("model_type") == "gemma2" else 6)
-    require("sliding_window_pattern", period, int)
     return with_layer_types(config, lambda i: (i + 1) % period != 0)
 
 
 def _adapt_gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
     theta = sliding_theta(config, first(config.get("rope_local_base_freq"), 10_000.0))
-    return {**_adapt(config), "rope_local_base_freq": theta}
+    period = first(config.get("sliding_window_pattern"), 6)
+    require("sliding_window_pattern", period, int)
+    return {**_adapt(config, period), "rope_local_base_freq": theta}
 
 
 _huggingface = partial(

@@ -18,7 +18,9 @@ from models.spec import Head, LayerKind, ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class GraniteSizes(DecoderSizes):
     embedding_multiplier: float = 1.0
+    """Factor of the embeddings."""
     residual_multiplier: float = 1.0
+    """Factor of each residual branch."""
     attention_multiplier: float = 1.0
     """Factor of the scores, instead of 1 / sqrt(head_dim)."""
     logits_scaling: float = 1.0

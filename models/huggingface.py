@@ -2,7 +2,7 @@
 
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import accumulate
 from typing import Any, get_args
@@ -125,6 +125,10 @@ class HuggingFace:
         """Return rows of a parameter in Hugging Face's order. rows: of complete heads."""
         return permute_to_hf(rows, head_dim) if self.is_permuted(parameter) else rows
 
+    def restore(self, parameter: str, rows: Tensor, head_dim: int) -> Tensor:
+        """Inverse of `reorder`."""
+        return permute_from_hf(rows, head_dim) if self.is_permuted(parameter) else rows
+
     def join(self, parameters: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
         """Return name of a stored tensor -> tensor. parameters: by native name."""
         tensors = {}
@@ -140,7 +144,7 @@ class HuggingFace:
         for stored, names in self.tensors(parameters).items():
             parts = tensors[stored].split([len(parameters[name]) for name in names])
             for name, part in zip(names, parts, strict=True):
-                rows[name] = permute_from_hf(part, head_dim) if self.is_permuted(name) else part
+                rows[name] = self.restore(name, part, head_dim)
         return rows
 
     def sizes(self, config: Config) -> Any:
@@ -150,6 +154,7 @@ class HuggingFace:
                 raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
         defaults = _DEFAULTS | self.defaults
         nullable = {_key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
+        nullable |= {"num_key_value_heads"}  # null: as many as heads
         config = defaults | {
             key: v for key, v in config.items() if v is not None or key in nullable or key not in defaults
         }
@@ -161,8 +166,8 @@ class HuggingFace:
         config = self.adapt({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
         _check(config, own - common)
         values = {f.name: config[_key(f.name)] for f in own if _key(f.name) in config}
-        values |= read_windows(config) | read_rope(config, self.sizes_type.ROPE_TYPES)
         names = {f.name for f in fields(self.sizes_type)}
+        values |= read_windows(config, names) | read_rope(config, self.sizes_type)
         try:
             sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
         except SizeError as error:
@@ -274,23 +279,23 @@ def sliding_theta(config: Config, default: Any) -> Any:
     """Return the rope_theta of layers with a window. default: for files that do not describe each type of layer. Raises
     ValueError if the context window of these layers is extended."""
     rope = rope_object(config, "sliding_attention")
-    if "sliding_attention" not in first(config.get("rope_parameters"), {}):
+    if rope is rope_object(config):
         return default
     if first(rope.get("rope_type"), "default") != "default":
         raise ValueError(f"sliding_attention {text_of(rope)}: this model supports only the rope_type default")
     return first(rope.get("rope_theta"), default)
 
 
-def read_rope(config: Config, supported: tuple[str, ...]) -> dict[str, Any]:
+def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
     """Return the sizes of the positional encoding. If the layer types have different encodings, return that of full attention.
-    supported: values of rope_type. Raises ValueError."""
-    rope = rope_object(config)
+    Raises ValueError."""
+    rope, supported = rope_object(config), sizes_type.ROPE_TYPES
     rope_type = first(rope.get("rope_type"), rope.get("type"), "default")
     if rope_type not in supported:
         names = f"{', '.join(supported[:-1])} and {supported[-1]}"
         raise ValueError(f"rope_type {text_of(rope_type)}: this model supports only {names}")
     used = {f.name: f.default for f in fields(ROPES[rope_type])}
-    used |= {f"rope_{name}": default for name, default in used.items()}
+    used |= {f"rope_{name}": default for name, default in used.items()} | dict.fromkeys(sizes_type.ALWAYS_USED, MISSING)
     keys = {name: key for name, key in ROPE_FIELDS.items() if name in used}
     original, longest = "original_max_position_embeddings", "max_position_embeddings"
     if "original_seq_len" in used:
@@ -332,8 +337,9 @@ def with_layer_types(config: Config, is_sliding: Callable[[int], bool]) -> Confi
     return {**config, "layer_types": first(config.get("layer_types"), types)}
 
 
-def read_windows(config: Config) -> dict[str, Any]:
-    """Return the window and the types of the layers. If they are not listed, all layers have the window. Raises ValueError."""
+def read_windows(config: Config, sizes: Container[str]) -> dict[str, Any]:
+    """Return the window and the types of the layers. If they are not listed, all layers have the window. sizes: names of the
+    family's sizes. Raises ValueError."""
     window, names = config.get("sliding_window"), {hf: name for name, hf in LAYER_TYPES.items()}
     layers = config["num_hidden_layers"]
     listed = first(config.get("layer_types"), ["sliding_attention"] * layers)
@@ -341,6 +347,9 @@ def read_windows(config: Config) -> dict[str, Any]:
         raise ValueError("layer_types must have one entry for each of the num_hidden_layers layers")
     if unknown := [name for name in listed if name not in tuple(names)]:
         raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
+    if window is not None and "window" in sizes and "layer_types" not in sizes and "full_attention" in listed:
+        # transformers ignores layer_types, and gives all layers the window.
+        raise ValueError('layer_types "full_attention": all layers of this model have the sliding_window')
     kinds = tuple("full" if window is None else names[name] for name in listed)
     return {"window": window if "sliding" in kinds else None, "layer_types": kinds}
 

@@ -62,6 +62,7 @@ class QueryScale:
 @dataclass(frozen=True, kw_only=True)
 class Ministral3Sizes(DecoderSizes):
     ROPE_TYPES: ClassVar = ("default", "yarn")
+    ALWAYS_USED: ClassVar = ("rope_original_seq_len",)
     llama_4_scaling_beta: float = 0.1
     """Queries at position p are multiplied by 1 + llama_4_scaling_beta * ln(1 + floor(p / rope_original_seq_len))."""
 
@@ -85,9 +86,8 @@ def ministral3(sizes: Ministral3Sizes) -> Decoder:
 
 def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = rope_object(config)
-    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-        if rope.get(key) is None:
-            raise ValueError(f"{key} is missing")
+    if rope.get("llama_4_scaling_beta") is None:
+        raise ValueError("llama_4_scaling_beta is missing")
     return {**config, "llama_4_scaling_beta": rope["llama_4_scaling_beta"]}
 
 

@@ -41,8 +41,12 @@ def _extra(sizes: PhiSizes) -> dict[str, Any]:
     original = {"original_max_position_embeddings": sizes.rope_original_seq_len}
     if sizes.rope_type == "default":
         return original
-    # transformers 4 accepts exactly these keys, and computes the factor from the two lengths.
+    # transformers 4 accepts exactly these keys, and computes the factors from the two lengths.
     factors = {"short_factor": list(sizes.rope_short_factors), "long_factor": list(sizes.rope_long_factors)}
+    if sizes.context_window / sizes.rope_original_seq_len != sizes.rope_factor:
+        factors["factor"] = sizes.rope_factor
+    if sizes.rope_attention_factor is not None:
+        factors["attention_factor"] = sizes.rope_attention_factor
     lengths = original | {"max_position_embeddings": sizes.context_window}
     return lengths | {"rope_scaling": {"type": "longrope", **factors}}
 

@@ -76,6 +76,7 @@ class YarnRope(Rope):
     """Factor of cosine and sine. None: computed from `factor`, mscale and mscale_all_dim."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    """If both are set, cosine and sine have the factor (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
 
     def frequencies(self, device: torch.device) -> Tensor:
         first, last = (
@@ -108,6 +109,7 @@ class LongRope(Rope):
     short_factors: tuple[float, ...]
     """Divisor of each pair's frequency, for sequences of at most original_seq_len."""
     long_factors: tuple[float, ...]
+    """Divisor of each pair's frequency, for longer sequences."""
     is_long: bool = False
     """Whether the run has longer sequences, which use the long factors."""
     factor: float

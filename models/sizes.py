@@ -53,6 +53,8 @@ class Sizes:
 
     ROPE_TYPES: ClassVar[tuple[str, ...]]
     """Supported extensions of the context window, keys of ROPES."""
+    ALWAYS_USED: ClassVar[tuple[str, ...]] = ()
+    """Sizes of an extension that the family uses without an extension too."""
     dim: int
     n_layers: int
     n_heads: int
@@ -84,7 +86,7 @@ class Sizes:
 
     @property
     def context_window(self) -> int:
-        """Sequence length that an extension of the context window allows, or 0 without an extension."""
+        """Sequence length that an extension of the context window allows, or 0 if the extension has no original length."""
         return 0
 
     def rope(self) -> Rope:
@@ -136,6 +138,13 @@ class DecoderSizes(Sizes):
         super().__post_init__()
         if self.rope_type not in self.ROPE_TYPES:
             raise SizeError(f"rope_type {self.rope_type} must be one of {', '.join(self.ROPE_TYPES)}", "rope_type")
+        used = {f"rope_{f.name}" for f in fields(ROPES[self.rope_type])}
+        used |= {"rope_type", "rope_is_long", *self.ALWAYS_USED}
+        for f in fields(DecoderSizes):
+            if f.name.startswith("rope_") and f.name not in used and getattr(self, f.name) != f.default:
+                value, default = text_of(getattr(self, f.name)), text_of(f.default)
+                message = f"{f.name} {value} must be {default}, because rope_type {self.rope_type} does not use it"
+                raise SizeError(message, f.name, "rope_type")
         rotated = self.rotary_dim
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             message = (

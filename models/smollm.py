@@ -8,7 +8,7 @@ from typing import Any
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import HuggingFace, first, with_layer_types, write_layer_types
-from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period
+from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
@@ -47,9 +47,11 @@ def smollm3(sizes: SmolLM3Sizes) -> Decoder:
 def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     layers, interval = config["num_hidden_layers"], first(config.get("no_rope_layer_interval"), 4)
     require("no_rope_layer_interval", interval, int)
-    rotated = first(config.get("no_rope_layers"), [(i + 1) % interval for i in range(layers)])
+    rotated = first(config.get("no_rope_layers"), [(i + 1) % interval != 0 for i in range(layers)])
     if not isinstance(rotated, list) or len(rotated) != layers:
         raise ValueError("no_rope_layers must have one entry for each of the num_hidden_layers layers")
+    if unknown := [value for value in rotated if value not in (0, 1)]:
+        raise ValueError(f"no_rope_layers {text_of(unknown[0])}: each value must be 0 or 1")
     config = with_layer_types(config, lambda i: not rotated[i])
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     return {**config, "sliding_window": window, "no_rope_layers": [bool(has_rope) for has_rope in rotated]}

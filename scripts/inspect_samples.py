@@ -54,7 +54,8 @@ def print_samples(run: Path, step: int) -> None:
     seq_len, data = config.training.seq_len, config.data
     consumed, skipped_samples = samples_of_step(run, step)
     tokenizer = load_tokenizer(config.tokenizer)
-    datasets = open_datasets(data, {}, prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len), seq_len)
+    stores = prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len, config.preference.enabled)
+    datasets = open_datasets(data, {}, stores, seq_len)
     order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples)
     starts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
     for position, index in zip(order.global_index(consumed).tolist(), order(consumed).tolist(), strict=True):

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,15 +35,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from models.spec import Head
 from scripts.parity import Row, Runs, build_rows, control_row
-from trainer import engine
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.data.sampling.samples import Samples
-from trainer.parallel.pipeline import PipelineStep
 from trainer.parallel.step import Step
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.testing.bugs import BUGS
@@ -56,14 +54,11 @@ _CHANGED = 1e-6
 """Fraction of the largest hidden value by which a changed position differs."""
 
 
-class _HiddenHead:
-    """A head that returns the hidden state, (batch, seq / cp, dim), instead of a loss."""
+class _Hidden:
+    """An objective whose head returns the hidden state, (batch, seq / cp, dim), instead of a loss."""
 
-    def __init__(self, labels: Tensor, **settings: object):
-        """The parameters are those of CrossEntropyHead."""
-
-    def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-        return hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        return lambda hidden, weight, softcap=None: hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
 
 
 @dataclass(frozen=True)
@@ -103,10 +98,8 @@ def reach(resolved: ResolvedRun, seq_len: int) -> int:
 @torch.no_grad()
 def last_hidden(step: Step, batch: Batch) -> Tensor | None:
     """Return the input of the output projection at this rank's positions, (seq / cp, dim). None without the last stage."""
-    if not isinstance(step, PipelineStep):
-        return step._loss_sum(batch)[0].float()
-    outputs = step._forward(step.shard_sequence(batch))
-    return outputs[0][0].float() if outputs else None
+    hidden = step._forward(step.shard_sequence(batch), _Hidden())
+    return None if hidden is None else hidden[0].float()
 
 
 def probe(argv: Sequence[str], count: int, bug: str) -> list[Probe]:
@@ -114,7 +107,7 @@ def probe(argv: Sequence[str], count: int, bug: str) -> list[Probe]:
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
-    with BUGS[bug].inject() if bug else nullcontext(), patch.object(engine, "CrossEntropyHead", _HiddenHead):
+    with BUGS[bug].inject() if bug else nullcontext():
         trainer = build_trainer(config, resolved, torch.device("cpu"), None)
     step, batch = trainer.engine.forward_backward, choose_sample(trainer.data.datasets.training)
     documents, positions = batch.documents[0], torch.arange(batch.tokens.shape[1])

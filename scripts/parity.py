@@ -181,10 +181,9 @@ class Runs:
                 raise ConfigError("", f"--{key} {value}: only --layout 'name=value ...' can set [{section}]")
         self.folder = folder
         config = load_config(argv)
-        if with_transformers and config.lora.rank is not None:
-            raise ConfigError(
-                "", "--reference transformers: has no adapters; remove [lora] rank, or compare with one rank"
-            )
+        if with_transformers and (config.lora.rank is not None or config.preference.enabled):
+            message = "has no adapters and no preference losses; remove [lora] rank and [preference] loss"
+            raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

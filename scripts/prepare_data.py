@@ -74,7 +74,7 @@ def main() -> None:
                     check_content(folder)
                     print("  intact: every file has the content that was written")
                 if not is_sharded:
-                    pack_splits(dataset, folder, config.training.seq_len)
+                    pack_splits(dataset, folder, config.training.seq_len, config.preference.enabled)
 
 
 if __name__ == "__main__":

@@ -139,8 +139,7 @@ def run_step(argv: list[str], layout: str) -> str:
             skip_shape_negotiation(engine.forward_backward.schedule)
         for _ in range(2):
             batches = [
-                Batch(*(torch.zeros(shape, dtype=torch.int64, device=FAKE_GPU) for _ in Batch._fields))
-                for _ in range(resolved.grad_accum)
+                Batch(*torch.zeros(4, *shape, dtype=torch.int64, device=FAKE_GPU)) for _ in range(resolved.grad_accum)
             ]
-            outcome, _ = engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
+            outcome, *_ = engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
     return outcome.device.type

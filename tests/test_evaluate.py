@@ -52,7 +52,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(ranks, two_datasets, tmp_path
     datasets = {"other": f"text:{folder}/other"}
     data = DataConfig(dataset="text", path=str(folder / "other"), store_folder=str(tmp_path / "stores"))
     samples = open_datasets(
-        data, datasets, prepare_datasets(data, datasets, TokenizerConfig(), tokenizer, 32), 32
+        data, datasets, prepare_datasets(data, datasets, TokenizerConfig(), tokenizer, 32, pairs=False), 32
     ).evaluation["other"]
     labels = samples[np.arange(len(samples))].labels
     special = set(tokenizer.special_tokens.values())

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 LAYERS: tuple[set[str], ...] = (
     {"trainer.system", "models", "trainer.batch", "trainer.state"},
     {"trainer.config", "trainer.loss"},
-    {"trainer.runtime", "trainer.data", "trainer.lora"},
+    {"trainer.runtime", "trainer.data", "trainer.lora", "trainer.preference"},
     {"trainer.optim", "trainer.parallel", "trainer.resilience", "trainer.checkpoint"},
     {"trainer.run", "trainer.evaluate", "trainer.inference"},
     {"trainer.engine"},

@@ -190,8 +190,8 @@ def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third(fake_g
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_loss_equals_the_eager_one(monkeypatch, dtype):
     """The compiler's own code is not tested, only the function that it compiles. The logits are capped."""
-    compiled = torch.compile(loss_module._loss_and_gradient, fullgraph=True, dynamic=False, backend="eager")
-    monkeypatch.setattr(loss_module, "_compiled_loss_and_gradient", lambda: compiled)
+    compiled = torch.compile(loss_module._losses_and_gradient, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(loss_module, "_compiled_losses_and_gradient", lambda: compiled)
     results = []
     for is_compiled in (False, True):
         hidden, weight, labels = random_inputs(dtype)

@@ -1,7 +1,7 @@
 """Complete runs of the Trainer on gloo ranks, and readers of their results."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from scripts import parity
+from scripts.parity import Trained
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.checkpoint.storage import TensorMetadata, read_rows
+from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
@@ -23,6 +26,7 @@ from trainer.run.training_data import TrainingData
 from trainer.runtime.device import rng_state
 from trainer.state import TrainState
 from trainer.system.files import read_json_lines
+from trainer.testing.ranks import LocalRanks
 from trainer.trainer import Trainer
 
 
@@ -51,6 +55,27 @@ def recorded_batches() -> Iterator[list[Batch]]:
 
     with mock.patch.object(TrainingData, "batches", batches):
         yield recorded
+
+
+def combine(words: Sequence[str]) -> list[str]:
+    """Return a command line in which a later value of a setting replaces an earlier one."""
+    settings = dict(zip(words[::2], words[1::2], strict=True))
+    return [word for pair in settings.items() for word in pair]
+
+
+def in_folder(folder: Path) -> list[str]:
+    return ["--run.output_folder", str(folder.parent), "--run.name", folder.name]
+
+
+def checkpoint_of(run: Path) -> Path:
+    """Return the latest checkpoint of a run folder."""
+    return max((run / "checkpoints").iterdir())
+
+
+def measured(ranks: Callable[[int], LocalRanks], size: int, argv: Sequence[str], folder: Path) -> Trained:
+    """Train as scripts/parity.py does, on `size` ranks."""
+    parts = ranks(size).run(parity.train, combine([*argv, *in_folder(folder)]))
+    return Trained.of_ranks(records(folder), parts)
 
 
 def microbatch_hashes(batches: Sequence[Batch], grad_accum: int) -> list[list[str]]:
@@ -84,6 +109,19 @@ def train(argv: Sequence[str]) -> Result:
         trainer.train()
     hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
     return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu"))))
+
+
+def error_line(argv: Sequence[str]) -> str:
+    """Return the error line of a run on this rank."""
+    try:
+        config = load_config(combine(argv))
+    except ConfigError as error:
+        return str(error)
+    try:
+        train(combine(argv))
+    except ConfigError as error:
+        return config.explain(error)
+    return ""
 
 
 def microbatches_of_step(results: list[Result], step: int) -> list[str]:

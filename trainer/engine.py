@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.batch import Batch
 from trainer.config import Config, LoraConfig
 from trainer.lora import LORA_A, LORA_B, init_adapter
-from trainer.loss import CrossEntropyHead
+from trainer.loss import CrossEntropy, Objective
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
@@ -21,8 +21,9 @@ from trainer.parallel.lora import apply_lora
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
-from trainer.parallel.step import SpmdStep, Step, count_targets
+from trainer.parallel.step import SpmdStep, Step, count_terms
 from trainer.parallel.unsharded import GradientAccumulator
+from trainer.preference import Preference
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.device import DTYPES
@@ -93,9 +94,14 @@ class Engine:
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
-        cp = meshes.data["cp"]
+        cp, chunks = meshes.data["cp"], (training.loss_chunk_tokens, resolved.compiled)
+        self.objective: Objective = (
+            Preference(config.preference, training.seq_len, cp.get_group(), *chunks)
+            if config.preference.enabled
+            else CrossEntropy(*chunks)
+        )
         common = {
-            "make_head": partial(CrossEntropyHead, chunk_tokens=training.loss_chunk_tokens, compiled=resolved.compiled),
+            "objective": self.objective,
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "phases": self.phases,
             "batch_group": self.batch_group,
@@ -117,24 +123,24 @@ class Engine:
 
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
-    ) -> tuple[Tensor, Tensor]:
-        """Run one optimizer step. Return the outcome for StepMonitor and the number of target tokens, both reduced over all
-        ranks. stop: whether this rank was requested to stop. on_before_update: function that is called before the parameters,
-        the optimizer state and the guard's state are updated."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run one optimizer step. Return the outcome for StepMonitor, the number of the objective's terms (target tokens or
+        pairs) and the objective's metrics, all reduced over all ranks. stop: whether this rank was requested to stop.
+        on_before_update: function that is called before the parameters, the optimizer state and the guard's state are updated."""
         self.phases.start("reduction")
         self.optimizer.start_step(lr)
-        num_targets = count_targets(microbatches, self.batch_group)
+        num_terms = count_terms(microbatches, self.objective, self.batch_group)
         if self.config.optimizer.in_backward:
             on_before_update()
-        loss = self.forward_backward(microbatches, num_targets)
+        means = self.forward_backward(microbatches, num_terms)
         self.phases.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         self.phases.start("optimizer")
         on_before_update()
-        skip, outcome = self.guard.decide(loss, grad_norm, votes)
+        skip, outcome = self.guard.decide(means[0], grad_norm, votes)
         self.optimizer.step(skip=skip)
         self.phases.start("other")
-        return outcome, num_targets
+        return outcome, num_terms, means[1:]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from trainer.batch import IGNORE_INDEX, Batch
+from trainer.batch import IGNORE_INDEX
 from trainer.config import ConfigError, EvaluationConfig
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
@@ -71,7 +71,7 @@ class Evaluator:
     config: EvaluationConfig
     datasets: list[EvalSet]
     partition: BatchPartition
-    to_device: Callable[[Batch], Batch]
+    device: torch.device
     steps: int
     """Total number of steps in the run."""
 
@@ -80,22 +80,32 @@ class Evaluator:
 
     def run(self, dataset: EvalSet, step: Step) -> dict[str, float]:
         """Evaluate the model on one dataset. This is a collective call, and it returns the same metrics on all ranks. The loss is
-        the mean over all target tokens. Loss and unigram entropy are in nats. bits_per_byte is the loss in bits per byte of the
-        targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text."""
-        batches = map(self.to_device, evaluation_batches(dataset.samples, dataset.num_samples, self.partition))
+        the mean over all target tokens or pairs. Loss and unigram entropy are in nats. bits_per_byte is the loss in bits per byte
+        of the targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text."""
+        batches = (
+            batch.to(self.device) for batch in evaluation_batches(dataset.samples, dataset.num_samples, self.partition)
+        )
         sums = []
         while microbatches := list(islice(batches, self.partition.grad_accum)):
             sums.append(step.evaluate(microbatches))
-        loss_sum = torch.stack([loss for loss, _ in sums]).double().sum().item()
-        num_targets = int(torch.stack([count for _, count in sums]).sum().item())
-        loss = loss_sum / max(1, num_targets)
+        objective = step.objective
+        num_terms = int(torch.stack([count for _, count in sums]).sum().item())
+        loss_sum, *others = torch.stack([result for result, _ in sums]).double().sum(0).tolist()
+        loss = loss_sum / max(1, num_terms)
+        if objective.metrics:
+            means = {name: v / max(1, num_terms) for name, v in zip(objective.metrics, others, strict=True)}
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+            logging.info(
+                f"{dataset.name}: loss {loss:.4f} over {num_terms} {objective.unit.removeprefix('num_')} ({shown})"
+            )
+            return {"loss": loss, objective.unit: num_terms} | means
         entropy, num_bytes = dataset.target_statistics
         logging.info(
-            f"{dataset.name}: loss {loss:.4f} nats over {num_targets} tokens (unigram entropy of these tokens: {entropy:.4f}, "
+            f"{dataset.name}: loss {loss:.4f} nats over {num_terms} tokens (unigram entropy of these tokens: {entropy:.4f}, "
             f"entropy minus loss: {entropy - loss:+.4f})"
         )
         perplexity = math.exp(min(loss, 700.0))
-        metrics = {"loss": loss, "perplexity": perplexity, "unigram_entropy": entropy, "num_targets": num_targets}
+        metrics = {"loss": loss, "perplexity": perplexity, "unigram_entropy": entropy, "num_targets": num_terms}
         if num_bytes:
             metrics["bits_per_byte"] = loss_sum / math.log(2) / num_bytes
         return metrics

@@ -68,6 +68,8 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
         raise ConfigError(
             "lora.train_fully", f"{both[0]} has an adapter ([lora] targets), so it cannot be trained fully"
         )
+    if not targets and not modules:
+        raise ConfigError("lora.targets", "is empty, so the run would train nothing; see also [lora] train_fully")
     fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
     return TrainedParameters(fully, adapter_shapes(model, targets, config.rank))
 

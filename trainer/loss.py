@@ -2,7 +2,9 @@
 parallelism, each rank computes only the logits of its own vocabulary rows."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
 
-from trainer.batch import IGNORE_INDEX
+from models.spec import Head
+from trainer.batch import IGNORE_INDEX, Batch
 
 _ROWS = 8192
 """Number of weight rows whose gradients are accumulated at a time, unless the device can add a product of another dtype."""
@@ -32,21 +35,21 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
         rows += factor @ b
 
 
-def _loss_and_gradient(
+def _losses_and_gradient(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     first_row: int,
     group: ProcessGroup | None,
     softcap: float | None,
-    needs_gradient: bool,
+    scale: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the summed cross-entropy of some tokens over the full vocabulary, and its gradient for the logits of this rank's
-    vocabulary rows, (tokens, rows) in the weight's dtype.
+    """Return the cross-entropy of some tokens over the full vocabulary, (tokens,), and its gradient for the logits of this rank's
+    vocabulary rows, (tokens, rows) in the weight's dtype. Both are zero for tokens without a target.
 
     hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row: index of the first of
     these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary. softcap: limit of
-    the logits, see Output in models/components.py.
+    the logits, see Output in models/components.py. scale: factor of each token's gradient, (tokens,), or None for no gradient.
     """
     logits = F.linear(hidden, weight).float()
     if softcap is not None:
@@ -68,22 +71,23 @@ def _loss_and_gradient(
         sums_and_targets = torch.stack((sums, target_logits * is_on_rank))
         dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
         sums, target_logits = sums_and_targets
-    total = ((sums.log() - target_logits) * is_target).sum()
-    if not needs_gradient:
-        return total, None
+    losses = ((sums.log() - target_logits) * is_target).squeeze(1)
+    if scale is None:
+        return losses, None
+    scale = scale[:, None] * is_target
     if torch.compiler.is_compiling():
         is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_on_rank, -1)
-        logits = (logits / sums - is_target_row.float()) * is_target
+        logits = (logits / sums - is_target_row.float()) * scale
     else:
-        logits.mul_(is_target / sums).scatter_add_(1, target_rows, -is_on_rank.float())
+        logits.mul_(scale / sums).scatter_add_(1, target_rows, -(scale * is_on_rank))
     if softcap is not None:
         logits *= tanh.square_().neg_().add_(1)
-    return total, logits.to(weight.dtype)
+    return losses, logits.to(weight.dtype)
 
 
 @cache
-def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    return torch.compile(_loss_and_gradient, fullgraph=True, dynamic=False)
+def _compiled_losses_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_losses_and_gradient, fullgraph=True, dynamic=False)
 
 
 def chunk_starts(num_tokens: int, chunk_tokens: int) -> Sequence[int]:
@@ -91,45 +95,61 @@ def chunk_starts(num_tokens: int, chunk_tokens: int) -> Sequence[int]:
     return range(0, num_tokens, chunk_tokens)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the target tokens' cross-entropy in fp32, computed from hidden states and the output projection's weight.
+@dataclass(frozen=True)
+class _Projection:
+    """The output projection of one microbatch, applied to a few tokens at a time."""
 
-    Forward computes each chunk's gradients while the chunk's logits exist. Logits are therefore neither saved nor recomputed.
-    Backward only scales the gradients."""
+    labels: Tensor
+    """Labels, (tokens,)."""
+    first_row: int
+    group: ProcessGroup | None
+    softcap: float | None
+    """See _losses_and_gradient."""
+    chunk_tokens: int
+    compiled: bool
 
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        shard: tuple[int, ProcessGroup | None],
-        softcap: float | None,
-        chunk_tokens: int,
-        compiled: bool,
-        needs_gradient: bool,
-    ) -> Tensor:
-        """hidden: (tokens, dim); weight: this rank's vocabulary rows, (rows, dim); labels: (tokens,). shard: arguments first_row
-        and group of _loss_and_gradient. needs_gradient: whether a backward follows. The gradient of hidden is partial: its sum
-        over the ranks is the full gradient."""
-        compute = _compiled_loss_and_gradient() if compiled and shard[1] is None else _loss_and_gradient
-        total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden) if needs_gradient else None
-        trains_weight = needs_gradient and ctx.needs_input_grad[1]
-        grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight else None
-        for start in chunk_starts(hidden.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            loss, grad_logits = compute(hidden[chunk], weight, labels[chunk], *shard, softcap, needs_gradient)
-            total += loss
-            if needs_gradient:
+    def run(
+        self, hidden: Tensor, weight: Tensor, scale: Tensor | None, trains_weight: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the token losses, (tokens,) in fp32, the gradient of hidden, and the gradient of weight in fp32 if trains_weight
+        is true. hidden: (tokens, dim). weight, scale: see _losses_and_gradient; without a scale there are no gradients. The
+        gradient of hidden is partial: its sum over the ranks is the full gradient."""
+        compute = _compiled_losses_and_gradient() if self.compiled and self.group is None else _losses_and_gradient
+        losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        grad_hidden = None if scale is None else torch.empty_like(hidden)
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight and scale is not None else None
+        for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
+            chunk = slice(start, start + self.chunk_tokens)
+            losses[chunk], grad_logits = compute(
+                hidden[chunk],
+                weight,
+                self.labels[chunk],
+                self.first_row,
+                self.group,
+                self.softcap,
+                None if scale is None else scale[chunk],
+            )
+            if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if trains_weight:
+            if grad_weight is not None:
                 _add_product(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
+        return losses, grad_hidden, grad_weight
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sum of the token losses. Forward computes each chunk's gradients while the chunk's logits exist. Logits are therefore
+    neither saved nor recomputed. Backward only scales the gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
+        """needs_gradient: whether a backward follows."""
+        scale = torch.ones_like(projection.labels, dtype=torch.float32) if needs_gradient else None
+        losses, grad_hidden, grad_weight = projection.run(hidden, weight, scale, ctx.needs_input_grad[1])
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
-        return total
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):
@@ -139,7 +159,50 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
             scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
             torch.mul(grad_weight, grad_total, out=scaled_weight)
-        return grad_hidden * grad_total, scaled_weight, None, None, None, None, None, None
+        return grad_hidden * grad_total, scaled_weight, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The token losses. Their gradients are not known in forward, so backward computes the logits of each chunk again."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.projection = projection
+        return projection.run(hidden, weight, None, trains_weight=False)[0]
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor):
+        hidden, weight = ctx.saved_tensors
+        _, grad_hidden, grad_weight = ctx.projection.run(hidden, weight, grad_losses, ctx.needs_input_grad[1])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
+
+
+def _local_projection(
+    labels: Tensor, hidden: Tensor, weight: Tensor, softcap: float | None, chunk_tokens: int, compiled: bool
+) -> tuple[Tensor, Tensor, _Projection]:
+    """Return this rank's hidden states, (tokens, dim), its vocabulary rows of the weight, and the projection. labels: (batch,
+    seq). hidden: (batch, seq, dim). weight: (vocab, dim). Under tensor parallelism the last two are DTensors: hidden is
+    replicated, weight is sharded along the vocabulary."""
+    first_row, group = 0, None
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
+        first_row, group = rows_per_rank * mesh.get_local_rank(), mesh.get_group()
+        hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
+        weight = weight.to_local()
+    projection = _Projection(labels.flatten(), first_row, group, softcap, chunk_tokens, compiled)
+    return hidden.flatten(0, 1), weight, projection
+
+
+def token_losses(
+    labels: Tensor, hidden: Tensor, weight: Tensor, softcap: float | None, chunk_tokens: int, compiled: bool
+) -> Tensor:
+    """Return the cross-entropy of each token, (batch, seq) in fp32, which is zero for tokens without a target. The arguments are
+    those of CrossEntropyHead and of its call."""
+    return _TokenLosses.apply(*_local_projection(labels, hidden, weight, softcap, chunk_tokens, compiled)).view_as(
+        labels
+    )
 
 
 class CrossEntropyHead:
@@ -155,22 +218,46 @@ class CrossEntropyHead:
     def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
         weight is sharded along the vocabulary. softcap: limit of the logits. Returns the summed loss, a scalar in fp32."""
-        shard = 0, None
-        if isinstance(weight, DTensor):
-            mesh = weight.device_mesh
-            rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
-            shard = rows_per_rank * mesh.get_local_rank(), mesh.get_group()
-            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
-            weight = weight.to_local()
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
-        return _ChunkedCrossEntropy.apply(
-            hidden.flatten(0, 1),
-            weight,
-            self.labels.flatten(),
-            shard,
-            softcap,
-            self.chunk_tokens,
-            self.compiled,
-            needs_gradient,
-        )
+        args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
+        return _SummedLoss.apply(*args, needs_gradient)
+
+
+class Objective(Protocol):
+    """Function that a run minimizes: the mean of a loss over the terms of a batch, such as target tokens."""
+
+    unit: str
+    """Name of the number of terms in metrics."""
+    metrics: tuple[str, ...]
+    """Names of the metrics that are computed with the loss. They are means over the terms, too."""
+    shape: tuple[int, ...]
+    """Shape of a head's result."""
+    chunk_tokens: int
+    compiled: bool
+    """Arguments of CrossEntropyHead."""
+
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        """Return the head of a microbatch. It computes the sum of the loss, or a vector of this sum and those of the metrics. The
+        arguments are fields of Batch after context parallelism has sharded the sequences."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of terms as a scalar. batch: full sequences."""
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Objective of language modeling: the mean cross-entropy of the target tokens. The fields are arguments of
+    CrossEntropyHead."""
+
+    chunk_tokens: int
+    compiled: bool
+    unit: ClassVar[str] = "num_targets"
+    metrics: ClassVar[tuple[str, ...]] = ()
+    shape: ClassVar[tuple[int, ...]] = ()
+
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled)
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.labels != IGNORE_INDEX).sum()

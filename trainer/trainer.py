@@ -52,14 +52,14 @@ class Trainer:
         stopped = False
         try:
             while state.step < steps and not stopped:
-                outcome, num_targets = self.train_step(batches, stop is not None and stop.requested)
+                outcome, *results = self.train_step(batches, stop is not None and stop.requested)
                 due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
                 latest, failed, stopping = self.monitor.observe(state, outcome, now=due)
                 if failed:
                     batches = self.roll_back(failed)
                     continue
                 stopped = stopping
-                self._after_step(latest, num_targets, last=stopped or state.step == steps)
+                self._after_step(latest, *results, last=stopped or state.step == steps)
             self._wait_for_saves()
             if self.profiler.recording:
                 self._profile(self.profiler.stop)
@@ -84,7 +84,7 @@ class Trainer:
             export_run(folder)
         logging.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
-    def train_step(self, batches: Iterator[Batch], stop: bool) -> tuple[Tensor, Tensor]:
+    def train_step(self, batches: Iterator[Batch], stop: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Run one optimizer step and return the results of `Engine.step`. stop: whether this rank was asked to stop."""
         training = self.config.training
         if self.profiler.starts_at(self.state.step + 1):
@@ -99,24 +99,27 @@ class Trainer:
         self.watchdog.after_step(self.state.step)
         return results
 
-    def _after_step(self, outcome: StepOutcome | None, num_targets: Tensor, last: bool) -> None:
-        """Log, evaluate and save, each only if it is due. outcome: outcome of the step, or None if nothing is due."""
+    def _after_step(self, outcome: StepOutcome | None, num_terms: Tensor, metrics: Tensor, last: bool) -> None:
+        """Log, evaluate and save, each only if it is due. outcome: outcome of the step, or None if nothing is due. num_terms,
+        metrics: results of the step."""
         step = self.state.step
         if self.metrics.due(step):
-            self._log_step(outcome, num_targets)
+            self._log_step(outcome, num_terms, metrics)
             if straggler := self.stragglers.compare():
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
         if last or self.checkpoints.due(step):
             if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
-                self._log_step(outcome, num_targets)
+                self._log_step(outcome, num_terms, metrics)
             self.save(outcome, last)
         else:
             self.metrics.log_saves(self.checkpoints.poll())
 
-    def _log_step(self, outcome: StepOutcome, num_targets: Tensor) -> None:
-        self.metrics.log_step(self.state, outcome, self._lr(self.state.step), int(num_targets.item()))
+    def _log_step(self, outcome: StepOutcome, num_terms: Tensor, metrics: Tensor) -> None:
+        objective = self.engine.objective
+        values = {objective.unit: int(num_terms.item())} | dict(zip(objective.metrics, metrics.tolist(), strict=True))
+        self.metrics.log_step(self.state, outcome, self._lr(self.state.step), values)
 
     def evaluate(self) -> None:
         """Evaluate on every evaluation dataset."""

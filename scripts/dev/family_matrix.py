@@ -1,9 +1,10 @@
 """Compare the parallel layouts of every model family with one rank, as scripts/parity.py does it.
 
-Every row is appended to a file as soon as it is measured, and rows that the file already has are not repeated. So the script can
-be stopped and called again. The last lines are the table of docs/models.md.
+Every row is appended to a file as soon as it is measured. Rows that passed at the same commit, without uncommitted changes and
+with the same version of torch, are not repeated. So the script can be stopped and called again. The last lines are the table of
+docs/models.md.
 
-exit codes: 0: all rows pass; 1: a row fails; 2: an argument is wrong
+exit codes: 0: all rows of the families pass; 1: a row fails; 2: an argument is wrong
 
     python scripts/dev/family_matrix.py --families qwen3 gemma2 --out outputs/families.jsonl
 """
@@ -24,6 +25,7 @@ if __name__ == "__main__":
 from models import MODELS
 from scripts.parity import Row, Runs, within
 from trainer.config.command_line import Arguments, run_to_end
+from trainer.system.environment import environment
 from trainer.system.files import read_json_lines
 from trainer.testing.layouts import Layout
 from trainer.testing.ranks import RankError
@@ -81,16 +83,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=out, metavar="PATH", help="file to which rows are appended")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = {(r["family"], r["layout"]): r for r in (read_json_lines(args.out) if args.out.exists() else [])}
+    now = environment(ROOT)
+    code = {"commit": now["git_commit"], "clean": now["git_clean"], "torch": now["packages"]["torch"]}
+    earlier = read_json_lines(args.out) if args.out.exists() and code["clean"] else []
+    rows = {(r["family"], r["layout"]): r for r in earlier if code.items() <= r.items()}
     for family in args.families:
         for text in LAYOUTS:
             if not rows.get((family, text), {}).get("passed"):
-                row = rows[family, text] = {"family": family, "layout": text} | measure(family, text)
+                row = rows[family, text] = {"family": family, "layout": text} | code | measure(family, text)
                 print(json.dumps(row), flush=True)
                 with args.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     print(markdown(rows))
-    sys.exit(0 if all(row["passed"] for row in rows.values()) else 1)
+    sys.exit(0 if all(rows[family, text]["passed"] for family in args.families for text in LAYOUTS) else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Generate the table of model families in docs/models.md from the models themselves."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +15,7 @@ if __name__ == "__main__":
 from models import MODELS
 from models.components import SILU
 from models.decoder import Decoder
+from models.sizes import shortest_period
 from models.spec import ModelSpec, meta_model
 
 PAGE = ROOT / "docs" / "models.md"
@@ -27,7 +29,7 @@ _HEAD_NORMS = {
 
 
 def traits(model: Decoder) -> list[str]:
-    """Return what distinguishes the model from Llama."""
+    """Return the differences of the model from Llama. model: with the shortest sequence of layers that the model repeats."""
     block, kinds = model.layers["0"], model.kinds.values()
     attention, norm = block.attention, type(model.norm).__name__
     windowed = [name for name in model.layer_kinds if model.kinds[name].window is not None]
@@ -36,12 +38,13 @@ def traits(model: Decoder) -> list[str]:
         "norm weights start at zero": norm == "OffsetRMSNorm",
         "biases of q, k and v": attention.wq.bias is not None,
         _HEAD_NORMS.get(type(attention.q_norm).__name__, ""): type(attention.q_norm).__name__ in _HEAD_NORMS,
-        f"a window in {len(windowed)} of {len(model.layer_kinds)} layers": bool(windowed),
+        f"a window in {len(windowed)} of {len(model.layer_kinds)} layers": 0 < len(windowed) < len(model.layer_kinds),
+        "a window in all layers": len(windowed) == len(model.layer_kinds),
         "layers without positional encoding": any(kind.rope is None for kind in kinds),
         "two positional encodings": len({kind.rope for kind in kinds} - {None}) > 1,
         "scaled scores": any(kind.scale is not None for kind in kinds),
-        "capped scores": any(kind.softcap is not None for kind in kinds),
-        "capped logits": model.output.softcap is not None,
+        "soft-capped scores": any(kind.softcap is not None for kind in kinds),
+        "soft-capped logits": model.output.softcap is not None,
         "GeGLU": block.feed_forward.activation is not SILU,
         "scaled embeddings": hasattr(model.tok_embeddings, "scale"),
         "scaled residual branches": hasattr(block, "multiplier"),
@@ -53,11 +56,16 @@ def traits(model: Decoder) -> list[str]:
 
 
 def row(family: str, spec: ModelSpec) -> str:
-    sizes = list(spec.sizes)
-    # Each trait is on in the family's debug size, or in its first size.
-    model = meta_model(spec.model, spec.sizes[sizes[0]])
+    having: dict[str, list[str]] = {}  # trait -> names of the published sizes that have it
+    published = [name for name in spec.sizes if name != "debug"]
+    for name in published:
+        sizes = spec.sizes[name]
+        sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
+        for trait in traits(meta_model(spec.model, sizes)):
+            having.setdefault(trait, []).append(name)
+    texts = [t if names == published else f"{t} ({', '.join(names)})" for t, names in having.items()]
     hf = spec.huggingface
-    return f"| `{family}` | {', '.join(sizes)} | {'; '.join(traits(model)) or 'Llama'} | `{hf.model_type}` |"
+    return f"| `{family}` | {', '.join(spec.sizes)} | {'; '.join(texts) or 'Llama'} | `{hf.model_type}` |"
 
 
 def table() -> str:

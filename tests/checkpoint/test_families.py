@@ -69,37 +69,45 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     assert torch.equal(again(tokens).logits, original(tokens).logits)
 
 
-REFUSED = {
-    ("gemma2", "use_bidirectional_attention"): (True, "use_bidirectional_attention true: this model supports only false"),
-    ("gemma3", "final_logit_softcapping"): (30.0, "final_logit_softcapping 30.0: this model supports only null"),
-    ("gemma3", "hidden_activation"): ("gelu", 'hidden_activation "gelu": this model supports only "gelu_pytorch_tanh"'),
-    ("granite3", "mlp_bias"): (True, "mlp_bias true: this model supports only false"),
-    ("qwen3", "layer_types"): (
-        ["linear_attention"] * 4,
+REFUSED = [
+    ("gemma2", "use_bidirectional_attention", True, "use_bidirectional_attention true: this model supports only false"),
+    ("gemma3", "final_logit_softcapping", 30.0, "final_logit_softcapping 30.0: this model supports only null"),
+    ("gemma3", "hidden_activation", "gelu", 'hidden_activation "gelu": this model supports only "gelu_pytorch_tanh"'),
+    ("granite3", "mlp_bias", True, "mlp_bias true: this model supports only false"),
+    (
+        *("qwen3", "layer_types", ["linear_attention"] * 4),
         'layer_types "linear_attention": this model supports only full_attention and sliding_attention',
     ),
-    ("olmo3", "layer_types"): (["full_attention"], "layer_types must have one entry for each of the num_hidden_layers layers"),
-    ("olmo2", "rope_parameters"): (
-        {"rope_type": "dynamic", "factor": 2.0},
+    ("olmo3", "layer_types", ["full_attention"], "layer_types must have one entry for each of the num_hidden_layers layers"),
+    *(
+        (
+            *(family, "layer_types", types),
+            'layer_types "full_attention": all layers of this model have the sliding_window',
+        )
+        for family, types in (("mistral", ["sliding_attention", "full_attention"] * 2), ("phi", ["full_attention"] * 4))
+    ),
+    (
+        *("olmo2", "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}),
         'rope_type "dynamic": this model supports only default, linear, llama3, yarn and longrope',
     ),
-    ("phi", "rope_parameters"): (
-        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "original_max_position_embeddings": 16},
+    (
+        *("phi", "rope_parameters", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
         "short_factor must have 5 values, one for each pair of rotated dims",
     ),
-    ("ministral3", "rope_parameters"): ({"rope_type": "default"}, "llama_4_scaling_beta is missing"),
-    ("mistral", "model_type"): (
-        "mixtral",
+    ("ministral3", "rope_parameters", {"rope_type": "default"}, "llama_4_scaling_beta is missing"),
+    ("ministral3", "rope_parameters", {"llama_4_scaling_beta": 0.1}, "original_max_position_embeddings is missing"),
+    (
+        *("mistral", "model_type", "mixtral"),
         f'model_type "mixtral": expected one of {", ".join({s.huggingface.model_type: 0 for s in reversed(MODELS.values())})}',
     ),
-    ("mistral", "sliding_window"): (0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
-    ("smollm3", "no_rope_layers"): ([1, 1], "no_rope_layers must have one entry for each of the num_hidden_layers layers"),
-}  # fmt: skip
+    ("mistral", "sliding_window", 0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
+    ("smollm3", "no_rope_layers", [1, 1], "no_rope_layers must have one entry for each of the num_hidden_layers layers"),
+    ("smollm3", "no_rope_layers", [1, 0, "x", 2], 'no_rope_layers "x": each value must be 0 or 1'),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "key"), REFUSED)
-def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family, key, tmp_path):
-    value, problem = REFUSED[family, key]
+@pytest.mark.parametrize(("family", "key", "value", "problem"), REFUSED)
+def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family, key, value, problem, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, 0) | {key: value}))
     with pytest.raises(ConfigError) as error:
         HfModelFolder(tmp_path)

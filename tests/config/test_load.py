@@ -304,13 +304,15 @@ ONLY_WITH = {
     "data.subset": "a huggingface dataset",
     "data.split": "a huggingface dataset",
     "data.token_dtype": "a tokens dataset",
-    "data.chat_template": "a chat dataset",
-    "data.allowed_special": "a chat dataset",
+    "data.chat_template": "a chat or preference dataset",
+    "data.allowed_special": "a chat or preference dataset",
     "data.long_documents": "[data] packing = best-fit or none",
     **{
         f"lora.{name}": "[lora] rank"
         for name in ("alpha", "rslora", "dropout", "targets", "train_fully", "init", "init_from", "dtype")
     },
+    "preference.beta": "[preference] loss != none",
+    "preference.margin": "[preference] loss = simpo",
     "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",
     "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
@@ -328,10 +330,11 @@ ONLY_WITH = {
 VIOLATIONS = {
     "--data.datasets.a chat: --data.dataset chat": ("data.dataset", "empty [data] datasets"),
     "--data.mixture x": ("data.mixture", "[data] datasets"),
-    "--data.chat_template chatml": ("data.chat_template", "a chat dataset"),
-    "--data.allowed_special x": ("data.allowed_special", "a chat dataset"),
+    "--data.chat_template chatml": ("data.chat_template", "a chat or preference dataset"),
+    "--data.allowed_special x": ("data.allowed_special", "a chat or preference dataset"),
     "--data.long_documents drop": ("data.long_documents", "[data] packing = best-fit or none"),
     "--lora.alpha 8": ("lora.alpha", "[lora] rank"),
+    "--preference.beta 1": ("preference.beta", "[preference] loss != none"),
     "--checkpoint.resize_embeddings true": ("checkpoint.resize_embeddings", "[checkpoint] init_from"),
     "--checkpoint.init_exclude x": ("checkpoint.init_exclude", "[checkpoint] init_from"),
 }

@@ -116,6 +116,12 @@ COMBINATIONS = {
     "--model.name qwen3 --model.size debug --model.overrides.rope_is_long true": (
         "--model.overrides.rope_is_long true: must be false for [training] seq_len = 128"
     ),
+    "--model.name qwen3 --model.overrides.rope_factor 4": (
+        "--model.overrides.rope_factor 4: rope_factor 4.0 must be 1.0, because rope_type default does not use it"
+    ),
+    "--model.name olmo3 --model.overrides.rope_type default": (
+        "--model.overrides.rope_type default: rope_factor 8.0 must be 1.0, because rope_type default does not use it"
+    ),
     "--parallel.tp 4 --model.overrides.n_heads 2 --model.overrides.n_kv_heads 2": (
         "--parallel.tp 4: must divide n_heads 2 of llama3/debug"
     ),

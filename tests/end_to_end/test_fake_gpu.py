@@ -31,13 +31,13 @@ def test_a_step_runs_on_a_fake_gpu(layout, tiny, ranks):
 
 
 def with_fault(fault, argv, layout):
-    count = engine.count_targets
+    count = engine.count_terms
 
     def faulty(*args):
-        num_targets = count(*args)
-        return fault(num_targets)
+        num_terms = count(*args)
+        return fault(num_terms)
 
-    with mock.patch.object(engine, "count_targets", faulty):
+    with mock.patch.object(engine, "count_terms", faulty):
         return run_step(argv, layout)
 
 

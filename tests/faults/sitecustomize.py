@@ -124,7 +124,7 @@ def inject_straggler(build) -> None:
     if not is_on_this_rank():
         return
     if FAULT["location"] == "data":
-        before(build.TrainingData, "to_device", lambda *args: time.sleep(0.1))
+        before(build.Batch, "to", lambda *args: time.sleep(0.1))
         return
     original = build.build_model_parts
 

@@ -1,5 +1,6 @@
 """Generation: identical with and without a KV cache, on one and several ranks, here and in transformers."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,19 @@ def test_an_exported_chat_model_stops_at_the_end_of_its_turn(chat_run):
     tokenizer = load_tokenizer(TokenizerConfig())
     ends = [tokenizer.special_tokens[name] for name in ("<|end_of_text|>", "<|eot_id|>")]
     assert model.generation_config.eos_token_id == ends
+
+
+def test_a_model_that_is_fine_tuned_from_a_folder_stops_at_the_end_of_its_turn(ranks, tiny, tied_run, tmp_path):
+    """The folder's generation_config.json names only the end of a document."""
+    source = str(tied_run / "huggingface")
+    assert isinstance(json.loads(Path(source, "generation_config.json").read_text())["eos_token_id"], int)
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"]
+    argv += ["--model.huggingface", source, "--tokenizer.backend", "huggingface", "--tokenizer.path", source]
+    argv += ["--data.dataset", "chat", "--data.path", "", "--checkpoint.init_from", source]
+    ranks(1).run(train, [*argv, "--checkpoint.export_huggingface", "true"])
+    tokenizer = load_tokenizer(TokenizerConfig())
+    ends = [tokenizer.special_tokens[name] for name in ("<|end_of_text|>", "<|eot_id|>")]
+    assert json.loads((tmp_path / "run" / "huggingface" / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
 def test_transformers_generates_the_same_tokens(ranks, chat_run):

@@ -49,6 +49,7 @@ CONFIGS: dict[str, list[dict]] = {
     "ministral3": [
         {"head_dim": 16, "rope_parameters": _MINISTRAL},
         {"head_dim": 10, "rope_parameters": _MINISTRAL | {"truncate": False, "attention_factor": 1.3, "beta_fast": 8.0}} | _TIED,
+        {"rope_parameters": _ROPE | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}},
     ],
     "smollm3": [
         _TIED,
@@ -85,7 +86,8 @@ CONFIGS: dict[str, list[dict]] = {
     "phi": [
         {"sliding_window": 9},
         {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 16} | _TIED,
-        {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 48},
+        {"num_attention_heads": 2, "rope_parameters": _LONG | {"factor": 4.01}, "original_max_position_embeddings": 16},
+        {"num_attention_heads": 2, "rope_parameters": _LONG | {"attention_factor": 1.5}, "original_max_position_embeddings": 48},
     ],
 }  # fmt: skip
 """Model family -> configurations. Each of the family's traits is on in one configuration and off in another."""

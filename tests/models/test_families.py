@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,79 @@ def test_every_size_of_every_family_has_a_published_number():
         family: sizes.keys() for family, sizes in PUBLISHED.items()
     }
     assert others.keys() | {"llama3"} == CONFIGS.keys()
+
+
+_GEMMA = {
+    **{"hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4},
+    **{"num_key_value_heads": 1, "sliding_window": 512, "vocab_size": 262144},
+}
+_PHI = {
+    **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 2047},
+    **{"original_max_position_embeddings": 4096, "max_position_embeddings": 131072},
+}
+_FACTORS = {"short_factor": [1.0 + i / 48 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
+OLD = {
+    "gemma3 with a pattern": (
+        "gemma3",
+        _GEMMA | {"sliding_window_pattern": 3, "rope_local_base_freq": 5000, "rope_theta": 2e6},
+        {"layer_types": ("sliding", "sliding", "full"), "rope_local_base_freq": 5000.0, "rope_theta": 2e6},
+        "270m",
+    ),
+    "gemma3 with defaults": (
+        "gemma3",
+        {
+            **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024},
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        {},
+        "4b",
+    ),
+    "gemma3 with both types of layers": (
+        "gemma3",
+        _GEMMA | {"rope_scaling": {"full_attention": {}, "sliding_attention": {"rope_theta": 5000.0}}},
+        {"rope_local_base_freq": 5000.0},
+        "270m",
+    ),
+    "gemma2 with defaults": ("gemma2", {"sliding_window_pattern": 3}, {}, "2b"),  # the pattern has no effect
+    "smollm3 with an interval": (
+        "smollm3",
+        {
+            **{"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+            **{"vocab_size": 128256, "rope_theta": 5e6, "no_rope_layer_interval": 3},
+        },
+        {"no_rope_layers": (True, True, False)},
+        "3b",
+    ),
+    **{
+        f"phi with {name}": (
+            "phi",
+            _PHI | {"rope_scaling": {"type": name, **_FACTORS}},
+            {
+                **{"rope_type": "longrope", "rope_factor": 32.0, "rope_short_factors": tuple(_FACTORS["short_factor"])},
+                "rope_long_factors": tuple(_FACTORS["long_factor"]),
+            },
+            "3-mini-4k",
+        )
+        for name in ("su", "yarn")
+    },
+    "qwen2.5 without grouped heads": (
+        "qwen2.5",
+        {
+            **{"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+            **{"vocab_size": 151936, "rope_theta": 1e6, "tie_word_embeddings": True, "num_key_value_heads": None},
+        },
+        {"n_kv_heads": 12},
+        "1.5b",
+    ),
+}
+"""Family, content of an old config.json, and the differences between its sizes and a published size."""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_files_are_read(name):
+    family, config, differences, size = OLD[name]
+    assert MODELS[family].huggingface.sizes(config) == replace(MODELS[family].sizes[size], **differences)
 
 
 def distance(a, b, floor=0.0):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
-from trainer.config import Config, ConfigError, LoraConfig
+from trainer.config import Config, ConfigError, LoraConfig, PreferenceConfig
 from trainer.config.fields import settings
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
@@ -27,6 +27,7 @@ FIXED = {
     "optimizer.state_dtype",
     "training.parameter_dtype",
     *(f"lora.{name}" for name in ("rank", "alpha", "rslora", "targets", "train_fully", "dtype")),
+    *(f"preference.{name}" for name in ("loss", "beta", "margin")),
 }
 FIXED |= {
     "tokenizer.reuse_reserved_tokens",
@@ -77,7 +78,9 @@ def test_every_changed_setting_is_logged(tmp_path, key):
 
 def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
     assert {key for key, setting in SETTINGS.items() if setting.constraint.fixed_on_resume} == FIXED
-    fingerprint = resolve(replace(Config(), lora=LoraConfig(rank=4)), 1).fingerprint
+    fingerprint = resolve(
+        replace(Config(), lora=LoraConfig(rank=4), preference=PreferenceConfig(loss="ipo")), 1
+    ).fingerprint
     fingerprint = json.loads(json.dumps(fingerprint))  # as a checkpoint holds it
     saved = ResumePoint(Path("step-00000001"), TrainState(fingerprint=fingerprint))
     for key in FIXED - ONE_VALUE:

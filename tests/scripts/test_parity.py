@@ -55,12 +55,30 @@ CONTROLS = {
         ["--reference", "transformers"],
         {"gradients averaged", "gradients of replicated norms", "neighbouring values"},
     ),
+    "adapters": (
+        ["--lora.rank", "4", "--checkpoint.init_from", "{hf_model}"],
+        {"gradients averaged", "gradients of replicated adapter matrices"},
+    ),
+    "pairs": (
+        [
+            *("--preference.loss", "dpo", "--checkpoint.init_from", "{hf_model}", "--training.seq_len", "256"),
+            *("--data.dataset", "preference", "--data.path", "", "--data.chat_template", "llama3"),
+            *("--data.packing", "best-fit", "--data.document_mask", "true", "--data.long_documents", "drop"),
+        ],
+        {"gradients averaged", "gradients of replicated norms", "losses averaged", "answers not summed"},
+    ),
 }
 
 
+def test_every_injected_bug_has_a_run():
+    expected = {start for _, starts in CONTROLS.values() for start in starts}
+    assert [name for name in BUGS if not name.startswith(tuple(expected))] == []
+
+
 @pytest.mark.parametrize("case", CONTROLS)
-def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, tiny, tmp_path, capsys, case):
+def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, tiny, hf_model, tmp_path, capsys, case):
     argv, expected = CONTROLS[case]
+    argv = [word.format(hf_model=hf_model) for word in argv]
     base = [] if "--config" in argv else tiny
     layout = ["--run.output_folder", str(tmp_path), "--layout", "dp_shard=1"]
     assert main(monkeypatch, *base, *argv, *layout, "--model.overrides.n_layers", "2") == 0
@@ -71,8 +89,8 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, t
             assert line.endswith(" caught")
             found[line.removeprefix("negative control: ").split("  ")[0]] = below.split(":")[0].strip()
     assert {next(name for name in found if name.startswith(start)) for start in expected} == found.keys()
-    for name, parameter in found.items():
-        assert BUGS[name].parameters in parameter
+    for name in found:
+        assert not BUGS[name].parameters or BUGS[name].parameters in found[name]
     assert sum(" pass" in line for line in lines) == 2  # a row of a correct run, and the last line
 
 
@@ -114,9 +132,17 @@ LINES = {
     ("--layout", ""): "--layout '': : expected name=value",
     ("--layout", "=2"): "--layout '=2': =2: expected name=value",
     ("--parallel.tp", "2"): "--parallel.tp 2: only --layout 'name=value ...' can set [parallel]",
-    ("--reference", "transformers", "--lora.rank", "4", "--checkpoint.init_from", "tests"): (
-        "--reference transformers: has no adapters; remove [lora] rank, or compare with one rank"
-    ),
+    **{
+        ("--reference", "transformers", *setting.split()): (
+            "--reference transformers: has no adapters and no preference losses; remove [lora] rank and [preference] loss, "
+            "or compare with one rank"
+        )
+        for setting in (
+            "--lora.rank 4 --checkpoint.init_from tests",
+            "--preference.loss simpo --data.dataset preference --data.packing none --data.long_documents drop "
+            "--data.document_mask true",
+        )
+    },
     ("--steps", "3", "--reference", "transformers"): (
         "--steps 3 has no effect: --reference transformers compares the first step"
     ),

@@ -31,7 +31,7 @@ from trainer.lora import LORA_A, LORA_B, SCALE_SETTINGS, TrainedParameters, adap
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
-from trainer.system.files import atomic_folder, parse_json_object
+from trainer.system.files import atomic_folder, digest_of, parse_json_object
 
 PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -112,13 +112,12 @@ class AdapterSource:
         self.index = self.base.index
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a parameter in the dtype of the base model. Raises CorruptError."""
-        dtype, target = self.index[f"model/{name}"].dtype, name.removesuffix(".weight")
+        """Return rows [start, stop) of a parameter. Merged rows are fp32. Raises CorruptError."""
         if name in self.adapter.trained.fully:
-            return self.adapter.read(name, start, stop).to(dtype)
-        rows = self.base.rows(name, start, stop)
+            return self.adapter.read(name, start, stop)
+        rows, target = self.base.rows(name, start, stop), name.removesuffix(".weight")
         if f"{target}.{LORA_A}" in self.adapter.trained.shapes:
-            rows = (rows + self.adapter.product(target, slice(start, stop), slice(None))).to(dtype)
+            rows = rows + self.adapter.product(target, slice(start, stop), slice(None))
         return rows
 
     @torch.no_grad()
@@ -130,7 +129,7 @@ class AdapterSource:
         for target in self.adapter.trained.targets:
             local, _, (row, column) = local_region(parameters[f"{target}.weight"])
             rows, columns = (slice(o, o + n) for o, n in zip((row, column), local.shape, strict=True))
-            local += self.adapter.product(target, rows, columns).to(local)
+            local.copy_(local + self.adapter.product(target, rows, columns).to(local.device))
 
 
 def open_weights(folder: Path, base: Path | None = None, alone: bool = False) -> WeightSource | AdapterSource:
@@ -154,9 +153,10 @@ def is_adapter(checkpoint: Path) -> bool:
 
 def load_adapter(
     config: LoraConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, trained: Tensors, base_digest: str
-) -> None:
-    """Load this rank's trained parameters from lora.init_from, collectively. parameters: those of this rank. trained: the
-    complete model's trained parameters. Raises ConfigError if the source is damaged or contains another adapter."""
+) -> str:
+    """Load this rank's trained parameters from lora.init_from, collectively, and return a hash of the source. parameters: those
+    of this rank. trained: the complete model's trained parameters. Raises ConfigError if the source is damaged or contains
+    another adapter."""
     own = {name: p for name, p in parameters.items() if name in trained}
     folder = Path(config.init_from)
     try:
@@ -164,6 +164,7 @@ def load_adapter(
             peft = PeftFolder(folder, spec, sizes)
             _require_settings(config, peft.settings, folder)
             peft.load_into(own, trained)
+            source = folder / _PEFT_TENSORS
         else:
             folder = run_on_rank_0(partial(resolve_checkpoint, folder))
             if not is_adapter(folder):
@@ -178,11 +179,13 @@ def load_adapter(
                 f"{key} is not trained by this run" for key in adapter.index if key[len("model/") :] not in trained
             ]
             load_into(folder, adapter.index, wanted, cast=True, problems=unknown)
+            source = folder / manifest.NAME
     except CorruptError as damage:
         raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
     except ConfigError as error:
         raise error if error.key else ConfigError("lora.init_from", error.message) from None
     logging.info(f"loaded the adapter {folder}")
+    return run_on_rank_0(partial(digest_of, source))
 
 
 def _require_settings(config: LoraConfig, saved: Mapping[str, Any], folder: Path) -> None:

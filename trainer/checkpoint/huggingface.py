@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
-from models.huggingface import is_buffer, permute_from_hf, text_config, text_name
+from models.huggingface import is_buffer, text_config, text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, SizeError, meta_model
 from trainer.checkpoint import manifest
@@ -133,14 +133,10 @@ class HfModelFolder:
             message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
             raise ConfigError("", f"{folder}: {message}")
         try:
-            self.config = text_config(self._json("config.json"))
-            self.spec, self.sizes = _describe(self.config, spec)
-            self.seq_len = self.spec.huggingface.seq_len(self.config)
+            self.config, self.spec, self.sizes, self.seq_len = _read_config(self._inside("config.json"), spec)
             self.index = self._index(self._stored())
         except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None
-        except ValueError as error:
-            raise ConfigError("", f"{folder}/config.json: {error}") from None
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
@@ -233,17 +229,31 @@ class HfModelFolder:
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
         complete heads are read. key: name of the parameter, with or without the prefix model/."""
-        name, head_dim = key.removeprefix("model/"), self.sizes.head_dim
-        tensor = tensors.get_slice(self.keys[self.spec.huggingface.name(name)])
+        name, hf, head_dim = key.removeprefix("model/"), self.spec.huggingface, self.sizes.head_dim
+        tensor, group = tensors.get_slice(self.keys[hf.name(name)]), head_dim if hf.is_permuted(name) else 1
         start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
-        if not self.spec.huggingface.is_permuted(name):
-            return tensor[(slice(start, stop), *ranges[1:])]
-        first, last = start // head_dim * head_dim, -(-stop // head_dim) * head_dim
-        rows = permute_from_hf(tensor[(slice(first, last), *ranges[1:])], head_dim)
+        first, last = start // group * group, -(-stop // group) * group
+        rows = hf.restore(name, tensor[(slice(first, last), *ranges[1:])], head_dim)
         return rows[start - first : stop - first]
 
 
-def _describe(config: Mapping[str, Any], expected: ModelSpec | None = None) -> tuple[ModelSpec, Any]:
+def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping[str, Any], ModelSpec, Any, int]:
+    """Return the fields of a config.json that describe the text model, its family, sizes and context window. expected: the only
+    accepted family. Raises ConfigError."""
+    try:
+        config = text_config(parse_json_object(manifest.read_text(file, _LARGEST_JSON)))
+    except CorruptError as damage:
+        raise ConfigError("", f"{file.parent}: {damage}") from None
+    except ValueError:
+        raise ConfigError("", f"{file} is not a JSON object") from None
+    try:
+        spec, sizes = _describe(config, expected)
+        return config, spec, sizes, spec.huggingface.seq_len(config)
+    except ValueError as error:
+        raise ConfigError("", f"{file}: {error}") from None
+
+
+def _describe(config: Mapping[str, Any], expected: ModelSpec | None) -> tuple[ModelSpec, Any]:
     """Return the first model family with the type of a config.json, and the sizes. expected: the only accepted family. Raises
     ValueError."""
     types = {spec.huggingface.model_type: spec for spec in reversed(MODELS.values())}
@@ -268,17 +278,7 @@ def family_of(spec: ModelSpec, sizes: Any) -> str:
 def read_architecture(path: Path) -> tuple[str, Any]:
     """Return the name of the family and the sizes of a model in Hugging Face's format. path: of config.json or of its folder.
     Raises ConfigError."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = text_config(parse_json_object(manifest.read_text(file, _LARGEST_JSON)))
-    except CorruptError as damage:
-        raise ConfigError("", f"{file.parent}: {damage}") from None
-    except ValueError:
-        raise ConfigError("", f"{file} is not a JSON object") from None
-    try:
-        spec, sizes = _describe(config)
-    except ValueError as error:
-        raise ConfigError("", f"{file}: {error}") from None
+    _, spec, sizes, _ = _read_config(path / "config.json" if path.is_dir() else path)
     return family_of(spec, sizes), sizes
 
 

@@ -17,6 +17,7 @@ from trainer.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    PreferenceConfig,
     ProfilingConfig,
     ResilienceConfig,
     TokenizerConfig,

@@ -161,18 +161,22 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
+    yield from _preference_rules(config)
     for setting in settings().values():
         if config.value(setting.key) != setting.default:
             for condition in filter(None, setting.constraint.only_with.split(" and ")):
                 yield setting.key, not _holds(condition, config), f"has an effect only with {condition}"
     backend = config.tokenizer.backend
     yield "tokenizer.path", backend != "default" and not config.tokenizer.path, f"is required with backend = {backend}"
-    needs_path = data.dataset not in ("python_stdlib", "chat") and not data.path and not data.datasets
+    needs_path = data.dataset not in ("python_stdlib", "chat", "preference") and not data.path and not data.datasets
     yield "data.path", needs_path, f"is required with dataset = {data.dataset}"
     yield "parallel.dp_shard", config.parallel.dp_shard == 0, "must be at least 1, or -1 for all remaining ranks"
     reshard = config.parallel.reshard_after_forward
     message = "must be at least 2 if it is a number of ranks"
     yield "parallel.reshard_after_forward", isinstance(reshard, int) and reshard < 2, message
+    # torch 2.13 gathers the wrong shards of a unit that backward did not reach, in the next microbatch.
+    message = "must not be a number of ranks with [lora] rank, because frozen units have no backward"
+    yield "parallel.reshard_after_forward", isinstance(reshard, int) and config.lora.rank, message
     nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
     message = "needs held-out documents, but [data] held_out_fraction is 0"
     yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
@@ -210,6 +214,28 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
 
 
+def _preference_rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    data, loss = config.data, config.preference.loss
+    for key, reader, _ in _datasets(config):
+        if key == "data.path":
+            key, reader = "data.dataset", "prepared" if data.datasets else reader
+        if config.preference.enabled:
+            message = f"[preference] loss = {loss} needs preference datasets, or prepared stores of them"
+            yield key, reader not in ("preference", "prepared"), message
+        else:
+            yield key, reader == "preference", "a preference dataset needs [preference] loss"
+    if config.preference.enabled:
+        message = f'must be "best-fit" or "none" with [preference] loss = {loss}: a sample contains complete pairs'
+        yield "data.packing", data.packing == "wrapped", message
+        message = f'must be "drop" with [preference] loss = {loss}: pairs are not divided'
+        yield "data.long_documents", data.long_documents != "drop", message
+        message = f"must be true with [preference] loss = {loss}: the answers of a sample are independent"
+        yield "data.document_mask", not data.document_mask, message
+        uninitialized = config.preference.needs_reference and not config.checkpoint.init_from
+        message = f"is required with [preference] loss = {loss}, which compares the model with its initial weights"
+        yield "checkpoint.init_from", uninitialized, message
+
+
 def _holds(condition: str, config: Config) -> bool:
     """Return whether an `only_with` condition holds. Forms: "a jsonl or parquet dataset" (a dataset has one of these formats),
     "[section] name" (the setting is not empty), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
@@ -237,7 +263,7 @@ def _check_files(config: Config) -> None:
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")
 
 
-_FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "prepared")
+_FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "preference", "prepared")
 """Readers whose path must exist. A Hugging Face dataset may be given by name instead of by path."""
 
 

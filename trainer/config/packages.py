@@ -1,6 +1,7 @@
 """Optional packages, imported when a setting needs them."""
 
 import importlib
+import sys
 from types import ModuleType
 
 from trainer.config.schema import ConfigError
@@ -14,4 +15,4 @@ def require_package(name: str, setting: str) -> ModuleType:
         package = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is installed, but one of its own dependencies is not
-        raise ConfigError(setting, f"needs the package {package}: pip install {package}") from None
+        raise ConfigError(setting, f"needs the package {package}: {sys.executable} -m pip install {package}") from None

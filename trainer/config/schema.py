@@ -56,6 +56,7 @@ SAVING = Constraint(used_with="[checkpoint] enabled")
 NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 ADAPTED = Constraint(only_with="[lora] rank")
+PREFERRED = Constraint(only_with="[preference] loss != none")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
 CountOrZero = Annotated[int, Constraint(min=0, max=4096)]
@@ -124,11 +125,11 @@ class DistributedConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     dataset: Annotated[
-        Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "prepared"],
+        Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "prepared"],
         Constraint(only_with="empty [data] datasets"),
     ] = "python_stdlib"
     """Type of dataset: the source code of Python's standard library, text files, JSON lines, Parquet tables, a Hugging Face
-    dataset, token files, conversations as JSON lines, or prepared token stores."""
+    dataset, token files, conversations or preference pairs as JSON lines, or prepared token stores."""
     path: Annotated[
         str, PER_NODE, Constraint(only_with="empty [data] datasets and [data] dataset != python_stdlib")
     ] = ""
@@ -157,9 +158,9 @@ class DataConfig:
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
     """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. With dataset = "prepared",
     the store keeps the fraction with which it was prepared."""
-    chat_template: Annotated[str, Constraint(only_with="a chat dataset")] = "llama3"
+    chat_template: Annotated[str, Constraint(only_with="a chat or preference dataset")] = "llama3"
     """Format of conversations: "llama2", "llama3", "chatml", or a path (a .jinja file, a tokenizer_config.json or its folder)."""
-    allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat dataset")] = ()
+    allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
     """Assignment of documents to samples. "wrapped": concatenate all documents and split the result every seq_len tokens.
@@ -265,6 +266,29 @@ class LoraConfig:
         """Factor of the product of an adapter's matrices."""
         assert self.rank is not None
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    loss: Annotated[Literal["none", "dpo", "ipo", "simpo", "orpo"], FIXED] = "none"
+    """Loss on pairs of a chosen and a rejected answer. "none": train on every target token. "dpo" and "ipo" compare the model
+    with its initial weights, and compute the log-probabilities of all answers before the first step."""
+    beta: Annotated[float, PREFERRED, Constraint(exclusive_min=0, max=1000, fixed_on_resume=True)] = 0.1
+    """Factor of the implicit rewards in "dpo" and "simpo", regularization strength in "ipo", weight of the odds ratio in "orpo".
+    Usual values: 0.1 for all losses except "simpo", which needs about 2."""
+    margin: Annotated[
+        float, Constraint(min=0, max=1000, fixed_on_resume=True, only_with="[preference] loss = simpo")
+    ] = 0.5
+    """Target difference between the rewards of the chosen and of the rejected answer (gamma in the paper)."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.loss != "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the model with its initial weights."""
+        return self.loss in ("dpo", "ipo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -446,6 +470,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)

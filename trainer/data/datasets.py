@@ -11,7 +11,8 @@ from trainer.config.fields import did_you_mean
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sources import DATASETS
-from trainer.data.store.store import open_store, store_digest
+from trainer.data.sources.text import SHIPPED
+from trainer.data.store.store import open_store, read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
 
@@ -56,33 +57,43 @@ def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:
     if dataset not in FORMATS:
         formats = ", ".join(FORMATS)
         raise ConfigError(key, f"expected FORMAT:PATH; FORMAT is one of {formats}{did_you_mean(dataset, FORMATS)}")
-    if bool(path) == (dataset == "python_stdlib") and dataset != "chat":
+    if bool(path) == (dataset == "python_stdlib") and dataset not in SHIPPED:
         raise ConfigError(key, "python_stdlib does not take a path" if path else f"expected a path after {dataset}:")
     return replace(data, dataset=dataset, path=path, datasets={}, mixture=())
 
 
 def prepare_datasets(
-    data: DataConfig, sets: Mapping[str, str], tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, seq_len: int
+    data: DataConfig,
+    sets: Mapping[str, str],
+    tokenizer_config: TokenizerConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    pairs: bool,
 ) -> str:
-    """Build the missing stores and packings. Returns the folders of the stores as JSON (name -> folder), for open_datasets."""
+    """Build the missing stores and packings. Returns the folders of the stores as JSON (name -> folder), for open_datasets.
+    pairs: whether the run trains on preference pairs."""
     stores = {}
     for name, setting, config in all_dataset_configs(data, sets):
         with blame_setting(setting):
             folder = prepare(config, tokenizer_config, tokenizer)
-            pack_splits(config, folder, seq_len)
+            pack_splits(config, folder, seq_len, pairs)
         stores[name] = str(folder)
     return json.dumps(stores)
 
 
-def pack_splits(config: DataConfig, store: Path, seq_len: int) -> None:
-    """Build the missing packings of a store. If data.packing = "wrapped", do nothing."""
+def pack_splits(config: DataConfig, store: Path, seq_len: int, pairs: bool) -> None:
+    """Build the missing packings of a store. If data.packing = "wrapped", there are none. Raises ConfigError unless the store has
+    preference pairs if and only if `pairs` is true."""
+    if pairs != (read_description(store)["dataset"] == "preference"):
+        message = f"{store} {'does not consist' if pairs else 'consists'} of preference pairs; see [preference] loss"
+        raise ConfigError("data.path", message)
     if config.packing != "wrapped":
         with writing(Path(config.store_folder)):
             for split in splits(config):
                 folder = packing_folder(store, split, config, seq_len)
                 if not folder.exists():
                     with file_lock(folder.with_name(f"{folder.name}.lock")):
-                        pack(open_store(store, split), folder, seq_len, config)
+                        pack(open_store(store, split), folder, seq_len, config, pairs)
 
 
 def splits(config: DataConfig) -> tuple[str, ...]:

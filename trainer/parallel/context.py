@@ -20,7 +20,7 @@ from trainer.parallel.recompute import call_with_gathered
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
     """Return this rank's two chunks of every sequence, as a batch of shape (batch, seq / ranks)."""
-    return Batch(*(shard_tensor(tensor, rank, ranks) for tensor in batch))
+    return batch.map(partial(shard_tensor, rank=rank, ranks=ranks))
 
 
 def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:

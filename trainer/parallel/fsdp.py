@@ -42,6 +42,13 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     _prefetch([*(others[:1] or [model]), *blocks, *others[1:]], config.fsdp_prefetch)
 
 
+def reshard_all(model: nn.Module) -> None:
+    """Free the gathered parameters of all FSDP units of a model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def start_microbatch(model: FSDPModule, reduce_every_microbatch: bool, is_last: bool) -> None:
     """Prepare the backward of a microbatch. Unless reduce_every_microbatch is true, FSDP accumulates unreduced gradients, and
     reduces their sum after the last microbatch."""

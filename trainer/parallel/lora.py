@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from trainer.batch import DOCUMENT_BITS
 from trainer.config import LoraConfig
 from trainer.lora import LORA_A, LORA_B, TrainedParameters
 from trainer.runtime.device import DTYPES
@@ -27,11 +28,13 @@ class AdapterDropout:
         """Hash of each token and the current block."""
 
     def start(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Compute the tokens' keys. This is a hook that runs before the model's forward. In training, a document and a position
-        identify a token (see TrainingData)."""
+        """Compute the tokens' keys. This is a hook that runs before the model's forward. In training, a sample, a document and a
+        position identify a token (see TrainingData)."""
         given = dict(zip(("tokens", "positions", "documents"), args, strict=False)) | kwargs
-        documents = (given["documents"] ^ given["documents"] >> 32).to(torch.int32)
-        self.token_keys = _mix(_mix(documents) + given["positions"].to(torch.int32))
+        parts = given["documents"], given["documents"] >> DOCUMENT_BITS, given["positions"]
+        self.token_keys = torch.zeros_like(parts[0], dtype=torch.int32)
+        for part in parts:
+            self.token_keys = _mix(self.token_keys + part.to(torch.int32))
 
     def around(self, forward: Callable[..., Tensor], block: str) -> Callable[..., Tensor]:
         """Return the forward of the named block. It passes the keys as the last argument, because backward may recompute the

@@ -1,6 +1,6 @@
 """Pipeline parallelism: the blocks are partitioned into stages, and torch's schedules send microbatches through them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from models.spec import ParallelPlan
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
-from trainer.parallel.step import Step, count_targets
+from trainer.loss import Objective
+from trainer.parallel.step import Step
 from trainer.runtime.distributed import sum_over
 
 
@@ -199,15 +199,16 @@ class PipelineStep(Step):
     pipeline_group: ProcessGroup
 
     def __post_init__(self) -> None:
-        self.num_targets = torch.ones((), device=self.hidden.device)  # of the current step
+        # State of the current step.
+        self.num_terms, self.means = torch.ones((), device=self.hidden.device), []
         for part in self.model_parts.values():
-            part.register_forward_pre_hook(self._labels_to_head, with_kwargs=True)
+            part.register_forward_pre_hook(self._replace_labels_by_head, with_kwargs=True)
         stages = [self._torch_stage(part, stage) for stage, part in self.model_parts.items()]
         cls = get_schedule_class(self.schedule_name)
         self.schedule = cls(
             stages[0] if issubclass(cls, PipelineScheduleSingle) else stages,
             self.num_microbatches,
-            loss_fn=lambda loss_sum, labels: loss_sum / self.num_targets,
+            loss_fn=self._mean_loss,
             scale_grads=False,  # the loss is already divided by the number of target tokens
         )
         self.rank_of_stage = stages[0].stage_index_to_group_rank
@@ -216,56 +217,59 @@ class PipelineStep(Step):
         """Return torch's object for a stage. It gets example inputs and outputs, so that torch does not run the model."""
         group, device = self.pipeline_group, self.hidden.device
         tokens = torch.empty(self.hidden.shape[:2], dtype=torch.int64, device=device)
-        loss = torch.empty((), dtype=torch.float32, device=device, requires_grad=True)
+        result = torch.empty(self.objective.shape, dtype=torch.float32, device=device, requires_grad=True)
         x = tokens if stage.is_first else self.hidden
-        out = loss if stage.is_last else self.hidden
+        out = result if stage.is_last else self.hidden
         return PipelineStage(part, stage.index, stage.count, device, input_args=x, output_args=out, group=group)
 
-    def _labels_to_head(self, part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        labels = kwargs.pop("labels")
-        return args, kwargs | {"head": self.make_head(labels)}
+    def _replace_labels_by_head(self, part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Replace the labels and the reference in a stage's arguments by the head. torch's schedules pass only tensors."""
+        if "head" not in kwargs:
+            labels, reference = kwargs.pop("labels"), kwargs.pop("reference", None)
+            kwargs["head"] = self.objective.head(labels, kwargs["documents"], reference)
+        return args, kwargs
 
-    def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        self.num_targets = num_targets.clamp(min=1)  # a batch may be all padding
+    def _mean_loss(self, result: Tensor, labels: Tensor) -> Tensor:
+        """Return a microbatch's contribution to the mean loss. result: of the head."""
+        mean = result / self.num_terms
+        self.means.append(mean.detach())
+        return mean.reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
+
+    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
+        self.num_terms, self.means = num_terms.clamp(min=1), []  # a batch may be all padding
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
-        losses: list[Tensor] = []
+        reference = {} if batch.reference is None else {"reference": batch.reference}
         self.phases.start("pipeline")
         self.schedule.step(
             *(batch.tokens for stage in self.model_parts if stage.is_first),
             target=batch.labels if any(stage.is_last for stage in self.model_parts) else None,
-            losses=losses,
             return_outputs=False,
             labels=batch.labels,
             positions=batch.positions,
             documents=batch.documents,
+            **reference,
         )
         self.phases.start("reduction")
-        return self._sum(losses)
+        return self._sum(self.means, self.objective)
 
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Run one microbatch at a time through all stages, because some of torch's schedules cannot run without backward."""
-        losses = [loss for batch in microbatches for loss in self._forward(self.shard_sequence(batch))]
-        for module in (m for part in self.model_parts.values() for m in part.modules() if isinstance(m, FSDPModule)):
-            module.reshard()  # backward normally does this, but it does not run here
-        return self._sum(losses), count_targets(microbatches, self.batch_group)
+    def _parts(self) -> Iterable[nn.Module]:
+        return self.model_parts.values()
 
-    def _forward(self, batch: Batch) -> list[Tensor]:
-        """Return a list with the summed loss on the rank that has the last stage, and an empty list on other ranks."""
+    def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
+        """Run one microbatch through all stages, without torch's schedule, because some schedules cannot run without backward."""
+        head = objective.head(batch.labels, batch.documents, batch.reference)
         ranks, group = self.rank_of_stage, self.pipeline_group
         x = batch.tokens
         for stage, part in self.model_parts.items():
             if not stage.is_first and ranks[stage.index - 1] != group.rank():
                 x = torch.empty_like(self.hidden)
                 dist.recv(x, group=group, group_src=ranks[stage.index - 1])
-            x = part(x, positions=batch.positions, documents=batch.documents, labels=batch.labels)
+            x = part(x, positions=batch.positions, documents=batch.documents, head=head)
             if stage.is_last:
-                return [x]
+                return x
             if ranks[stage.index + 1] != group.rank():
                 dist.send(x.contiguous(), group=group, group_dst=ranks[stage.index + 1])
-        return []
+        return None
 
-    def _sum(self, losses: list[Tensor]) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float32, device=self.hidden.device)
-        local = torch.stack(losses or [zero]).detach().sum()
-        return sum_over(sum_over(local, self.loss_group), self.pipeline_group)
+    def _sum(self, results: Sequence[Tensor | None], objective: Objective) -> Tensor:
+        return sum_over(super()._sum(results, objective), self.pipeline_group)

@@ -1,15 +1,16 @@
 """Steps that compute a loss and gradients from microbatches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from models.spec import Head
-from trainer.batch import IGNORE_INDEX, Batch
+from trainer.batch import Batch
+from trainer.loss import Objective
+from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.phases import PhaseTimer
 
@@ -18,8 +19,8 @@ from trainer.runtime.phases import PhaseTimer
 class Step(ABC):
     """Forward and backward over microbatches. Returned values are global: they are identical on every rank."""
 
-    make_head: Callable[[Tensor], Head]
-    """Function that maps labels (batch, seq / cp) to a head, which computes the summed loss."""
+    objective: Objective
+    """Objective of training."""
     shard_sequence: Callable[[Batch], Batch]
     """Function that maps a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
@@ -29,23 +30,43 @@ class Step(ABC):
     """Group of ranks that compute the loss of different tokens. All of them belong to the same pipeline stage."""
 
     @abstractmethod
-    def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        """Run forward and backward. Return the mean loss per target token. num_targets: global number of target tokens."""
+    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
+        """Run forward and backward. Return the means of the loss and of the objective's metrics, (1 + metrics,). num_terms:
+        global number of the objective's terms."""
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Batch], objective: Objective | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sums of the loss and of the objective's metrics, (1 + metrics,), and the number of terms. objective:
+        default: that of training."""
+        objective = objective or self.objective
+        results = [self._forward(self.shard_sequence(batch), objective) for batch in microbatches]
+        for part in self._parts():
+            reshard_all(part)  # backward normally does this, but it does not run here
+        return self._sum(results, objective), count_terms(microbatches, objective, self.batch_group)
 
     @abstractmethod
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Return the sum of the token losses and the number of target tokens."""
+    def _parts(self) -> Iterable[nn.Module]:
+        """Return this rank's parts of the model."""
+
+    @abstractmethod
+    def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
+        """Return the head's result for a batch of sharded sequences, or None on a rank without the last stage."""
+
+    def _sum(self, results: Sequence[Tensor | None], objective: Objective) -> Tensor:
+        """Return the sum over the microbatches and over all ranks, as a vector."""
+        zero = torch.zeros(objective.shape, device=self.phases.device)
+        own = _total([zero if result is None else result for result in results] or [zero])
+        return sum_over(own.reshape(-1), self.loss_group)
 
 
-def count_targets(microbatches: Sequence[Batch], batch_group: ProcessGroup) -> Tensor:
-    """Return the number of target tokens on all ranks as a scalar. microbatches: full sequences. If the loss is divided by this
-    number, every target token has the same weight, regardless of padding and masks."""
-    counts = [(batch.labels != IGNORE_INDEX).sum() for batch in microbatches]
-    return sum_over(_sum(counts), batch_group)
+def count_terms(microbatches: Sequence[Batch], objective: Objective, batch_group: ProcessGroup) -> Tensor:
+    """Return the number of an objective's terms on all ranks as a scalar. microbatches: full sequences. If the loss is divided by
+    this number, every term has the same weight, regardless of padding and masks."""
+    return sum_over(_total([objective.count(batch) for batch in microbatches]), batch_group)
 
 
-def _sum(scalars: Sequence[Tensor]) -> Tensor:
-    return torch.stack(scalars).sum() if len(scalars) > 1 else scalars[0]
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tensors).sum(0) if len(tensors) > 1 else tensors[0]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -56,23 +77,21 @@ class SpmdStep(Step):
     start_microbatch: Callable[[bool], None]
     """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
-    def __call__(self, microbatches: Sequence[Batch], num_targets: Tensor) -> Tensor:
-        losses, divisor = [], num_targets.clamp(min=1)  # a batch may be all padding
+    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
+        means, divisor = [], num_terms.clamp(min=1)  # a batch may be all padding
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
             self.phases.start("forward")
-            loss = self._loss_sum(batch) / divisor
+            result = self._forward(self.shard_sequence(batch), self.objective) / divisor
             self.phases.start("backward")
-            loss.backward()
-            losses.append(loss.detach())
+            result.reshape(-1)[0].backward()
+            means.append(result.detach())
         self.phases.start("reduction")
-        return sum_over(_sum(losses), self.loss_group)
+        return self._sum(means, self.objective)
 
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        losses = [self._loss_sum(batch) for batch in microbatches]
-        return sum_over(_sum(losses), self.loss_group), count_targets(microbatches, self.batch_group)
+    def _parts(self) -> Iterable[nn.Module]:
+        return [self.model]
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        batch = self.shard_sequence(batch)
-        return self.model(batch.tokens, batch.positions, batch.documents, head=self.make_head(batch.labels))
+    def _forward(self, batch: Batch, objective: Objective) -> Tensor:
+        head = objective.head(batch.labels, batch.documents, batch.reference)
+        return self.model(batch.tokens, batch.positions, batch.documents, head=head)

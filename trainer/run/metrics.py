@@ -89,8 +89,9 @@ class Metrics:
     def due(self, step: int) -> bool:
         return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.training.steps)
 
-    def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, num_targets: int) -> None:
-        """Record a step whose work on the device is complete. num_targets: number of target tokens over all ranks."""
+    def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, objective: dict[str, Any]) -> None:
+        """Record a step whose work on the device is complete. objective: number of target tokens or pairs over all ranks, and the
+        objective's metrics."""
         now = time.perf_counter()
         self.phases.start("metrics")  # writing this record belongs to the next window
         step, spent, training = state.step, self.spent, self.training
@@ -106,7 +107,7 @@ class Metrics:
             "loss": outcome.loss,
             "grad_norm": outcome.grad_norm,
             "learning_rate": lr,
-            "num_targets": num_targets,
+            **objective,
             "tokens_seen": state.tokens_seen,
             # The samples that the steps of this record consumed.
             "first_step": self.recorded_step + 1,

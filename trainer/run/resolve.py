@@ -12,13 +12,13 @@ from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
 from trainer.data.datasets import dataset_configs
-from trainer.data.prepare.encode import chat_format
+from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.lora import TrainedParameters, select_parameters
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
-from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks
+from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
 from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
 from trainer.runtime import device as devices
 
@@ -79,6 +79,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
     trained = select_parameters(model, plan, config.lora)
+    stages = partition_blocks(model, plan, config.parallel)
+    _check_stages(config, plan, stages, trained)
     tensors = trained.tensors(model).values()
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
@@ -89,7 +91,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         message = f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}"
         raise ConfigError(setting, message)
     chat_template, end_of_turn = "", ()
-    if any(member.dataset == "chat" for member in dataset_configs(config.data).values()):
+    if any(member.dataset in CHAT_DATASETS for member in dataset_configs(config.data).values()):
         chat = chat_format(config.data, tokenizer)
         chat_template, end_of_turn = chat.self_contained(), chat.end_of_turn
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
@@ -101,7 +103,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         sizes=sizes,
         plan=plan,
         dims=dims,
-        stages=partition_blocks(model, plan, config.parallel),
+        stages=stages,
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
         parameter_names=frozenset(name for name, _ in model.named_parameters()),
         compiled=compiled,
@@ -119,6 +121,18 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     )
 
 
+def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], trained: TrainedParameters) -> None:
+    """Raise ConfigError if a pipeline rank has no trained parameter."""
+    for rank in range(config.parallel.pp if config.lora.rank else 0):
+        own = stages_of_rank(stages, rank, config.parallel)
+        modules = [f"{plan.blocks}.{i}" for stage in own for i in stage.blocks]
+        modules += plan.pre_blocks * any(stage.is_first for stage in own)
+        modules += plan.post_blocks * any(stage.is_last for stage in own)
+        if not any(name.startswith(f"{module}.") for name in trained.names for module in modules):
+            message = f"rank {rank} of the pipeline ({', '.join(modules)}) would have no trained parameter"
+            raise ConfigError("lora.targets", message)
+
+
 def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
     """Return the sizes for sequences of this length. Raise ConfigError if the length contradicts an override."""
     resulting = sizes.for_seq_len(seq_len)
@@ -130,11 +144,12 @@ def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
 
 
 def _fingerprint(config: Config) -> dict[str, Any]:
-    """Return the part of the fingerprint that consists of settings. It has no settings of the model, because its sizes count, and
-    of adapters only the rank unless the run has adapters."""
-    ignored = {"model"} if config.lora.rank else {"model", "lora"}
-    fingerprint = _values(config, lambda setting: setting.constraint.fixed_on_resume and setting.section not in ignored)
+    """Return the part of the fingerprint that consists of settings. It has no settings of the model, because its sizes count. A
+    run without adapters or without a preference loss has only the setting that states this."""
+    absent = {"lora": not config.lora.rank, "preference": not config.preference.enabled, "model": True}
+    fingerprint = _values(config, lambda s: s.constraint.fixed_on_resume and not absent.get(s.section))
     fingerprint["lora.rank"] = config.lora.rank
+    fingerprint["preference.loss"] = None if absent["preference"] else config.preference.loss
     if config.trained_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.batch import Batch
-from trainer.config import Config
-from trainer.data.build import open_datasets
+from trainer.batch import DOCUMENT_BITS, Batch
+from trainer.config import Config, TrainingConfig
+from trainer.data.build import Datasets, open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_unchanged_phases
@@ -16,57 +16,65 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
 
-_DOCUMENT_BITS = 36
-"""Number of bits for the index of a document in its dataset."""
+
+def prepare_and_open(config: Config, tokenizer: Tokenizer) -> Datasets:
+    """Prepare the missing datasets, once per node, and open all datasets. Raise ConfigError if a dataset cannot be prepared or is
+    smaller than one sample."""
+    data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
+    pairs = config.preference.enabled
+    stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len, pairs))
+    datasets = open_datasets(data, evaluation, stores, seq_len)
+    require_agreement({"data": datasets.name, "evaluation.datasets": datasets.evaluation_names})
+    return datasets
+
+
+def partition_of_batch(training: TrainingConfig, batch_axis: DeviceMesh) -> BatchPartition:
+    """batch_axis: batch axis of the data mesh."""
+    return BatchPartition(
+        global_batch_size=training.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        rank=batch_axis.get_local_rank(),
+        ranks=batch_axis.size(),
+    )
+
+
+def sample_order(config: Config, datasets: Datasets, state: TrainState) -> SampleOrder:
+    skipped = tuple(state.skipped_samples)
+    return SampleOrder(datasets.sizes, datasets.phases, config.run.seed, config.data.shuffle, skipped)
+
+
+def require_unchanged_mixture(config: Config, datasets: Datasets, saved: TrainState) -> None:
+    """Raise ConfigError if the mixture has changed in a phase that had already started when the checkpoint was saved."""
+    started = int(sample_order(config, datasets, saved).global_index(np.array([saved.cursor]))[0])
+    require_unchanged_phases(saved.mixture, datasets.phases, started)
 
 
 class TrainingData:
-    def __init__(self, config: Config, tokenizer: Tokenizer, batch_axis: DeviceMesh, device: torch.device):
-        """Prepare the missing datasets, once per node, and open all datasets. Raise ConfigError if a dataset cannot be prepared
-        or is smaller than one sample. batch_axis: batch axis of the data mesh."""
-        data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
-        stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len))
-        self.datasets = open_datasets(data, evaluation, stores, seq_len)
-        require_agreement({"data": self.datasets.name, "evaluation.datasets": self.datasets.evaluation_names})
-        self.config = data
-        self.seed = config.run.seed
-        self.partition = BatchPartition(
-            global_batch_size=config.training.global_batch_size,
-            local_batch_size=config.training.local_batch_size,
-            rank=batch_axis.get_local_rank(),
-            ranks=batch_axis.size(),
-        )
+    def __init__(self, config: Config, datasets: Datasets, partition: BatchPartition, device: torch.device):
+        self.datasets = datasets
+        self.config = config
+        self.partition = partition
         self.device = device
         self.numbers_samples = config.lora.dropout > 0
         """Whether the documents' indices contain the index of their sample, so that they differ between all samples."""
 
     def order(self, state: TrainState) -> SampleOrder:
-        return SampleOrder(
-            self.datasets.sizes, self.datasets.phases, self.seed, self.config.shuffle, tuple(state.skipped_samples)
-        )
+        return sample_order(self.config, self.datasets, state)
 
     def batches(self, state: TrainState) -> Iterator[Batch]:
         """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor."""
         pin_memory = self.device.type != "cpu"
         cursor = state.cursor
         batches = training_batches(
-            self.datasets.training, self.order(state), self.partition, cursor, self.config, pin_memory
+            self.datasets.training, self.order(state), self.partition, cursor, self.config.data, pin_memory
         )
         for i, batch in enumerate(batches):
             if self.numbers_samples:
-                first = (cursor + self.partition.samples(np.array([i]))).T << _DOCUMENT_BITS
+                first = (cursor + self.partition.samples(np.array([i]))).T << DOCUMENT_BITS
                 batch = batch._replace(documents=batch.documents + torch.from_numpy(first))
-            yield self.to_device(batch)
-
-    def to_device(self, batch: Batch) -> Batch:
-        return Batch(*(tensor.to(self.device, non_blocking=True) for tensor in batch))
+            yield batch.to(self.device)
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:
         """Return the half-open range in the sample order that contains the samples at cursor positions [start, stop)."""
         first, last = self.order(state).global_index(np.array([start, stop - 1])).tolist()
         return first, last + 1
-
-    def require_unchanged_mixture(self, saved: TrainState) -> None:
-        """Raise ConfigError if the mixture has changed in a phase that had already started when the checkpoint was saved."""
-        started = int(self.order(saved).global_index(np.array([saved.cursor]))[0])
-        require_unchanged_phases(saved.mixture, self.datasets.phases, started)

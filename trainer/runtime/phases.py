@@ -20,7 +20,7 @@ class PhaseTimer:
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._starts: list[tuple[str, Any]] = []
         """Name and start of each phase that `_seconds` does not include yet."""
         self._seconds: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class PhaseTimer:
         if self._span is not None:
             self._span.__exit__(None, None, None)
         self._span = record_function(f"phase: {name}").__enter__() if torch.autograd._profiler_enabled() else None
-        self._starts.append((name, devices.timestamp(self._device)))
+        self._starts.append((name, devices.timestamp(self.device)))
         if len(self._starts) > _MAX_PENDING:
             self._add(_MAX_PENDING // 2)  # these are so old that the device has completed them
 

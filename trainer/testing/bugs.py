@@ -12,9 +12,12 @@ from torch.distributed.tensor import Replicate
 
 from models import llama
 from models.rope import rotate_halves
-from trainer.batch import IGNORE_INDEX, Batch
+from trainer import preference
+from trainer.batch import Batch
 from trainer.config import Config
+from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
+from trainer.loss import Objective
 from trainer.parallel import lora, tensor
 from trainer.parallel.attention import Mask
 from trainer.parallel.step import SpmdStep
@@ -71,17 +74,17 @@ def _count_twice(engine: Engine) -> None:
 
 @contextmanager
 def _averaged_per_microbatch() -> Iterator[None]:
-    call, loss_sum, current = SpmdStep.__call__, SpmdStep._loss_sum, {}
+    call, forward, current = SpmdStep.__call__, SpmdStep._forward, {}
 
-    def recording_call(step: SpmdStep, microbatches: Any, num_targets: Tensor) -> Tensor:
-        current.update(count=len(microbatches), targets=num_targets)
-        return call(step, microbatches, num_targets)
+    def recording_call(step: SpmdStep, microbatches: Any, num_terms: Tensor) -> Tensor:
+        current.update(count=len(microbatches), targets=num_terms)
+        return call(step, microbatches, num_terms)
 
-    def averaged(step: SpmdStep, batch: Batch) -> Tensor:
-        own = (batch.labels != IGNORE_INDEX).sum().clamp(min=1)
-        return loss_sum(step, batch) * current["targets"] / (own * current["count"])
+    def averaged(step: SpmdStep, batch: Batch, objective: Objective) -> Tensor:
+        own = objective.count(batch).clamp(min=1)
+        return forward(step, batch, objective) * current["targets"] / (own * current["count"])
 
-    with patch.object(SpmdStep, "__call__", recording_call), patch.object(SpmdStep, "_loss_sum", averaged):
+    with patch.object(SpmdStep, "__call__", recording_call), patch.object(SpmdStep, "_forward", averaged):
         yield
 
 
@@ -115,8 +118,13 @@ BUGS = {
     "losses averaged per microbatch": Bug(
         ("dp_shard=1",),
         _averaged_per_microbatch,
-        applies=lambda config, resolved: config.data.dataset == "chat",
+        applies=lambda config, resolved: config.data.dataset in CHAT_DATASETS,
         microbatches=2,
+    ),
+    "answers not summed over cp": Bug(
+        ("cp=2",),
+        lambda: patch.object(preference, "_sum_over", lambda own, group: own),
+        applies=lambda config, resolved: config.preference.enabled,
     ),
     "neighbouring values rotated as halves": Bug(
         ("dp_shard=1",),

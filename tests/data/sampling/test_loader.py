@@ -124,7 +124,7 @@ def mixed(tmp_path_factory):
     for name, longest in LENGTHS.items():
         lengths = np.random.default_rng(longest).integers(2, 2 + longest, 400)
         store = TokenStore(first + np.arange(lengths.sum()), np.cumsum([0, *lengths]))
-        pack(store, folder / name, 8, DataConfig(packing="best-fit"))
+        pack(store, folder / name, 8, DataConfig(packing="best-fit"), pairs=False)
         datasets.append(PackedSamples(store, 8, read_packing(folder / name), reset_positions=True))
         first += int(lengths.sum())
     phases = parse_mixture(("0: a=0.5 b=0.3 c=0.2", "1500: a=0.1 c=0.9"), list(LENGTHS))

@@ -16,7 +16,7 @@ def store_of(lengths, targets=None):
 
 
 def packed(tmp_path, store, seq_len, packing="best-fit", long_documents="split"):
-    pack(store, tmp_path / "packed", seq_len, DataConfig(packing=packing, long_documents=long_documents))
+    pack(store, tmp_path / "packed", seq_len, DataConfig(packing=packing, long_documents=long_documents), pairs=False)
     return PackedSamples(store, seq_len, read_packing(tmp_path / "packed"), reset_positions=True)
 
 

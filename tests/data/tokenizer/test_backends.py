@@ -2,6 +2,7 @@ import base64
 import itertools
 import json
 import random
+import sys
 
 import pytest
 import sentencepiece
@@ -246,7 +247,10 @@ def test_a_tokenizer_json_without_its_package_is_a_one_line_error(exported, monk
     monkeypatch.setattr(packages.importlib, "import_module", missing)
     with pytest.raises(ConfigError) as error:
         load_hf(exported)
-    assert str(error.value) == "tokenizer.backend: needs the package tokenizers: pip install tokenizers"
+    assert (
+        str(error.value)
+        == f"tokenizer.backend: needs the package tokenizers: {sys.executable} -m pip install tokenizers"
+    )
 
 
 def test_a_missing_dependency_of_a_package_is_not_reported_as_the_package(monkeypatch):

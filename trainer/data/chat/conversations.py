@@ -1,5 +1,6 @@
 """Parsing of chat documents. Each input format becomes a Conversation or a PromptCompletion."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,38 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], len(prompt), document.get("tools"))
     raise MalformedConversation("prompt and completion are neither both text nor both lists of messages")
+
+
+def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parse a preference pair. Return two documents {"prompt", "completion", "tools"}: with the chosen and with the rejected
+    answer. Raises MalformedConversation.
+
+    Formats: {"prompt", "chosen", "rejected"} with texts, or with lists of messages. Without a list of messages as the prompt, the
+    leading messages that both answers share are the prompt. If they share none, the prompt is the text of the user's message.
+    """
+    if not isinstance(document, Mapping):
+        raise MalformedConversation("the document is not a JSON object")
+    prompt, chosen, rejected = (document.get(name) for name in ("prompt", "chosen", "rejected"))
+    for name in ("chosen", "rejected"):
+        if document.get(name) is None:
+            raise MalformedConversation(f"the document has no {name} answer")
+    if chosen == rejected:
+        raise MalformedConversation("the chosen and the rejected answer are equal")
+    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+        equal = (a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False))
+        shared = sum(itertools.takewhile(bool, equal))
+        if shared:
+            if prompt is not None and not any(
+                isinstance(m, Mapping) and m.get("content") == prompt for m in chosen[:shared]
+            ):
+                raise MalformedConversation("the prompt is not the text of a message that both conversations share")
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        elif prompt is not None:
+            prompt = [{"role": "user", "content": prompt}]
+    if prompt is None:
+        raise MalformedConversation("the document has no prompt")
+    tools = document.get("tools")
+    return tuple({"prompt": prompt, "completion": answer, "tools": tools} for answer in (chosen, rejected))
 
 
 def _list(value: Any, name: str) -> list:

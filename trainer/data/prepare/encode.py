@@ -7,20 +7,24 @@ from typing import Any
 import numpy as np
 
 from trainer.config import DataConfig
-from trainer.data.chat.conversations import MalformedConversation
+from trainer.data.chat.conversations import MalformedConversation, parse_preference
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.sources.source import InvalidDocument
-from trainer.data.store.store import Encoded
+from trainer.data.store.store import SECOND_START, Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
+
+CHAT_DATASETS = ("chat", "preference")
+"""Types of datasets that consist of conversations."""
 
 
 def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded]:
     """Return a function that encodes one Document, and raises InvalidDocument if the document cannot be encoded."""
     if config.dataset == "tokens":
         return Encoded
-    if config.dataset == "chat":
-        return partial(_encode_chat, chat_format(config, tokenizer))
+    if config.dataset in CHAT_DATASETS:
+        encode = _encode_chat if config.dataset == "chat" else _encode_pair
+        return partial(_valid, partial(encode, chat_format(config, tokenizer)))
     return partial(_encode_text, tokenizer)
 
 
@@ -32,13 +36,29 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
     return Encoded(tokens)
 
 
-def _encode_chat(chat: ChatFormat, record: dict[str, Any]) -> Encoded:
-    """Render a conversation with the chat template, and encode the text."""
+def _valid(encode: Callable[[Any], Encoded], record: Any) -> Encoded:
     try:
-        tokens, targets = chat.encode_document(record)
+        return encode(record)
     except (MalformedConversation, TemplateFailure) as failure:
         raise InvalidDocument(str(failure)) from None
+
+
+def _encode_chat(chat: ChatFormat, record: Any) -> Encoded:
+    """Render a conversation with the chat template, and encode the text."""
+    tokens, targets = chat.encode_document(record)
     return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8))
+
+
+def _encode_pair(chat: ChatFormat, record: Any) -> Encoded:
+    """Encode the conversation with the chosen answer, followed by the conversation with the rejected answer."""
+    answers = []
+    for name, document in zip(("chosen", "rejected"), parse_preference(record), strict=True):
+        try:
+            answers.append(_encode_chat(chat, document))
+        except (MalformedConversation, TemplateFailure) as failure:
+            raise MalformedConversation(f"{name}: {failure}") from None
+    answers[1].targets[0] = SECOND_START
+    return Encoded(*(np.concatenate([getattr(a, name) for a in answers]) for name in ("tokens", "targets")))
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:

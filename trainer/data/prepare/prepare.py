@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import fingerprint, tokenize
-from trainer.data.prepare.encode import chat_format
+from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.prepare.runs import chunk_file, read_bad_documents
 from trainer.data.prepare.shuffle import write_split
 from trainer.data.sources import BadDocument, Source, open_source
@@ -74,7 +74,7 @@ def writing(stores: Path) -> Iterator[None]:
 def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
     """Return a hash of the names and contents of the files, the tokenizer, and every setting that affects the store."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
-    chat = chat_format(data, tokenizer).fingerprint if data.dataset == "chat" else ""
+    chat = chat_format(data, tokenizer).fingerprint if data.dataset in CHAT_DATASETS else ""
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
 
 

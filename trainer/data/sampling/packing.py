@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.config import ConfigError, DataConfig
-from trainer.data.store.store import TokenStore
+from trainer.data.store.store import SECOND_START, TokenStore
 from trainer.system import logging
 from trainer.system.files import atomic_folder, read_json_object
 
@@ -19,6 +19,8 @@ VERSION = 2
 class PackedIndex:
     """Spans of documents, and the sample that contains each span."""
 
+    name: str
+    """Name of the packing. It changes when the content of the samples changes."""
     starts: np.ndarray
     """Index of the first token of each span, shape (spans,)."""
     lengths: np.ndarray
@@ -46,6 +48,16 @@ def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tup
     lengths = np.minimum(np.repeat(positions, counts) - index * seq_len, seq_len)
     incomplete = int((positions > seq_len).sum()) if long_documents != "split" else 0
     return starts, lengths, incomplete + int((positions <= 0).sum())
+
+
+def split_pairs(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the starts and lengths of the spans of all preference pairs that fit into a sample, (pairs, 2), and the number of
+    pairs that do not."""
+    second = np.flatnonzero(store.targets[:] == SECOND_START)
+    starts = np.stack((store.documents[:-1], second), axis=1)
+    lengths = np.stack((second, store.documents[1:]), axis=1) - starts - 1
+    fits = lengths.sum(1) <= seq_len
+    return starts[fits], lengths[fits], int((~fits).sum())
 
 
 def has_target(store: TokenStore, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -102,28 +114,33 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig) -> None:
-    """Write the packing of a store to `folder`, unless it exists."""
+def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig, pairs: bool) -> None:
+    """Write the packing of a store to `folder`, unless it exists. pairs: whether the documents are preference pairs."""
     if folder.exists():
         return
-    starts, lengths, incomplete = split_documents(store, seq_len, config.long_documents)
-    targeted = has_target(store, starts, lengths)
+    if pairs:
+        starts, lengths, incomplete = split_pairs(store, seq_len)
+    else:
+        starts, lengths, incomplete = split_documents(store, seq_len, config.long_documents)
+        starts, lengths = starts[:, None], lengths[:, None]
+    # Each row consists of the spans that must be in the same sample.
+    targeted = has_target(store, starts.ravel(), lengths.ravel()).reshape(starts.shape).all(1)
     starts, lengths = starts[targeted], lengths[targeted]
-    bins = best_fit(lengths, seq_len) if config.packing == "best-fit" else np.arange(len(starts))
+    bins = best_fit(lengths.sum(1), seq_len) if config.packing == "best-fit" else np.arange(len(starts))
     order = np.argsort(bins, kind="stable")
-    samples = np.concatenate([[0], np.cumsum(np.bincount(bins))])
+    samples = np.concatenate([[0], np.cumsum(np.bincount(bins))]) * starts.shape[1]
     counts = {
         "documents": len(store.documents) - 1,
-        "spans": len(starts),
+        "spans": starts.size,
         "truncated_or_dropped": incomplete,
-        "without_target": int((~targeted).sum()),
+        "without_target": int((~targeted).sum()) * starts.shape[1],
         "version": VERSION,
         "samples": len(samples) - 1,
         "positions": int(lengths.sum()),
     }
     with atomic_folder(folder) as unfinished:
-        np.save(unfinished / "starts.npy", starts[order])
-        np.save(unfinished / "lengths.npy", lengths[order].astype(np.int32))
+        np.save(unfinished / "starts.npy", starts[order].ravel())
+        np.save(unfinished / "lengths.npy", lengths[order].ravel().astype(np.int32))
         np.save(unfinished / "samples.npy", samples)
         (unfinished / "packing.json").write_text(json.dumps(counts))
     used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions are used"
@@ -146,4 +163,4 @@ def read_packing(folder: Path) -> PackedIndex:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         raise ConfigError("data.store_folder", f"{folder} cannot be read; delete this folder") from None
-    return PackedIndex(starts, lengths, samples)
+    return PackedIndex(folder.name, starts, lengths, samples)

@@ -17,6 +17,7 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
     "huggingface": lambda config, _: tables.huggingface(config),
     "tokens": tokens.tokens,
     "chat": lambda config, _: text.records(config),
+    "preference": lambda config, _: text.records(config),
 }
 
 

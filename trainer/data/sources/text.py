@@ -17,8 +17,9 @@ from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 T = TypeVar("T")
 
-SHIPPED_CHATS = Path(__file__).parents[1] / "chat" / "chats.jsonl"
-"""Path of a file with short conversations about this project."""
+_CHATS = Path(__file__).parents[1] / "chat"
+SHIPPED = {"chat": _CHATS / "chats.jsonl", "preference": _CHATS / "preferences.jsonl"}
+"""Type of dataset -> file with short conversations about this project, which is read if the path is empty."""
 
 _CHUNK_BYTES = 2**20
 
@@ -164,5 +165,5 @@ def _entire_record(record: Any) -> Any:
 
 
 def records(config: DataConfig) -> Source:
-    root, files = find_files(config.path or str(SHIPPED_CHATS), with_compressed((".jsonl", ".json")))
+    root, files = find_files(config.path or str(SHIPPED[config.dataset]), with_compressed((".jsonl", ".json")))
     return Source(root, files, True, JsonLines(_entire_record, config.max_document_bytes))

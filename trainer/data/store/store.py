@@ -24,6 +24,10 @@ VERSION = 3
 SPLITS = ("train", "held_out")
 
 
+SECOND_START = 2
+"""Value in the target mask of a preference pair: the first token of the conversation with the rejected answer."""
+
+
 @dataclass(frozen=True)
 class Encoded:
     """A tokenized document."""
@@ -178,6 +182,11 @@ def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
             if description[key] != value:
                 message = f"{folder} was prepared with {key} {description[key]}, but this run uses {value}"
                 raise ConfigError("data.path", message)
+    with_pairs = [folder for folder, d in zip(folders, descriptions, strict=True) if d["dataset"] == "preference"]
+    if 0 < len(with_pairs) < len(folders):
+        raise ConfigError(
+            "data.path", f"only some of these stores consist of preference pairs, such as {with_pairs[0]}"
+        )
     digests = [store_digest(folder) for folder in folders]
     content = json.dumps([VERSION, [folder.name for folder in folders], digests])
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -220,5 +229,6 @@ def _write_concatenation(
             files[f"{split}.documents"] = out.close()
         bad_documents, targets = sum(d["bad_documents"] for d in descriptions), any(d["targets"] for d in descriptions)
         counts = {"splits": splits, "bad_documents": bad_documents, "targets": targets}
-        write_description(unfinished, "prepared", tokenizer, **counts, files=files, members=members)
+        dataset = "preference" if descriptions[0]["dataset"] == "preference" else "prepared"
+        write_description(unfinished, dataset, tokenizer, **counts, files=files, members=members)
     logging.info(f"concatenated {len(members)} stores into {folder}")

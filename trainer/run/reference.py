@@ -1,0 +1,149 @@
+"""Log-probabilities of preference answers under the reference model, which is the model that the run starts from.
+
+They are computed once, before the first step, and stored in parts of consecutive samples, each as one JSON file. A run that was
+stopped continues after the last part. Other runs with the same model and data read the files.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.spec import Head
+from trainer.batch import Batch
+from trainer.config import ConfigError
+from trainer.data.sampling.loader import BatchPartition
+from trainer.data.sampling.mixture import CombinedSamples
+from trainer.data.sampling.samples import Samples
+from trainer.loss import CrossEntropy, token_losses
+from trainer.parallel.step import Step
+from trainer.preference import sum_by_document
+from trainer.runtime.distributed import all_gather_objects
+from trainer.system import logging
+from trainer.system.files import atomic_write, digest, read_json_object
+from trainer.system.process import local_rank
+
+_PART_SAMPLES = 1024
+"""Minimum number of samples of a part, except the last one."""
+
+
+@dataclass(frozen=True)
+class ReferencedSamples:
+    """Samples with the log-probabilities of their answers under the reference model."""
+
+    samples: Samples
+    offsets: np.ndarray
+    """Index of each sample's first answer, (samples + 1,)."""
+    values: np.ndarray
+    """Log-probability of each answer, (answers,), fp32."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, samples: np.ndarray) -> Batch:
+        batch = self.samples[samples]
+        reference = np.zeros(batch.tokens.shape, np.float32)
+        for row, sample in enumerate(np.maximum(samples, 0)):
+            values = self.values[self.offsets[sample] : self.offsets[sample + 1]]
+            starts = np.flatnonzero(np.diff(batch.documents[row].numpy(), prepend=-1))  # of answers, then of padding
+            reference[row, starts[: len(values)]] = values
+        return batch._replace(reference=torch.from_numpy(reference))
+
+
+@dataclass(frozen=True)
+class LogProbs(CrossEntropy):
+    """Objective of an evaluation that returns the log-probability of every document instead of a loss."""
+
+    num_documents: int
+    """Maximum number of documents of a sample."""
+    partition: BatchPartition
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.partition.ranks, self.partition.local_batch_size, self.num_documents
+
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        def head(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
+            log_probs = -token_losses(labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
+            # The sum over all ranks contains the samples of all ranks, and all tokens of each sample.
+            result = log_probs.new_zeros(self.shape)
+            result[self.partition.rank] = sum_by_document(log_probs, documents, self.num_documents)
+            return result
+
+        return head
+
+
+class ReferenceStore:
+    """The stored values of one dataset's first samples."""
+
+    def __init__(self, folder: Path, model: str, samples: Samples, num_samples: int):
+        """Read the existing parts, collectively. folder: contains the stores of all models and datasets. model: hash of the
+        reference model. num_samples: number of samples that need values."""
+        packings = samples.datasets if isinstance(samples, CombinedSamples) else [samples]
+        counts = np.concatenate([np.diff(packed.index.samples) for packed in packings])[:num_samples]
+        key = json.dumps([model, *(packed.index.name for packed in packings)])
+        self.samples, self.num_samples = samples, num_samples
+        self.offsets = np.concatenate([[0], np.cumsum(counts)])
+        self.folder = folder / digest(key.encode())[:16]
+        self.values = self._read()
+        self.num_done = min(all_gather_objects(int(np.searchsorted(self.offsets, len(self.values)))))
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_done == self.num_samples
+
+    def _read(self) -> np.ndarray:
+        """Return the values of the first samples. A damaged part and all parts after it are ignored."""
+        parts, first = [np.empty(0, np.float32)], 0
+        while first < self.num_samples and (path := self._part(first)).exists():
+            try:
+                part = read_json_object(path)
+                values, stop = np.array(part["values"], np.float32), int(part["stop"])
+                if part["digest"] != digest(values.tobytes()) or stop <= first:
+                    raise ValueError
+            except (OSError, ValueError, KeyError, TypeError):
+                logging.warning(f"ignoring {path}, which is damaged")
+                break
+            parts.append(values)
+            first = stop
+        return np.concatenate(parts)[: self.offsets[-1]]
+
+    def _part(self, first: int) -> Path:
+        return self.folder / f"{first:010}.json"
+
+    def complete(self, step: Step, partition: BatchPartition) -> ReferencedSamples:
+        """Compute the missing values with the current model, collectively. Return the samples with their values. Raise
+        ConfigError if the values cannot be written."""
+        size = partition.ranks * partition.local_batch_size
+        most = int(np.diff(self.offsets).max())
+        objective = LogProbs(step.objective.chunk_tokens, step.objective.compiled, most, partition)
+        while not self.is_complete:
+            first = self.num_done
+            stop = min(first + -(-_PART_SAMPLES // size) * size, self.num_samples)
+            tables = []
+            for start in range(first, stop, size):
+                index = start + partition.samples(np.zeros(1, np.int64))[0]
+                batch = self.samples[np.where(index < stop, index, -1)].to(step.phases.device)
+                tables.append(step.evaluate([batch], objective)[0].cpu().numpy().reshape(size, most))
+            counts = np.diff(self.offsets[first : stop + 1])
+            values = np.concatenate(tables)[: stop - first][np.arange(most) < counts[:, None]]
+            self.values = np.concatenate((self.values[: self.offsets[first]], values))
+            problems = all_gather_objects(self._write(first, stop, values) if local_rank() == 0 else "")
+            if problem := next(filter(None, problems), ""):
+                raise ConfigError("data.store_folder", problem)
+            self.num_done = stop
+            logging.info(f"reference log-probabilities: {stop} of {self.num_samples} samples in {self.folder}")
+        return ReferencedSamples(self.samples, self.offsets, self.values)
+
+    def _write(self, first: int, stop: int, values: np.ndarray) -> str:
+        """Write the part of samples [first, stop). Return the problem, or "" after success."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = {"stop": stop, "values": values.tolist(), "digest": digest(values.tobytes())}
+            atomic_write(self._part(first), json.dumps(part))
+        except OSError as error:
+            return f"{self.folder} cannot be written ({error.strerror})"
+        return ""
