@@ -38,7 +38,7 @@ from trainer.system.files import atomic_write
 try:
     import tokenizers
 except ModuleNotFoundError:
-    die("scripts/train_tokenizer.py needs the package tokenizers: pip install tokenizers")
+    die(f"scripts/train_tokenizer.py needs the package tokenizers: {sys.executable} -m pip install tokenizers")
 
 
 NO_TEXT = ConfigError("data.path", "contains no text to train on")

@@ -101,7 +101,7 @@ def test_a_run_that_cannot_be_planned_is_one_line(flags, line):
 def test_a_plot_without_matplotlib_leaves_no_file(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     ended = plan("--plot", tmp_path / "memory.png")
-    line = f"--plot {tmp_path}/memory.png: needs the package matplotlib: pip install matplotlib\n"
+    line = f"--plot {tmp_path}/memory.png: needs the package matplotlib: {sys.executable} -m pip install matplotlib\n"
     assert (ended.returncode, ended.stderr, list(tmp_path.iterdir())) == (2, line, [])
 
 

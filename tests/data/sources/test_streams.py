@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import sys
 
 import pytest
 import zstandard
@@ -105,7 +106,7 @@ def test_a_zst_file_without_its_package_is_a_one_line_error(tmp_path, monkeypatc
     monkeypatch.setattr(packages.importlib, "import_module", missing)
     with pytest.raises(ConfigError) as error:
         read("text", tmp_path)
-    assert str(error.value) == "data.path: needs the package zstandard: pip install zstandard"
+    assert str(error.value) == f"data.path: needs the package zstandard: {sys.executable} -m pip install zstandard"
 
 
 def test_only_uncompressed_files_are_split(tmp_path, suffix):
