@@ -185,8 +185,8 @@ class HuggingFace:
         require(key, seq_len, int)
         return seq_len
 
-    def config(self, sizes: Any, seq_len: int) -> dict[str, Any]:
-        """Return the fields of config.json that depend on the model. seq_len: sequence length in training."""
+    def config(self, sizes: Any, context_window: int) -> dict[str, Any]:
+        """Return the fields of config.json that depend on the model. context_window: longest sequence in training."""
         own = [f.name for f in fields(sizes) if f.name not in _SHARED or f.name == "window"]
         return {
             "architectures": [self.architecture],
@@ -194,7 +194,7 @@ class HuggingFace:
             **self.fixed,
             **{_key(name): getattr(sizes, name) for name in own},
             "head_dim": sizes.head_dim,
-            "max_position_embeddings": max(seq_len, sizes.context_window),
+            "max_position_embeddings": max(context_window, sizes.context_window),
             **write_rope(sizes),
             **self.extra(sizes),
         }

@@ -175,7 +175,7 @@ def _build_checkpoints(
     base: Mapping[str, str],
 ) -> CheckpointManager:
     """Build the checkpoint manager, which restores the checkpoint to resume from. base: result of _load_weights."""
-    files = {"config.toml": to_toml(config).encode(), **model_files(config, resolved, base)}
+    files = {"config.toml": to_toml(config).encode(), **model_files(config, resolved, base, point)}
     return CheckpointManager(
         config.checkpoint,
         run_folder(config) / "checkpoints",

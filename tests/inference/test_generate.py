@@ -1,6 +1,7 @@
 """Generation: identical with and without a KV cache, on one and several ranks, here and in transformers."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -121,17 +122,45 @@ def test_an_exported_chat_model_stops_at_the_end_of_its_turn(chat_run):
     assert model.generation_config.eos_token_id == ends
 
 
-def test_a_model_that_is_fine_tuned_from_a_folder_stops_at_the_end_of_its_turn(ranks, tiny, tied_run, tmp_path):
-    """The folder's generation_config.json names only the end of a document."""
-    source = str(tied_run / "huggingface")
-    assert isinstance(json.loads(Path(source, "generation_config.json").read_text())["eos_token_id"], int)
-    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"]
+def update_json(path, values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_a_model_that_is_fine_tuned_from_a_folder_keeps_its_context_window_and_generation_settings(
+    ranks, tiny, tied_run, tmp_path
+):
+    """The folder's generation_config.json names only the end of a document. The exported one names the end of a turn too. A
+    resumed run does not read the folder again."""
+    source = tmp_path / "source"
+    shutil.copytree(tied_run / "huggingface", source)
+    assert isinstance(json.loads((source / "generation_config.json").read_text())["eos_token_id"], int)
+    update_json(source / "generation_config.json", {"temperature": 0.6})
+    update_json(source / "config.json", {"max_position_embeddings": 4096})
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]
     argv += ["--model.huggingface", source, "--tokenizer.backend", "huggingface", "--tokenizer.path", source]
     argv += ["--data.dataset", "chat", "--data.path", "", "--checkpoint.init_from", source]
-    ranks(1).run(train, [*argv, "--checkpoint.export_huggingface", "true"])
+    argv += ["--checkpoint.export_huggingface", "true"]
     tokenizer = load_tokenizer(TokenizerConfig())
     ends = [tokenizer.special_tokens[name] for name in ("<|end_of_text|>", "<|eot_id|>")]
-    assert json.loads((tmp_path / "run" / "huggingface" / "generation_config.json").read_text())["eos_token_id"] == ends
+    for steps in ("1", "2"):
+        ranks(1).run(train, [*map(str, argv), "--training.steps", steps])
+        export = tmp_path / "run" / "huggingface"
+        config, generation = (json.loads((export / f).read_text()) for f in ("config.json", "generation_config.json"))
+        assert config["max_position_embeddings"] == 4096
+        assert generation["temperature"] == 0.6 and generation["eos_token_id"] == ends
+        update_json(source / "generation_config.json", {"temperature": 0.7})
+        update_json(source / "config.json", {"max_position_embeddings": 64})
+
+
+def test_a_damaged_generation_config_of_the_initial_model_is_a_one_line_error(ranks, tiny, tied_run, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tied_run / "huggingface", source)
+    (source / "generation_config.json").write_text("[")
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--checkpoint.init_from", str(source)]
+    argv += ["--model.overrides.tied_embeddings", "true"]
+    message = f"checkpoint.init_from: {source}/generation_config.json is not a JSON object"
+    with pytest.raises(RankError, match=re.escape(message)):
+        ranks(1).run(train, argv)
 
 
 def test_transformers_generates_the_same_tokens(ranks, chat_run):

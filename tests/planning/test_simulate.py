@@ -18,7 +18,6 @@ from trainer.planning.patches import bound_loss_chunks
 from trainer.planning.recorder import Recorder
 from trainer.planning.simulate import Simulation, simulate
 from trainer.testing.allocations import measure
-from trainer.testing.ranks import RankError
 
 TWO_BLOCKS = [
     *("--config", "train_configs/debug.toml", "--training.seq_len", "128"),
@@ -48,12 +47,7 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL):
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
     argv = [*TWO_BLOCKS, *EIGHT, *layout]
-    try:
-        measured = ranks(size).run(measure, argv, 16)
-    except RankError as error:
-        # On a busy machine, a rank with torch's profiler sometimes dies without a message (torch 2.13, cause unknown).
-        assert "ended without a result" in str(error)
-        measured = ranks(size).run(measure, argv, 16)
+    measured = ranks(size).run(measure, argv, 4)
     for plan in planned(size, *EIGHT, *layout, ranks=range(size), model=TWO_BLOCKS):
         real = measured[plan.rank]
         assert plan.peak == pytest.approx(real.total(), rel=0.03)

@@ -30,7 +30,7 @@ from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
-from trainer.system.files import atomic_folder, digest_of, parse_json_object
+from trainer.system.files import atomic_folder, digest_of
 from trainer.system.units import GIB
 
 _SHARD_BYTES = 5 * GIB
@@ -66,24 +66,14 @@ class HfExport:
         """Write the export to `out`, with safetensors files of at most shard_bytes. Replaces `out`."""
         with atomic_folder(out) as folder:
             self._write_weights(folder, shard_bytes, progress)
-            config = self.spec.huggingface.config(self.sizes, self.model.seq_len)
+            config = self.spec.huggingface.config(self.sizes, self.model.context_window)
             config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), "pad_token_id": None}
             config |= self.model.special_token_ids  # transformers' default pad_token_id may exceed the vocabulary
             _write_json(folder / "config.json", config)
             for name, content in self.files.items():
                 (folder / name).write_bytes(content)
-            _write_json(folder / GENERATION_CONFIG, self._generation_config())
-
-    def _generation_config(self) -> dict[str, Any]:
-        """Return generation_config.json. It is that of the initial model, with the tokens that ended answers in training
-        added."""
-        config, ids = parse_json_object(self.files.get(GENERATION_CONFIG, b"{}")), self.model.special_token_ids
-        ends: list[int] = []
-        for source in (config, ids):
-            eos = source.get("eos_token_id")
-            ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
-        ends = list(dict.fromkeys(ends))
-        return (config or ids) | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+            if GENERATION_CONFIG not in self.files:
+                _write_json(folder / GENERATION_CONFIG, self.model.special_token_ids)
 
     def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
         parameters = sorted((key.removeprefix("model/") for key in self.index), key=layer_order)

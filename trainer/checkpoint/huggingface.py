@@ -55,6 +55,8 @@ class ModelMetadata:
     family: str
     sizes: Mapping[str, Any]
     seq_len: int
+    context_window: int
+    """Longest sequence in the training of this model, or of the model from which it was initialized."""
     tokenizer: str
     """Tokenizer backend of the run, or "" for an imported model, which keeps its Hugging Face tokenizer files."""
     tokenizer_files: tuple[str, ...]
@@ -80,8 +82,11 @@ class ModelMetadata:
             for name in values["tokenizer_files"]:
                 manifest.require_plain_filename(name, MODEL_FILE)
             values.setdefault("lora", {})  # older checkpoints contain complete models
+            values.setdefault("context_window", values["seq_len"])
             types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
-            if not all(isinstance(values[name], type_) for name, type_ in types.items()) or values["seq_len"] < 1:
+            if not all(isinstance(values[name], type_) for name, type_ in types.items()):
+                raise ValueError
+            if min(values["seq_len"], values["context_window"]) < 1:
                 raise ValueError
             names = (*values["extra_special_tokens"], *values["reuse_reserved_tokens"].values())
             if not all(isinstance(name, str) for name in names):
@@ -103,6 +108,21 @@ class ModelMetadata:
             raise CorruptError(f"{MODEL_FILE}: {error}") from None
         except TypeError:  # a name is missing or unknown
             raise CorruptError(f"{MODEL_FILE} does not list the sizes of {self.family}") from None
+
+
+def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Return the context window and the generation_config.json, or {}, of the model in a checkpoint or in a Hugging Face folder.
+    Raises ConfigError."""
+    try:
+        file = folder / GENERATION_CONFIG
+        generation = parse_json_object(manifest.read_text(file, _LARGEST_JSON)) if file.exists() else {}
+        if (folder / manifest.NAME).exists():
+            return ModelMetadata.read(folder).context_window, generation
+        return _read_config(folder / "config.json")[3], generation
+    except CorruptError as damage:
+        raise ConfigError("", f"{folder}: {damage}") from None
+    except ValueError:
+        raise ConfigError("", f"{folder / GENERATION_CONFIG} is not a JSON object") from None
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
@@ -350,7 +370,9 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
         ids = {
             key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config
         }
-        model = ModelMetadata(family, asdict(folder.sizes), folder.seq_len, "", tuple(tokenizer_files), ids, {}, ())
+        model = ModelMetadata(
+            family, asdict(folder.sizes), *(folder.seq_len,) * 2, "", tuple(tokenizer_files), ids, {}, ()
+        )
         contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
         carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
         contents |= {name: folder.content(name) for name in (*tokenizer_files, *carried)}

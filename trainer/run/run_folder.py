@@ -8,14 +8,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import resume
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, MODEL_FILE, ModelMetadata
+from trainer.checkpoint.huggingface import (
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    MODEL_FILE,
+    ModelMetadata,
+    initial_model,
+)
 from trainer.checkpoint.resume import ResumePoint
+from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
@@ -107,17 +114,24 @@ def create_run_folder(folder: Path) -> None:
     run_on_rank_0(work)
 
 
-def model_files(config: Config, resolved: ResolvedRun, base: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the files that make a checkpoint self-contained: model sizes, tokenizer and chat template. base: path and hash of
-    the base model, if only an adapter is saved."""
+def model_files(
+    config: Config, resolved: ResolvedRun, base: Mapping[str, str], point: ResumePoint | None
+) -> dict[str, bytes]:
+    """Return the files that make a checkpoint self-contained: model sizes, tokenizer, chat template and generation_config.json,
+    which is that of the initial model, with the tokens that end answers in training added. base: path and hash of the base model,
+    if only an adapter is saved. Raise ConfigError."""
     scale = {name: getattr(config.lora, name) for name in SCALE_SETTINGS} if base else {}
     files = resolved.tokenizer.files
-    ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn]))
+    window, generation = run_on_rank_0(lambda: _initial_model(config, point))
+    inherited = generation.get("eos_token_id")
+    inherited = inherited if isinstance(inherited, list) else [] if inherited is None else [inherited]
+    ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn, *inherited]))
     special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     model = ModelMetadata(
         family=resolved.family,
         sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
+        context_window=max(config.training.seq_len, window),
         tokenizer=config.tokenizer.backend,
         tokenizer_files=tuple(files),
         special_token_ids=special_token_ids,
@@ -126,7 +140,20 @@ def model_files(config: Config, resolved: ResolvedRun, base: Mapping[str, str]) 
         lora={**scale, **base},
     )
     template = {CHAT_TEMPLATE: resolved.chat_template.encode()} if resolved.chat_template else {}
-    return {MODEL_FILE: model.text().encode(), **files, **template}
+    generation_config = {GENERATION_CONFIG: json.dumps(generation | special_token_ids, indent=2).encode()}
+    return {MODEL_FILE: model.text().encode(), **files, **template, **generation_config}
+
+
+def _initial_model(config: Config, point: ResumePoint | None) -> tuple[int, dict[str, Any]]:
+    """Return the context window and the generation_config.json of the model that the run continues, or (0, {})."""
+    if point is not None:
+        return initial_model(point.path)
+    if not config.checkpoint.init_from:
+        return 0, {}
+    try:
+        return initial_model(resolve_checkpoint(Path(config.checkpoint.init_from)))
+    except ConfigError as error:
+        raise ConfigError("checkpoint.init_from", error.message) from None
 
 
 def versions() -> dict[str, str]:

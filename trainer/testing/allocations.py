@@ -2,11 +2,14 @@
 
 import gc
 import os
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
+from operator import attrgetter, itemgetter
+from pathlib import Path
+from threading import get_native_id
 from time import sleep
 from unittest.mock import patch
 
@@ -27,7 +30,7 @@ from trainer.planning.patches import annotate_fsdp
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local
 
-STEP, BACKWARD = "measured step", "backward"
+START, STEP, BACKWARD = "start of the measurement", "measured step", "backward"
 
 
 @dataclass(slots=True)
@@ -48,16 +51,27 @@ def _label(tensor: Tensor, category: str) -> None:
         pass
 
 
+def _wait_for_threads() -> None:
+    """Wait until all other threads of this process are idle: in three successive observations, none of them is running."""
+    idle = 0
+    while idle < 3:
+        sleep(0.001)  # without the GIL, for which another thread may be waiting
+        others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != get_native_id()]
+        is_idle = all(task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "S" for task in others)
+        idle = idle + 1 if is_idle else 0
+
+
 class _WaitForRelease(TorchDispatchMode):
-    """Dispatch mode that sleeps after each collective, so that the communication thread releases its buffers. Otherwise, on
-    a busy machine, these buffers would be released late, and the measurement would include them."""
+    """Dispatch mode that waits after each collective, so that the communication thread releases its buffers. Otherwise, on
+    a busy machine, these buffers would be released late, and the measurement would include them. The thread records these
+    releases for the profiler, so they must also precede the end of the profile: later ones corrupt the process's memory."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            sleep(0.001)
+            _wait_for_threads()
         return result
 
 
@@ -100,32 +114,34 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
     for parameter in engine.optimizer.names:
         parameter.register_post_accumulate_grad_hook(label_sum)
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
-
-    def measured() -> Counter[str]:
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
+        annotate_fsdp(_label),
+        patch.object(torch.autograd, "_engine_run_backward", recorded_backward),
+        _WaitForRelease(),
+    ):
+        # The profiler does not record the release of a buffer that was allocated before the profile.
+        step()
         engine.optimizer.start_step(1e-4)
         before = _allocated_buffers()
-        with (
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
-            record_function(STEP),
-            annotate_fsdp(_label),
-            patch.object(torch.autograd, "_engine_run_backward", recorded_backward),
-            _WaitForRelease(),
-        ):
-            step()
-            for parameter in engine.parameters.values():
-                _label(parameter, "parameters")
-                if parameter.grad is not None:
-                    _label(parameter.grad, "gradients")
-            for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors):
-                _label(tensor, "optimizer")
-        return _read(profiler.profiler.kineto_results.experimental_event_tree(), before)
-
-    step()
-    return min((measured() for _ in range(repeats)), key=Counter.total)
+        with record_function(START):
+            pass
+        for _ in range(repeats):
+            with record_function(STEP):
+                step()
+                for parameter in engine.parameters.values():
+                    _label(parameter, "parameters")
+                    if parameter.grad is not None:
+                        _label(parameter.grad, "gradients")
+                for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors):
+                    _label(tensor, "optimizer")
+            engine.optimizer.start_step(1e-4)
+        _wait_for_threads()
+    return min(_peaks(profiler.profiler.kineto_results.experimental_event_tree(), before), key=Counter.total)
 
 
 def _allocated_buffers() -> list[Buffer]:
-    """Return the buffers that are already allocated, because the profiler records only later allocations."""
+    """Return the buffers that are allocated now."""
     gc.collect()
     num_bytes: dict[int, int] = {}
     for tensor in gc.get_objects():
@@ -144,16 +160,20 @@ def _flat(events: Iterable) -> Iterator:
         yield from _flat(event.children)
 
 
-def _read(tree: Sequence, before: list[Buffer]) -> Counter[str]:
+def _peaks(tree: Sequence, before: list[Buffer]) -> list[Counter[str]]:
+    """Return category -> number of bytes, at the memory peak of each step."""
     events = sorted(_flat(tree), key=lambda event: event.start_time_ns)
-    (step,) = [event for event in events if event.name == STEP]
+    (start,) = [event.start_time_ns for event in events if event.name == START]
+    events = [event for event in events if event.start_time_ns >= start]
     buffers = _buffers(events, before)
     by_address: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         by_address[buffer.address].append(buffer)
 
     def find(address: int, time: int) -> Buffer | None:
-        return next((b for b in by_address[address] if b.born <= time <= b.died), None)
+        last = bisect_right(by_address[address], time, key=attrgetter("born")) - 1
+        found = by_address[address][last] if last >= 0 else None
+        return found if found is not None and time <= found.died else None
 
     sent: set[int] = set()
     for event in events:
@@ -167,20 +187,23 @@ def _read(tree: Sequence, before: list[Buffer]) -> Counter[str]:
     def in_backward(time: float) -> bool:
         return any(start <= time <= end for start, end in backward)
 
-    alive = [b for b in buffers if b.born <= step.end_time_ns and b.died >= step.start_time_ns]
-    changes: Counter[float] = Counter()
-    for buffer in alive:
-        changes[max(buffer.born, step.start_time_ns)] += buffer.num_bytes
-        changes[buffer.died] -= buffer.num_bytes
-    times = sorted(changes)
-    _, peak_time = max(zip(accumulate(changes[time] for time in times), times, strict=True), key=itemgetter(0))
-    by_category: Counter[str] = Counter()
-    for buffer in alive:
-        if buffer.born <= peak_time < buffer.died:
-            saved = not in_backward(buffer.born) and in_backward(buffer.died)
-            derived = "activations" if saved else "communication" if id(buffer) in sent else "temporaries"
-            by_category[buffer.category or derived] += buffer.num_bytes
-    return by_category
+    def peak(step) -> Counter[str]:
+        alive = [b for b in buffers if b.born <= step.end_time_ns and b.died >= step.start_time_ns]
+        changes: Counter[float] = Counter()
+        for buffer in alive:
+            changes[max(buffer.born, step.start_time_ns)] += buffer.num_bytes
+            changes[buffer.died] -= buffer.num_bytes
+        times = sorted(changes)
+        _, peak_time = max(zip(accumulate(changes[time] for time in times), times, strict=True), key=itemgetter(0))
+        by_category: Counter[str] = Counter()
+        for buffer in alive:
+            if buffer.born <= peak_time < buffer.died:
+                saved = not in_backward(buffer.born) and in_backward(buffer.died)
+                derived = "activations" if saved else "communication" if id(buffer) in sent else "temporaries"
+                by_category[buffer.category or derived] += buffer.num_bytes
+        return by_category
+
+    return [peak(event) for event in events if event.name == STEP]
 
 
 def _buffers(events: Iterable, before: list[Buffer]) -> list[Buffer]:

@@ -1,5 +1,6 @@
 """Local gloo ranks that run a function together."""
 
+import faulthandler
 import os
 import tempfile
 import traceback
@@ -18,6 +19,7 @@ TIMEOUT_S = 120
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)  # because there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(

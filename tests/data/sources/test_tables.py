@@ -111,7 +111,10 @@ def test_tables_without_pyarrow_are_a_one_line_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(packages.importlib, "import_module", missing)
     for dataset in ("parquet", "huggingface"):
-        assert error_of(dataset, tmp_path) == ("data.dataset", f"needs the package pyarrow: {sys.executable} -m pip install pyarrow")
+        assert error_of(dataset, tmp_path) == (
+            "data.dataset",
+            f"needs the package pyarrow: {sys.executable} -m pip install pyarrow",
+        )
 
 
 # ---------------------------------------------------------------- Hugging Face
