@@ -65,6 +65,7 @@ MATRIX = [
     "dp_shard=1 lora.rank=8 checkpoint.init_from=. training.compute_dtype=bf16",
     "dp_shard=2 lora.rank=8 checkpoint.init_from=. training.parameter_dtype=bf16 training.compute_dtype=bf16 "
     "activation_checkpoint.mode=full",
+    "tp=2 lora.rank=8 checkpoint.init_from=. training.compute_dtype=bf16",
     "dp_shard=2 preference.loss=simpo data.dataset=preference data.packing=none data.long_documents=drop "
     "data.document_mask=true",
     "dp_shard=2 optimizer.state_dtype=8bit activation_checkpoint.mode=full activation_checkpoint.offload_inputs=true",
