@@ -29,7 +29,7 @@ from tests.training_runs import (
 )
 from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.adapter import PeftNames, open_weights, write_peft
-from trainer.checkpoint.export import HfExport, export_run
+from trainer.checkpoint.export import HfExport, export_run, is_export_of
 from trainer.checkpoint.storage import read_index
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError
@@ -290,6 +290,7 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
     HfExport(weights.base.folder, torch.float32).write(tmp_path / "base", GIB, lambda n: None)
     HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
     write_peft(checkpoint, tmp_path / "peft")
+    assert is_export_of(tmp_path / "peft", checkpoint)
     tokens = torch.arange(2, 50).view(2, 24)
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")

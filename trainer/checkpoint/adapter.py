@@ -14,7 +14,7 @@ from models.huggingface import permute_from_hf
 from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into, require_match
-from trainer.checkpoint.huggingface import MODEL_FILE, ModelMetadata, layer_order, open_tensors
+from trainer.checkpoint.huggingface import MODEL_FILE, ModelMetadata, export_metadata, layer_order, open_tensors
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import (
     DTYPE_OF,
@@ -313,7 +313,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         "inference_mode": True,
     }
     with atomic_folder(out) as folder:
-        write_safetensors(folder / _PEFT_TENSORS, entries, {"format": "pt"})
+        write_safetensors(folder / _PEFT_TENSORS, entries, export_metadata(checkpoint))
         (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -20,6 +20,7 @@ from trainer.checkpoint.huggingface import (
     MODEL_FILE,
     ModelMetadata,
     Progress,
+    export_metadata,
     group_by_file,
     layer_order,
     read_in_chunks,
@@ -30,12 +31,10 @@ from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
-from trainer.system.files import atomic_folder, digest_of
+from trainer.system.files import atomic_folder
 from trainer.system.units import GIB
 
 _SHARD_BYTES = 5 * GIB
-_SOURCE = "meshwright_checkpoint"
-"""Key in the metadata of exported safetensors files. Its value is the digest of the exported checkpoint's manifest."""
 
 
 class HfExport:
@@ -80,7 +79,7 @@ class HfExport:
         stored = self.spec.huggingface.tensors(parameters)
         entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
-        metadata = {"format": "pt", _SOURCE: digest_of(self.checkpoint / manifest.NAME)}
+        metadata = export_metadata(self.checkpoint)
         weight_map = {}
         for i, group in enumerate(groups, start=1):
             file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
@@ -112,9 +111,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def is_export_of(folder: Path, checkpoint: Path) -> bool:
     """Return whether the folder contains an export of this checkpoint."""
     try:
-        with safe_open(min(folder.glob("model*.safetensors")), framework="pt") as tensors:
-            metadata = tensors.metadata() or {}
-        return metadata.get(_SOURCE) == digest_of(checkpoint / manifest.NAME)
+        with safe_open(min(folder.glob("*model*.safetensors")), framework="pt") as tensors:
+            return tensors.metadata() == export_metadata(checkpoint)
     except (SafetensorError, OSError, ValueError):
         return False
 

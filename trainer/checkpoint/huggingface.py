@@ -32,7 +32,7 @@ from trainer.checkpoint.storage import (
 )
 from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import COMPANION_FILES, TOKENIZERS
-from trainer.system.files import atomic_folder, folder_error, parse_json_object
+from trainer.system.files import atomic_folder, digest_of, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
@@ -333,6 +333,11 @@ def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[Tenso
             groups.append([])
         groups[-1].append(entry)
     return groups
+
+
+def export_metadata(checkpoint: Path) -> dict[str, str]:
+    """Return the metadata of the safetensors files in an export of a checkpoint. They identify the checkpoint. Raises OSError."""
+    return {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
 
 
 def layer_order(name: str) -> list[tuple[int, str]]:
