@@ -52,9 +52,9 @@ def _label(tensor: Tensor, category: str) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait until all other threads of this process are idle: in three successive observations, none of them is running."""
+    """Wait until all other threads of this process are idle: in two successive observations, none of them is running."""
     idle = 0
-    while idle < 3:
+    while idle < 2:
         sleep(0.001)  # without the GIL, for which another thread may be waiting
         others = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != get_native_id()]
         is_idle = all(task.joinpath("stat").read_text().rpartition(")")[2].split()[0] == "S" for task in others)
