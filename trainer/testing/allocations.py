@@ -64,7 +64,7 @@ def _wait_for_threads() -> None:
 class _WaitForRelease(TorchDispatchMode):
     """Dispatch mode that waits after each collective, so that the communication thread releases its buffers. Otherwise, on
     a busy machine, these buffers would be released late, and the measurement would include them. The thread records these
-    releases for the profiler, so they must also precede the end of the profile: later ones corrupt the process's memory."""
+    releases for the profiler, so they must also precede the end of the profile."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
@@ -114,6 +114,7 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
     for parameter in engine.optimizer.names:
         parameter.register_post_accumulate_grad_hook(label_sum)
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
+    # One profile for all steps: on a busy machine, ranks with several profiles sometimes die (torch 2.13).
     with (
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
         annotate_fsdp(_label),
