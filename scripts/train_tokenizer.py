@@ -28,6 +28,7 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
+from trainer.config.packages import require_package
 from trainer.data.datasets import all_dataset_configs, blame_setting
 from trainer.data.prepare.tokenize import check_bad_documents
 from trainer.data.sources import BadDocument, open_source
@@ -36,9 +37,9 @@ from trainer.data.tokenizer.hf_json import byte_to_char
 from trainer.system.files import atomic_write
 
 try:
-    import tokenizers
-except ModuleNotFoundError:
-    die(f"scripts/train_tokenizer.py needs the package tokenizers: {sys.executable} -m pip install tokenizers")
+    tokenizers = require_package("tokenizers", "")
+except ConfigError as error:
+    die(f"scripts/train_tokenizer.py {error.message}")
 
 
 NO_TEXT = ConfigError("data.path", "contains no text to train on")

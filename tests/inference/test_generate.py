@@ -152,13 +152,19 @@ def test_a_model_that_is_fine_tuned_from_a_folder_keeps_its_context_window_and_g
         update_json(source / "config.json", {"max_position_embeddings": 64})
 
 
-def test_a_damaged_generation_config_of_the_initial_model_is_a_one_line_error(ranks, tiny, tied_run, tmp_path):
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_bad_generation_config_of_the_initial_model_is_a_one_line_error(ranks, tiny, tied_run, tmp_path, is_link):
     source = tmp_path / "source"
     shutil.copytree(tied_run / "huggingface", source)
-    (source / "generation_config.json").write_text("[")
+    file, secret = source / "generation_config.json", tmp_path / "secret.json"
+    secret.write_text("{}")
+    file.unlink()
+    file.symlink_to(secret) if is_link else file.write_text("[")
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--checkpoint.init_from", str(source)]
     argv += ["--model.overrides.tied_embeddings", "true"]
-    message = f"checkpoint.init_from: {source}/generation_config.json is not a JSON object"
+    message = f"checkpoint.init_from: {file} is not a JSON object"
+    if is_link:
+        message = f"{source}: {file.name} is a symbolic link to a path outside the folder"
     with pytest.raises(RankError, match=re.escape(message)):
         ranks(1).run(train, argv)
 
