@@ -236,7 +236,8 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class Output(nn.Linear):
-    """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only for this module."""
+    """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only for this module. The
+    weight may have a higher precision than the hidden states."""
 
     def __init__(self, dim: int, vocab_size: int, softcap: float | None = None):
         """softcap: limit of the logits: softcap * tanh(logit / softcap) replaces a logit."""
@@ -246,5 +247,5 @@ class Output(nn.Linear):
     def forward(self, h: Tensor, head: Head | None = None) -> Tensor:
         if head is not None:
             return head(h, self.weight, self.softcap)
-        logits = F.linear(h, self.weight)
+        logits = F.linear(h, self.weight.to(h.dtype))
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

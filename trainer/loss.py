@@ -25,14 +25,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)
         return
-    if is_first:
-        total.zero_()
     if a.device.type != "cpu":
+        if is_first:
+            total.zero_()
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     # The product has the dtype of the factors. Computed a few rows at a time, it needs little memory.
     for rows, factor in zip(total.split(_ROWS), a.split(_ROWS), strict=True):
-        rows += factor @ b
+        (rows.copy_ if is_first else rows.add_)(factor @ b)
 
 
 def _losses_and_gradient(
@@ -145,7 +145,8 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
         """needs_gradient: whether a backward follows."""
         scale = torch.ones_like(projection.labels, dtype=torch.float32) if needs_gradient else None
-        losses, grad_hidden, grad_weight = projection.run(hidden, weight, scale, ctx.needs_input_grad[1])
+        cast = weight.to(hidden.dtype)
+        losses, grad_hidden, grad_weight = projection.run(hidden, cast, scale, ctx.needs_input_grad[1])
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
@@ -169,12 +170,13 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.projection = projection
-        return projection.run(hidden, weight, None, trains_weight=False)[0]
+        return projection.run(hidden, weight.to(hidden.dtype), None, trains_weight=False)[0]
 
     @staticmethod
     def backward(ctx, grad_losses: Tensor):
         hidden, weight = ctx.saved_tensors
-        _, grad_hidden, grad_weight = ctx.projection.run(hidden, weight, grad_losses, ctx.needs_input_grad[1])
+        cast = weight.to(hidden.dtype)
+        _, grad_hidden, grad_weight = ctx.projection.run(hidden, cast, grad_losses, ctx.needs_input_grad[1])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 

@@ -66,7 +66,7 @@ def step(dtype, mode, compiled):
         for p in parameters.values():
             p.grad = None
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            model(tokens, *others, head=CrossEntropyHead(tokens, 1024)).backward()
+            model(tokens, *others, head=CrossEntropyHead(tokens, tokens.numel() // 2)).backward()
     matmuls = sum(event.count for event in profiled.key_averages() if event.key in ("aten::mm", "aten::addmm"))
     return {name: p.grad for name, p in parameters.items()}, matmuls
 
@@ -88,7 +88,10 @@ def test_compiled_recomputation_and_cast_parameters_give_the_gradients_of_the_pl
         deviation = (torch.cat([g.flatten() for g in gradients.values()]) - expected).norm() / expected.norm()
         assert deviation < (1e-5 if dtype == "fp32" else 3e-2)
         assert dtype == "fp32" or deviation > 1e-4
+        rounded = {name for name, g in gradients.items() if torch.equal(g, g.bfloat16().float())}
+        tables = {"tok_embeddings.weight", "output.weight"}  # not copied to bf16, so their gradients are fp32 throughout
+        assert rounded == (gradients.keys() - tables if dtype == "bf16" else set())
     # A block has 7 in forward and 14 in backward, which repeats 6 of the 7, because it does not need the result of the last one.
-    # The loss has 3.
+    # The loss has 3 for each chunk.
     for _, matmuls in results.values():
-        assert matmuls == 27 * SIZES.n_layers + 3
+        assert matmuls == 27 * SIZES.n_layers + 2 * 3

@@ -15,14 +15,20 @@ def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) ->
     """Make the forward of each block, and of each module in plan.fsdp_units, compute with parameters of this dtype, in place.
 
     Each forward casts the module's parameters. The results replace the parameters in the module until its next forward, because
-    recomputation in backward uses them too. Gradients flow to the original parameters, in the original dtype."""
+    recomputation in backward uses them too. Gradients flow to the original parameters, in the original dtype. The two largest
+    tables are not copied: an embedding only selects rows, so its result is cast, and the head casts the output weight."""
     if all(p.dtype == dtype for p in model.parameters()):
         return
     outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]
     modules = [*model.get_submodule(plan.blocks).children(), *outside_blocks]
     assert {p for m in modules for p in m.parameters()} == set(model.parameters()), "plan.fsdp_units is incomplete"
+    output = model.get_submodule(plan.post_blocks[-1])
     for module in modules:
-        module.forward = _cast_forward(module, dtype)
+        # Subclasses also compute with the rows, and tensor parallelism communicates them.
+        if type(module) is nn.Embedding and not isinstance(module.weight, DTensor):
+            module.register_forward_hook(lambda module, args, result: result.to(dtype))
+        elif module is not output:
+            module.forward = _cast_forward(module, dtype)
 
 
 def _cast_forward(module: nn.Module, dtype: torch.dtype) -> Forward:
