@@ -120,7 +120,8 @@ class LongRope(Rope):
 
     def frequencies(self, device: torch.device) -> Tensor:
         factors = self.long_factors if self.is_long else self.short_factors
-        return super().frequencies(device) / torch.tensor(factors, device=device)
+        # Not tensor(..., device=device), for which the host would wait for the device.
+        return super().frequencies(device) / torch.tensor(factors).to(device, non_blocking=True)
 
     @property
     def amplitude(self) -> float:

@@ -42,14 +42,15 @@ def _losses_and_gradient(
     first_row: int,
     group: ProcessGroup | None,
     softcap: float | None,
-    scale: Tensor | None,
+    scale: Tensor | float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the cross-entropy of some tokens over the full vocabulary, (tokens,), and its gradient for the logits of this rank's
     vocabulary rows, (tokens, rows) in the weight's dtype. Both are zero for tokens without a target.
 
     hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row: index of the first of
     these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary. softcap: limit of
-    the logits, see Output in models/components.py. scale: factor of each token's gradient, (tokens,), or None for no gradient.
+    the logits, see Output in models/components.py. scale: factor of each token's gradient, (tokens, 1), or one factor for all of
+    them, or None for no gradient.
     """
     logits = F.linear(hidden, weight).float()
     if softcap is not None:
@@ -74,12 +75,12 @@ def _losses_and_gradient(
     losses = ((sums.log() - target_logits) * is_target).squeeze(1)
     if scale is None:
         return losses, None
-    scale = scale[:, None] * is_target
+    scale = is_target * scale
     if torch.compiler.is_compiling():
         is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_on_rank, -1)
         logits = (logits / sums - is_target_row.float()) * scale
     else:
-        logits.mul_(scale / sums).scatter_add_(1, target_rows, -(scale * is_on_rank))
+        logits.mul_(scale / sums).scatter_add_(1, target_rows, -scale if group is None else -(scale * is_on_rank))
     if softcap is not None:
         logits *= tanh.square_().neg_().add_(1)
     return losses, logits.to(weight.dtype)
@@ -109,7 +110,7 @@ class _Projection:
     compiled: bool
 
     def run(
-        self, hidden: Tensor, weight: Tensor, scale: Tensor | None, trains_weight: bool
+        self, hidden: Tensor, weight: Tensor, scale: Tensor | float | None, trains_weight: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the token losses, (tokens,) in fp32, the gradient of hidden, and the gradient of weight in fp32 if trains_weight
         is true. hidden: (tokens, dim). weight, scale: see _losses_and_gradient; without a scale there are no gradients. The
@@ -127,7 +128,7 @@ class _Projection:
                 self.first_row,
                 self.group,
                 self.softcap,
-                None if scale is None else scale[chunk],
+                scale[chunk] if isinstance(scale, Tensor) else scale,
             )
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -144,7 +145,7 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
         """needs_gradient: whether a backward follows."""
-        scale = torch.ones_like(projection.labels, dtype=torch.float32) if needs_gradient else None
+        scale = 1.0 if needs_gradient else None
         cast = weight.to(hidden.dtype)
         losses, grad_hidden, grad_weight = projection.run(hidden, cast, scale, ctx.needs_input_grad[1])
         if needs_gradient:
@@ -155,12 +156,12 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled_weight = None
         if grad_weight is not None:
-            # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
-            scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            torch.mul(grad_weight, grad_total, out=scaled_weight)
-        return grad_hidden * grad_total, scaled_weight, None, None
+            # Scale in fp32 and round once. No second fp32 tensor is allocated.
+            same = ctx.weight_dtype == grad_weight.dtype
+            scaled = grad_weight if same else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, grad_total, out=scaled)
+        return grad_hidden.mul_(grad_total), grad_weight, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -176,7 +177,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx, grad_losses: Tensor):
         hidden, weight = ctx.saved_tensors
         cast = weight.to(hidden.dtype)
-        _, grad_hidden, grad_weight = ctx.projection.run(hidden, cast, grad_losses, ctx.needs_input_grad[1])
+        _, grad_hidden, grad_weight = ctx.projection.run(hidden, cast, grad_losses[:, None], ctx.needs_input_grad[1])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
@@ -240,8 +241,9 @@ class Objective(Protocol):
     """Arguments of CrossEntropyHead."""
 
     def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        """Return the head of a microbatch. It computes the sum of the loss, or a vector of this sum and those of the metrics. The
-        arguments are fields of Batch after context parallelism has sharded the sequences."""
+        """Return the head of a microbatch. It computes the sum of the loss, or a vector of this sum and those of the metrics, of
+        which only the first has a gradient. The arguments are fields of Batch after context parallelism has sharded the
+        sequences."""
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of terms as a scalar. batch: full sequences."""

@@ -35,7 +35,7 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
     if config.state_dtype == "8bit":
         quantizers = {name: BlockQuantizer(signed, parameters[0].device) for name, signed in _MOMENTS.items()}
     if all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
-        optimizer = _AdamW(groups, **hyperparameters)
+        optimizer = AdamW(groups, **hyperparameters)
     else:
         optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
     for p in parameters:
@@ -50,21 +50,25 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
     return optimizer
 
 
-class _AdamW(torch.optim.AdamW):
+class AdamW(torch.optim.AdamW):
     """torch's AdamW with less work on the host: all parameters share one counter of steps, and the fused kernel gets local
-    tensors. The caller sets `found_inf` and `grad_scale`, fp32 scalars by which the fused kernel skips or scales an update."""
+    tensors. Call `update` instead of `step`, for which torch also runs hooks and its profiler."""
 
     def __init__(self, groups: list[dict], **hyperparameters: Any):
         super().__init__(groups, **hyperparameters)
         self.num_steps = torch.zeros((), dtype=torch.float32, device=groups[0]["params"][0].device)
 
     @torch.no_grad()
-    def step(self) -> None:
-        self.num_steps += 1 - self.found_inf
+    def update(self, skip: Tensor, grad_scale: Tensor | None = None) -> None:
+        """Update all parameters that have a gradient. skip: fp32 scalar; parameters and state do not change if it is 1.
+        grad_scale: fp32 scalar by which the gradients are divided."""
+        # The kernel's arguments for torch.amp.GradScaler.
+        scalars = {"found_inf": skip, "grad_scale": grad_scale}
+        self.num_steps += 1 - skip
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                self._update(parameters, group)
+                self._update(parameters, group | scalars)
 
     def _update(self, parameters: list[Tensor], group: dict) -> None:
         moments = ([to_local(self.state[p][name]) for p in parameters] for name in _MOMENTS)
@@ -83,11 +87,11 @@ class _AdamW(torch.optim.AdamW):
         torch._fused_adamw_(
             parameters, gradients, exp_avgs, exp_avg_sqs, [], [self.num_steps] * len(parameters),
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-            amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
+            amsgrad=False, maximize=False, grad_scale=group["grad_scale"], found_inf=group["found_inf"],
         )  # fmt: skip
 
 
-class _MixedPrecisionAdamW(_AdamW):
+class _MixedPrecisionAdamW(AdamW):
     """AdamW for parameters and moments of different dtypes. The fused kernel computes each update in fp32. The results are then
     rounded to nearest."""
 

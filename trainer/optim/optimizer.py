@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
-from trainer.optim.adamw import adamw
+from trainer.optim.adamw import AdamW, adamw
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
 from trainer.runtime.host_memory import Event, HostTransfer
 
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], torch.optim.Optimizer]] = {"adamw": adamw}
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], AdamW]] = {"adamw": adamw}
 
-Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+Factory = Callable[[Iterable[Tensor]], AdamW]
 
 
 class Optimizer:
@@ -35,6 +35,7 @@ class Optimizer:
         self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
         self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
         """Parameter -> torch's optimizer that updates it."""
+        self.optimizers = set(self.optimizer_of.values())
         self.frees_gradients = config.frees_gradients
         self.grad_norms: dict[Tensor, Tensor] = {}
         """Parameter -> norm of its freed gradient."""
@@ -44,7 +45,7 @@ class Optimizer:
             for p in self.names:
                 p.register_post_accumulate_grad_hook(self._on_grad_ready)
 
-    def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
+    def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
         return dict.fromkeys(self.names, create(self.names))
 
     @torch.no_grad()
@@ -62,7 +63,7 @@ class Optimizer:
         """Prepare a step before its first backward: set the learning rate and free the gradients."""
         for p in self.names:
             p.grad = None
-        for optimizer in set(self.optimizer_of.values()):
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
@@ -80,8 +81,8 @@ class Optimizer:
 
     def step(self, skip: Tensor) -> None:
         """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change."""
-        for optimizer in set(self.optimizer_of.values()):
-            _step(optimizer, skip.to(self.shares), self.grad_scale)
+        for optimizer in self.optimizers:
+            optimizer.update(skip.to(self.shares), self.grad_scale)
 
     def state(self) -> dict[str, Tensor]:
         """Return "<parameter>/<quantity>" -> state tensor, not a copy. Hyperparameters are omitted, because they are settings."""
@@ -107,11 +108,11 @@ class InBackward(Optimizer):
     stays unchanged, but the other shards are updated. The run must not continue after such a step.
     """
 
-    def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
+    def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
         return {p: create([p]) for p in self.names}
 
     def _use_gradient(self, p: Tensor) -> None:
-        _step(self.optimizer_of[p], skip=self.grad_norms[p].isfinite().logical_not().float())
+        self.optimizer_of[p].update(skip=self.grad_norms[p].isfinite().logical_not().float())
 
     def step(self, skip: Tensor) -> None:
         """Do nothing, because backward has already updated the parameters."""
@@ -125,7 +126,7 @@ class CpuOffload(Optimizer):
     All buffers are allocated once. If the device itself is a CPU, the algorithm is the same, but all copies stay in host memory.
     """
 
-    def _allocate(self, create: Factory) -> dict[Tensor, torch.optim.Optimizer]:
+    def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
         self.transfer = HostTransfer(self.device)
         shards = {p: to_local(p.detach()) for p in self.names}
         self.masters = {p: self.transfer.host_like(shard, torch.float32) for p, shard in shards.items()}
@@ -153,7 +154,7 @@ class CpuOffload(Optimizer):
         for p, master in self.masters.items():
             self.arrivals[p].synchronize()
             master.grad = self.gradients[p].float()
-            _step(self.optimizer_of[p], skip, grad_scale)
+            self.optimizer_of[p].update(skip, grad_scale)
             master.grad = None
             result = self.results[p].copy_(master) if p in self.results else master
             returned = self.transfer.copy([to_local(p.detach())], [result])
@@ -185,14 +186,6 @@ def build_optimizer(parameters: Mapping[str, Tensor], config: OptimizerConfig, r
 def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
     """Return the norm of each parameter's gradient as an fp32 scalar."""
     return torch._foreach_norm([to_local(p.grad) for p in parameters], 2, dtype=torch.float32)
-
-
-def _step(optimizer: torch.optim.Optimizer, skip: Tensor, grad_scale: Tensor | None = None) -> None:
-    """Run torch's optimizer. skip: fp32 scalar; parameters and state do not change if it is 1. grad_scale: fp32 scalar by which
-    the gradients are divided."""
-    # The protocol of torch.amp.GradScaler, which the fused kernels implement.
-    optimizer.found_inf, optimizer.grad_scale = skip, grad_scale
-    optimizer.step()
 
 
 def _replication_factor(parameter: Tensor, ranks_per_stage: int) -> int:

@@ -54,11 +54,12 @@ class Step(ABC):
 
     def _sum(self, results: Sequence[Tensor | None], objective: Objective) -> Tensor:
         """Return the sum over the microbatches and over all ranks, as a vector."""
-        zero = torch.zeros(objective.shape, device=self.phases.device)
-        own = _total([zero if result is None else result for result in results] or [zero])
-        return sum_over(own.reshape(-1), self.loss_group)
+        own = [result for result in results if result is not None]
+        total = _total(own) if own else torch.zeros(objective.shape, device=self.phases.device)
+        return sum_over(total.reshape(-1), self.loss_group)
 
 
+@torch.no_grad()
 def count_terms(microbatches: Sequence[Batch], objective: Objective, batch_group: ProcessGroup) -> Tensor:
     """Return the number of an objective's terms on all ranks as a scalar. microbatches: full sequences. If the loss is divided by
     this number, every term has the same weight, regardless of padding and masks."""
@@ -78,16 +79,17 @@ class SpmdStep(Step):
     """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
     def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        means, divisor = [], num_terms.clamp(min=1)  # a batch may be all padding
+        results, divisor = [], num_terms.clamp(min=1)  # a batch may be all padding
+        gradient = divisor.reciprocal().expand(self.objective.shape)  # only the loss has a gradient, metrics have none
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
             self.phases.start("forward")
-            result = self._forward(self.shard_sequence(batch), self.objective) / divisor
+            result = self._forward(self.shard_sequence(batch), self.objective)
             self.phases.start("backward")
-            result.reshape(-1)[0].backward()
-            means.append(result.detach())
+            result.backward(gradient)
+            results.append(result.detach())
         self.phases.start("reduction")
-        return self._sum(means, self.objective)
+        return self._sum(results, self.objective) / divisor
 
     def _parts(self) -> Iterable[nn.Module]:
         return [self.model]

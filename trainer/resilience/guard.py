@@ -76,15 +76,17 @@ class StabilityGuard:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
         self.slots = torch.arange(WINDOW, device=device)
+        self.no = torch.zeros((), dtype=torch.bool, device=device)
 
+    @torch.no_grad()
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
         """Return a scalar that is true if the update must be skipped, and the outcome tensor for StepMonitor. All arguments are
         scalars. votes: number of ranks that were asked to stop."""
         # With offloaded parameters, loss and gradient norm are on different devices.
-        values = torch.stack([value.detach().float().to(self.counts.device) for value in (loss, grad_norm)])
+        values = torch.stack([value.to(self.counts.device) for value in (loss, grad_norm)])
         accept = (values.abs() < math.inf).all()  # false for NaN, and faster than isfinite
         accepted, consecutive_skips, total = self.counts.unbind()
-        spike = torch.zeros_like(accept)
+        spike = self.no
         if self.config.on_loss_spike != "off":
             filled = (self.slots < accepted).float()
             mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)
@@ -95,7 +97,7 @@ class StabilityGuard:
         skipped = ~accept
         # Recorded under every policy, because on_loss_spike may be switched on when the run is resumed.
         slot = self.slots == accepted % WINDOW
-        self.history.copy_(torch.where(slot & accept, values[:, None], self.history))
+        torch.where(slot & accept, values[:, None], self.history, out=self.history)
         self.counts += torch.stack([accept, skipped, skipped])
         consecutive_skips *= skipped  # a view of self.counts
         outcome = torch.stack([votes, skipped, spike, consecutive_skips, total, *values])

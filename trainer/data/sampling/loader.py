@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import Batch
@@ -107,18 +108,22 @@ def training_batches(
 
     The loader has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
     """
-    workers = {"num_workers": config.num_workers, "prefetch_factor": config.prefetch} if config.num_workers else {}
+    indices = _sample_indices(order, partition, cursor)
+    if config.num_workers == 0:  # the loader's own work would take longer than reading a small batch
+        batches = map(samples.__getitem__, indices)
+        return (batch.map(Tensor.pin_memory) for batch in batches) if pin_memory else batches
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch has deprecated.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         loader = StatefulDataLoader(
             samples,
             batch_size=None,
-            sampler=_sample_indices(order, partition, cursor),
+            sampler=indices,
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch,
             pin_memory=pin_memory,
             worker_init_fn=detach_signals,
             generator=torch.Generator(),  # by default the loader would use the rank's generator, which checkpoints save
-            **workers,
         )
     return iter(loader)
 
