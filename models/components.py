@@ -54,9 +54,7 @@ class Activation:
 
 
 SILU = Activation(F.silu, torch.ops.aten.silu_backward)
-GELU_TANH = Activation(
-    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")
-)  # fmt: skip
+GELU_TANH = Activation(partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 
 
 class GatedProduct(torch.autograd.Function):
@@ -117,7 +115,7 @@ class CausalMask(nn.Module):
     """The mask of one kind of layer, computed once for all layers of the kind. The trainer replaces this module if a run needs
     another mask.
 
-    Every token attends to itself and to earlier tokens of its sample, even if they belong to other documents.
+    Every token attends to itself and to earlier tokens of its sample and of its window, even if they belong to other documents.
     """
 
     def __init__(self, window: int | None):

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Generator, Tensor, nn
 
 from models.blocks import PreNormBlock
-from models.components import CausalMask, Norm, OffsetRMSNorm, Output
+from models.components import Attention, CausalMask, Norm, OffsetRMSNorm, Output
 from models.sizes import Sizes
 from models.spec import Head, LayerKind, ParallelPlan
 
@@ -86,13 +86,12 @@ class Decoder(nn.Module):
     def plan(self) -> ParallelPlan:
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
-        # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.
-        tied_units = (("tok_embeddings", "norm", "output"),)
         return ParallelPlan(
             blocks="layers",
             pre_blocks=("tok_embeddings",),
             post_blocks=("norm", "output"),
-            fsdp_units=tied_units if tied else (("tok_embeddings",), ("norm", "output")),
+            # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.
+            fsdp_units=(("tok_embeddings", "norm", "output"),) if tied else (("tok_embeddings",), ("norm", "output")),
             tied=tied,
             tensor=self.TENSOR,
             tensor_block=_tensor_styles(self.layers["0"]),
@@ -104,9 +103,10 @@ class Decoder(nn.Module):
         )
 
 
-def pre_norm_decoder(sizes: Sizes, attention: Callable[[LayerKind], nn.Module]) -> Decoder:
-    """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer."""
-    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+def pre_norm_decoder(sizes: Sizes, attention: Callable[[LayerKind], nn.Module] | None = None) -> Decoder:
+    """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer; None: Attention
+    without norms, whose rotated pairs are half of a head apart."""
+    norm, attention = partial(nn.RMSNorm, eps=sizes.norm_eps), attention or partial(Attention, sizes)
     return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, attention(kind)))
 
 

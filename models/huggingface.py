@@ -64,16 +64,13 @@ ROPE_FIELDS = {
 """Name of a size -> its key in the object rope_scaling or rope_parameters of config.json."""
 
 _SHARED = {*ROPE_FIELDS, "rope_theta", "rope_type", "rope_is_long", "window", "layer_types"}
-"""Sizes that read_rope and read_windows return."""
+"""Sizes that are read by read_rope and read_windows, or that config.json does not contain."""
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
 """Defaults that most of transformers' families have."""
 
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 """Type of layer in models.sizes.WindowedSizes -> its name in config.json."""
-
-_NESTED = ("model.language_model.", "language_model.")
-"""Prefixes of the text model's tensors in a multimodal model, in new and in old files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ class HuggingFace:
     fixed: Config = field(default_factory=lambda: {"hidden_act": "silu"})
     """Key of config.json -> the only supported value, which is also transformers' default."""
     defaults: Config = field(default_factory=dict)
-    """Key of config.json -> transformers' default, if it is neither that of the size nor _DEFAULTS."""
+    """Key of config.json -> transformers' default, if it differs from _DEFAULTS or, for other keys, from the size's default."""
     adapt: Callable[[Config], Config] = lambda config: config
     """Function (config.json with defaults) -> config.json with the keys and values of all families. Raises ValueError."""
     extra: Callable[[Any], Config] = lambda sizes: {}
@@ -223,11 +220,6 @@ def _split(parameter: str) -> tuple[str, str, str]:
     return f"layers.{index}.", inner, leaf
 
 
-def is_buffer(name: str) -> bool:
-    """Return whether the tensor contains the rotary frequencies, which old versions of transformers saved."""
-    return name.endswith("rotary_emb.inv_freq")
-
-
 def text_config(config: Config) -> Config:
     """Return the configuration of the text model, if config.json describes a multimodal model, otherwise `config`."""
     inner, key = config.get("text_config"), "tie_word_embeddings"
@@ -238,7 +230,7 @@ def text_config(config: Config) -> Config:
 def text_name(name: str) -> str | None:
     """Return the name of a tensor in the text model, given its name in a multimodal model. None if the tensor belongs to another
     modality."""
-    for prefix in _NESTED:
+    for prefix in ("model.language_model.", "language_model."):  # in new and in old files
         if name.startswith(prefix):
             inner = name.removeprefix(prefix)
             return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
@@ -315,8 +307,7 @@ def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
 def write_rope(sizes: Any) -> dict[str, Any]:
     """Return the part of config.json that describes the positional encoding. All versions of transformers read this form."""
     default = {f"rope_{f.name}": f.default for f in fields(ROPES[sizes.rope_type])}
-    default["original_seq_len"] = default.get("rope_original_seq_len")
-    used = {name: getattr(sizes, name) for name in ROPE_FIELDS if name in default and hasattr(sizes, name)}
+    used = {name: getattr(sizes, name) for name in ROPE_FIELDS if name in default}
     scaling = {ROPE_FIELDS[name]: value for name, value in used.items() if value != default[name]}
     scaling = {key: list(value) if isinstance(value, tuple) else value for key, value in scaling.items()}
     scaling = None if sizes.rope_type == "default" else {"rope_type": sizes.rope_type} | scaling

@@ -8,7 +8,7 @@ from typing import ClassVar
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import HuggingFace
-from models.rope import Llama3Rope, Rope, rotate_pairs
+from models.rope import rotate_pairs
 from models.sizes import Sizes
 from models.spec import ModelSpec, SizeError
 
@@ -17,10 +17,6 @@ from models.spec import ModelSpec, SizeError
 class LlamaSizes(Sizes):
     ROPE_TYPES: ClassVar = ("default", "llama3")
     rope_theta: float = 500_000.0
-    rope_factor: float = 1.0
-    """Factor by which positions may exceed original_seq_len (Llama 3.1); 1 disables the scaling of frequencies."""
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
     original_seq_len: int = 8192
     """Sequence length of the original training, before the frequencies were scaled. It is used only if rope_factor is not 1."""
 
@@ -31,10 +27,6 @@ class LlamaSizes(Sizes):
         if self.head_dim % 2:
             message = f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary embeddings rotate pairs"
             raise SizeError(message, "n_heads", "dim")
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if high <= low:
-            message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
-            raise SizeError(message, "rope_high_freq_factor", "rope_low_freq_factor")
 
     @property
     def head_dim(self) -> int:
@@ -45,20 +37,8 @@ class LlamaSizes(Sizes):
         return "llama3" if self.rope_factor != 1.0 else "default"
 
     @property
-    def context_window(self) -> int:
-        return round(self.original_seq_len * self.rope_factor) if self.rope_factor != 1.0 else 0
-
-    def rope(self) -> Rope:
-        if self.rope_factor == 1.0:
-            return Rope(dim=self.head_dim, theta=self.rope_theta)
-        return Llama3Rope(
-            dim=self.head_dim,
-            theta=self.rope_theta,
-            factor=self.rope_factor,
-            low_freq_factor=self.rope_low_freq_factor,
-            high_freq_factor=self.rope_high_freq_factor,
-            original_seq_len=self.original_seq_len,
-        )
+    def rope_original_seq_len(self) -> int:
+        return self.original_seq_len
 
 
 def llama(sizes: LlamaSizes) -> Decoder:

@@ -17,16 +17,11 @@ from models.rope import Rope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
-
-def mistral(sizes: WindowedSizes) -> Decoder:
-    return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind))
-
-
 _7b = partial(WindowedSizes, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336)
 _24b = partial(WindowedSizes, dim=5120, n_layers=40, n_heads=32, n_kv_heads=8, head_dim=128, vocab_size=131072)
 _22b = partial(WindowedSizes, dim=6144, n_layers=56, n_heads=48, n_kv_heads=8, head_dim=128, vocab_size=32768)
 MISTRAL = ModelSpec(
-    model=mistral,
+    model=pre_norm_decoder,
     sizes={
         "debug": WindowedSizes(**DEBUG, window=40),
         "7b-v0.1": _7b(vocab_size=32000, window=4096),

@@ -50,18 +50,15 @@ def olmo(sizes: Olmo2Sizes | Olmo3Sizes) -> Decoder:
     all_heads = partial(AllHeadsRMSNorm, eps=sizes.norm_eps)
 
     def block(kind: LayerKind) -> PostNormBlock:
-        norms = {
-            "q_norm": all_heads(sizes.n_heads * sizes.head_dim),
-            "k_norm": all_heads(sizes.n_kv_heads * sizes.head_dim),
-        }
-        return PostNormBlock(sizes, norm, Attention(sizes, kind, qkv_bias=bias, out_bias=bias, **norms))
+        q_norm, k_norm = (all_heads(n * sizes.head_dim) for n in (sizes.n_heads, sizes.n_kv_heads))
+        attention = Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
+        return PostNormBlock(sizes, norm, attention)
 
     return Decoder(sizes, norm, block)
 
 
 _huggingface = partial(
-    HuggingFace,
-    names=NAMES | {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"},
+    HuggingFace, names=NAMES | {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 )
 
 _olmo2 = partial(Olmo2Sizes, head_dim=128, vocab_size=100352)
@@ -75,10 +72,7 @@ OLMO2 = ModelSpec(
         "32b": _olmo2(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648),
     },
     huggingface=_huggingface(
-        model_type="olmo2",
-        architecture="Olmo2ForCausalLM",
-        sizes_type=Olmo2Sizes,
-        defaults={"rms_norm_eps": 1e-5},
+        model_type="olmo2", architecture="Olmo2ForCausalLM", sizes_type=Olmo2Sizes, defaults={"rms_norm_eps": 1e-5}
     ),
 )
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from models.components import Attention
-from models.decoder import Decoder, pre_norm_decoder
+from models.decoder import pre_norm_decoder
 from models.huggingface import NAMES, HuggingFace, first, rope_object
 from models.sizes import DEBUG, WindowedSizes
 from models.spec import ModelSpec
@@ -23,10 +22,6 @@ class PhiSizes(WindowedSizes):
     @property
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
-
-
-def phi(sizes: PhiSizes) -> Decoder:
-    return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind))
 
 
 def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -54,7 +49,7 @@ def _extra(sizes: PhiSizes) -> dict[str, Any]:
 _mini = partial(PhiSizes, dim=3072, n_layers=32, hidden_dim=8192, head_dim=96, n_heads=32, n_kv_heads=32)
 _14b = partial(PhiSizes, dim=5120, n_layers=40, n_heads=40, n_kv_heads=10, head_dim=128, hidden_dim=17920)
 PHI = ModelSpec(
-    model=phi,
+    model=pre_norm_decoder,
     sizes={
         "debug": PhiSizes(
             **{"partial_rotary_factor": 0.5, "rope_type": "longrope", "rope_factor": 4.0, "rope_original_seq_len": 32},

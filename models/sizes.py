@@ -49,7 +49,8 @@ def _rule(type_: Any) -> tuple[str, Callable[[Any], bool]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Dimensions of a decoder. Subclasses have a `head_dim`. Raises SizeError if they are invalid or do not fit each other."""
+    """Dimensions of a decoder. Subclasses have a `head_dim`, a `rope_type` and the sizes that this type uses. Raises SizeError if
+    they are invalid or do not fit each other."""
 
     ROPE_TYPES: ClassVar[tuple[str, ...]]
     """Supported extensions of the context window, keys of ROPES."""
@@ -65,6 +66,10 @@ class Sizes:
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     """Whether the output projection uses the embedding table as its weight."""
+    rope_theta: float = 10_000.0
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -79,6 +84,10 @@ class Sizes:
             raise SizeError(f"n_layers {self.n_layers} must be at most 1024", "n_layers")
         if self.n_heads % self.n_kv_heads:
             raise SizeError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}", "n_kv_heads", "n_heads")
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if high <= low:
+            message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
+            raise SizeError(message, "rope_high_freq_factor", "rope_low_freq_factor")
 
     def for_seq_len(self, seq_len: int) -> Self:
         """Return the sizes for sequences of this length."""
@@ -87,11 +96,19 @@ class Sizes:
     @property
     def context_window(self) -> int:
         """Sequence length that an extension of the context window allows, or 0 if the extension has no original length."""
-        return 0
+        has_original = "original_seq_len" in (f.name for f in fields(ROPES[self.rope_type]))
+        return round(self.rope_original_seq_len * self.rope_factor) if has_original else 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated dims of each head."""
+        return self.head_dim
 
     def rope(self) -> Rope:
         """Return the positional encoding."""
-        raise NotImplementedError
+        rope = ROPES[self.rope_type]
+        values = {f.name: getattr(self, f"rope_{f.name}") for f in fields(rope) if f.name != "dim"}
+        return rope(dim=self.rotary_dim, **values)
 
     def kinds(self) -> dict[str, LayerKind]:
         """Return name -> kind of layer."""
@@ -112,15 +129,11 @@ class DecoderSizes(Sizes):
 
     ROPE_TYPES: ClassVar[tuple[str, ...]] = tuple(ROPES)
     head_dim: int
-    rope_theta: float = 10_000.0
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     """Extension of the context window, by its name in Hugging Face's files. models/rope.py explains the following sizes. An
     extension uses the fields of its class."""
-    rope_factor: float = 1.0
     rope_original_seq_len: int = 4096
     """Sequence length of the training before the extension."""
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
     rope_beta_fast: float = 32.0
     rope_beta_slow: float = 1.0
     rope_truncate: bool = True
@@ -151,10 +164,6 @@ class DecoderSizes(Sizes):
                 f"the number of rotated dims of a head, {rotated}, must be even, and from 2 to head_dim {self.head_dim}"
             )
             raise SizeError(message, "head_dim", "partial_rotary_factor")
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if high <= low:
-            message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
-            raise SizeError(message, "rope_high_freq_factor", "rope_low_freq_factor")
         for name in ("rope_short_factors", "rope_long_factors") * (self.rope_type == "longrope"):
             if len(getattr(self, name)) != self.rotary_dim // 2:
                 message = f"{name} must have {self.rotary_dim // 2} values, one for each pair of rotated dims"
@@ -168,21 +177,6 @@ class DecoderSizes(Sizes):
     def for_seq_len(self, seq_len: int) -> Self:
         is_long = self.rope_type == "longrope" and seq_len > self.rope_original_seq_len
         return replace(self, rope_is_long=is_long)
-
-    @property
-    def context_window(self) -> int:
-        has_original = "original_seq_len" in (f.name for f in fields(ROPES[self.rope_type]))
-        return round(self.rope_original_seq_len * self.rope_factor) if has_original else 0
-
-    @property
-    def rotary_dim(self) -> int:
-        """Number of rotated dims of each head."""
-        return self.head_dim
-
-    def rope(self) -> Rope:
-        rope = ROPES[self.rope_type]
-        values = {f.name: getattr(self, f"rope_{f.name}") for f in fields(rope) if f.name != "dim"}
-        return rope(dim=self.rotary_dim, **values)
 
 
 @dataclass(frozen=True, kw_only=True)

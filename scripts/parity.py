@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -94,9 +93,7 @@ class Trained:
     @classmethod
     def of_ranks(cls, records: list[dict], parts: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> "Trained":
         """parts: result of `train` on each rank."""
-        first, last = (
-            {name: g for part in of_step for name, g in part.items()} for of_step in zip(*parts, strict=True)
-        )
+        first, last = ({k: g for part in step for k, g in part.items()} for step in zip(*parts, strict=True))
         return cls(records, (first, last))
 
 
@@ -301,7 +298,7 @@ def build_rows(
     """Return the row of each layout and number of microbatches, or why it does not fit. Raises ConfigError if a layout does not
     fit although it must, or if none fits."""
     rows: list[tuple[Layout, Row | ConfigError]] = []
-    for layout, factor in product(layouts, factors):
+    for layout, factor in itertools.product(layouts, factors):
         try:
             rows.append((layout, Row.build(runs, layout, factor)))
         except ConfigError as error:
@@ -319,9 +316,8 @@ def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_
     rows = build_rows(runs, layouts, factors, must_fit)
     controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
     if not controls:
-        raise ConfigError(
-            "", "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"
-        )
+        message = "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"
+        raise ConfigError("", message)
     table = Table(layout="<84", ranks=">5", micro=">5", loss=">8", grad_norm=">9", gradient=">8", time=">7")
     passed = []
     for layout, row in rows:

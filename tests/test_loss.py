@@ -183,7 +183,7 @@ def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third(fake_g
     """Chunks accumulate the gradient in fp32, full logits do not. docs/performance.md has these figures."""
     _, full = peaks_gib(full_loss, 4096, torch.bfloat16)
     assert full == pytest.approx(11.74, rel=0.02)
-    for tp, figures in {1: (0.80, 3.00), 2: (0.43, 1.53), 8: (0.19, 0.43)}.items():
+    for tp, figures in {1: (0.80, 3.06), 2: (0.43, 1.59), 8: (0.19, 0.49)}.items():
         assert peaks_gib(chunked_loss, 4096, torch.bfloat16, tp) == pytest.approx(figures, rel=0.02)
 
 

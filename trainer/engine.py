@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainer.batch import Batch
-from trainer.config import Config, LoraConfig
-from trainer.lora import LORA_A, LORA_B, init_adapter
+from trainer.config import Config
 from trainer.loss import CrossEntropy, Objective
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
@@ -54,13 +53,6 @@ def build_model_parts(
     return model_parts
 
 
-def _init_parameter(model: nn.Module, lora: LoraConfig, name: str, rows: Tensor, generator: Generator) -> None:
-    if name.endswith((LORA_A, LORA_B)):
-        init_adapter(lora, name, rows, generator)
-    else:
-        model.init_parameter(name, rows, generator)
-
-
 class Engine:
     """Training on one rank, without data loading, files and logging. Both the Trainer and the planner use this class."""
 
@@ -80,7 +72,7 @@ class Engine:
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
         for part in model_parts.values():
-            initialize(part, parameter_device, config.run.seed, loaded, partial(_init_parameter, part, config.lora))
+            initialize(part, parameter_device, config.run.seed, loaded, config.lora)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         model, training = next(iter(model_parts.values())), config.training
         self.gradient_sums: Mapping[Tensor, Tensor] = {}
@@ -101,6 +93,7 @@ class Engine:
             else CrossEntropy(*chunks)
         )
         common = {
+            "model_parts": model_parts,
             "objective": self.objective,
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "phases": self.phases,
@@ -109,11 +102,10 @@ class Engine:
         }
         self.forward_backward: Step
         if resolved.dims.pp == 1:
-            self.forward_backward = SpmdStep(model=model, start_microbatch=start, **common)
+            self.forward_backward = SpmdStep(start_microbatch=start, **common)
         else:
             dtype = DTYPES[training.compute_dtype]
             self.forward_backward = PipelineStep(
-                model_parts=model_parts,
                 schedule_name=config.parallel.pipeline_schedule,
                 num_microbatches=resolved.grad_accum,
                 hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=device, requires_grad=True),

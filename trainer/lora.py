@@ -7,14 +7,13 @@ FSDP, recomputation and compilation treat them like any other parameter. trainer
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Generator, Tensor, nn
 
 from models.spec import Model, ParallelPlan
 from trainer.config import ConfigError, LoraConfig
-from trainer.config.fields import did_you_mean
+from trainer.config.fields import matching
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 SCALE_SETTINGS = ("rank", "alpha", "rslora")
@@ -62,8 +61,8 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     blocks = f"{plan.blocks}."
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
-    targets = _matches("lora.targets", config.targets, linear, "linear module of the blocks")
-    modules = _matches("lora.train_fully", config.train_fully, owners, "module with parameters")
+    targets = matching("lora.targets", config.targets, linear, "linear module of the blocks")
+    modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
     if both := [name for name in targets if name in modules]:
         raise ConfigError(
             "lora.train_fully", f"{both[0]} has an adapter ([lora] targets), so it cannot be trained fully"
@@ -81,14 +80,6 @@ def adapter_shapes(model: nn.Module, targets: Iterable[str], rank: int) -> dict[
         rows, columns = model.get_submodule(name).weight.shape
         shapes |= {f"{name}.{LORA_A}": (rank, columns), f"{name}.{LORA_B}": (rows, rank)}
     return shapes
-
-
-def _matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> list[str]:
-    """Return the names that match any of the patterns, in order. Raises ConfigError if a pattern matches nothing."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(key, f"{pattern} matches no {kind}{did_you_mean(pattern, names)}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def init_adapter(config: LoraConfig, name: str, rows: Tensor, generator: Generator) -> None:

@@ -119,17 +119,11 @@ class _Projection:
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         grad_hidden = None if scale is None else torch.empty_like(hidden)
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight and scale is not None else None
+        options = self.first_row, self.group, self.softcap
         for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
-            losses[chunk], grad_logits = compute(
-                hidden[chunk],
-                weight,
-                self.labels[chunk],
-                self.first_row,
-                self.group,
-                self.softcap,
-                scale[chunk] if isinstance(scale, Tensor) else scale,
-            )
+            factor = scale[chunk] if isinstance(scale, Tensor) else scale
+            losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *options, factor)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
@@ -156,12 +150,12 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
+        scaled_weight = None  # not in place, because schedules that split backward call this function twice
         if grad_weight is not None:
-            # Scale in fp32 and round once. No second fp32 tensor is allocated.
-            same = ctx.weight_dtype == grad_weight.dtype
-            scaled = grad_weight if same else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            grad_weight = torch.mul(grad_weight, grad_total, out=scaled)
-        return grad_hidden.mul_(grad_total), grad_weight, None, None
+            # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
+            scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            torch.mul(grad_weight, grad_total, out=scaled_weight)
+        return grad_hidden * grad_total, scaled_weight, None, None
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -5,7 +5,6 @@ same prompt. A loss is a function of the two answers' log-probabilities under th
 model. The mean is taken over pairs, not over tokens.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,21 +62,10 @@ def _margin(values: Tensor) -> Tensor:
     return values[:, 0] - values[:, 1]
 
 
-@dataclass(frozen=True)
-class Loss:
-    compute: Callable[[Answers, PreferenceConfig], Tensor]
-    """Function that returns the loss of each pair, (pairs,)."""
-    per_token: bool
-    """Whether the implicit reward of an answer is a mean over its tokens instead of a sum."""
-
-
-LOSSES = {
-    "dpo": Loss(_dpo, per_token=False),
-    "ipo": Loss(_ipo, per_token=False),
-    "simpo": Loss(_simpo, per_token=True),
-    "orpo": Loss(_orpo, per_token=True),
-}
-"""[preference] loss -> its properties."""
+LOSSES = {"dpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
+"""[preference] loss -> function that returns the loss of each pair, (pairs,)."""
+_PER_TOKEN = ("simpo", "orpo")
+"""Losses whose implicit reward of an answer is a mean over its tokens instead of a sum."""
 
 
 def sum_by_document(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
@@ -126,10 +114,10 @@ class Preference:
         is_pair = lengths[:, 0] > 0
         # Without a pair, any log-probability that has finite gradients.
         answers = Answers(log_ratios.where(is_pair[:, None], -1.0), lengths.clamp(min=1))
-        loss = LOSSES[self.config.loss]
-        rewards = self.config.beta * (answers.means if loss.per_token else answers.log_ratios).detach()
+        loss = self.config.loss
+        rewards = self.config.beta * (answers.means if loss in _PER_TOKEN else answers.log_ratios).detach()
         margin = _margin(rewards)
-        columns = (loss.compute(answers, self.config), *rewards.unbind(1), margin, (margin > 0).float())
+        columns = (LOSSES[loss](answers, self.config), *rewards.unbind(1), margin, (margin > 0).float())
         return (torch.stack(columns) * is_pair).sum(1) / self.cp_group.size()
 
 

@@ -241,6 +241,7 @@ def _add_peers_options(peers: Arguments) -> None:
         help=f"training loops to compare, the baseline first: {', '.join(CONTENDERS)} (default: those for this number of ranks)",
     )
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of forward and backward")
+    add("--device", choices=["cpu", "gpu"], default="cpu", help="device of the contenders, which share a GPU's memory")
     add("--compiled", action="store_true", help="compile every contender's model")
     add(
         "--log", action="store_true", help="log every step to the console, JSON and TensorBoard, as each contender does"

@@ -9,7 +9,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,15 @@ from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.config.load import load_config
 from trainer.config.packages import require_package
+from trainer.config.schema import DeviceChoice
 from trainer.parallel.init_weights import initialize
 from trainer.run.resolve import resolve
 from trainer.run.training_data import TrainingData
+from trainer.runtime import device as devices
 from trainer.testing.layouts import flags
 
 _NEVER = 10**9
+_LOSS_CHUNK_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Task:
     dtype: str
     """Precision of forward and backward: "fp32" or "bf16"."""
     compiled: bool
+    device: DeviceChoice
     log: bool
     """Whether the contenders log each step to the console and to the files that they have for it."""
     folder: Path
@@ -62,14 +66,10 @@ class Task:
 
     def flags(self, layout: str = "dp_shard") -> list[str]:
         """Return the command-line arguments with which the trainer does this work. layout: axis of the ranks."""
-        sizes = {
-            name: getattr(self.sizes, name)
-            for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
-        }
         values = {
             "run.name": f"meshwright-{layout}",
             "run.output_folder": self.folder,
-            "run.device": "cpu",
+            "run.device": self.device,
             "model.name": "llama3",
             "model.size": "debug",
             "data.dataset": "tokens",
@@ -86,7 +86,7 @@ class Task:
             "training.compute_dtype": self.dtype,
             "training.max_norm": MAX_NORM,
             "training.cpu_threads": self.threads,
-            "training.loss_chunk_tokens": self.batch * self.seq,
+            "training.loss_chunk_tokens": min(self.batch * self.seq, _LOSS_CHUNK_TOKENS),
             "optimizer.lr": LR,
             "lr_schedule.min_lr_ratio": 1.0,
             f"parallel.{layout}": self.ranks,
@@ -95,7 +95,7 @@ class Task:
             "resilience.hang_timeout_s": 0,  # a pause is not a hang
             "metrics.interval_steps": 1 if self.log else _NEVER,
             "metrics.tensorboard": str(self.log).lower(),
-            **{f"model.overrides.{name}": size for name, size in sizes.items()},
+            **{f"model.overrides.{name}": str(size).lower() for name, size in asdict(self.sizes).items()},
         }
         if layout == "dp_replicate":
             values["parallel.dp_shard"] = 1
@@ -107,7 +107,8 @@ class Task:
 class Pacer:
     """Pause between steps. The parent process requests a number of steps and receives their durations and losses."""
 
-    def __init__(self, pipe: Connection):
+    def __init__(self, pipe: Connection, device: torch.device):
+        self.device = device
         self._pipe, self._remaining, self._start = pipe, 0, 0.0
         self._cpu = 0.0
         self._durations: list[float] = []
@@ -115,9 +116,10 @@ class Pacer:
 
     def before_step(self) -> None:
         """End a step, if one has begun, and begin the next one. Exit when the parent process exits."""
-        now = time.perf_counter()
+        if self._remaining == 1:
+            devices.synchronize(self.device)  # the work of this turn must not slow down the next contender
         if self._remaining:
-            self._durations.append(now - self._start)
+            self._durations.append(time.perf_counter() - self._start)
             self._remaining -= 1
         if not self._remaining:
             if self._durations:
@@ -135,11 +137,15 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _model(task: Task) -> nn.Module:
+def _model(task: Task, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         model = MODELS["llama3"].model(task.sizes)
-    initialize(model, torch.device("cpu"), 0, set())
+    initialize(model, device, 0, set())
     return model
+
+
+def _autocast(task: Task, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=task.dtype == "bf16")
 
 
 def _loop(
@@ -153,12 +159,12 @@ def _loop(
 ) -> None:
     """Train. model: holds the parameters. wrapped: computes the logits. prepare: wraps the optimizer."""
     optimizer = prepare(adamw(model.parameters()))
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=task.dtype == "bf16")
+    autocast = _autocast(task, pacer.device)
     wrapped = torch.compile(wrapped) if task.compiled else wrapped
     for step, row in enumerate(task.rows(rank), start=1):
         pacer.before_step()
         with autocast:
-            loss = cross_entropy(wrapped, row)
+            loss = cross_entropy(wrapped, row.to(pacer.device))
         backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -169,18 +175,18 @@ def _loop(
 
 
 def plain(task: Task, rank: int, pacer: Pacer) -> None:
-    model = _model(task)
+    model = _model(task, pacer.device)
     _loop(task, rank, pacer, model, model)
 
 
 def ddp(task: Task, rank: int, pacer: Pacer) -> None:
-    model = _model(task)
+    model = _model(task, pacer.device)
     _loop(task, rank, pacer, model, nn.parallel.DistributedDataParallel(model))
 
 
 def fsdp2(task: Task, rank: int, pacer: Pacer) -> None:
     """FSDP2 as its tutorial applies it: each block, then the rest."""
-    model = _model(task)
+    model = _model(task, pacer.device)
     for block in model.layers.values():
         fully_shard(block)
     fully_shard(model)
@@ -189,9 +195,9 @@ def fsdp2(task: Task, rank: int, pacer: Pacer) -> None:
 
 def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
     accelerator = require_package("accelerate", "").Accelerator(
-        cpu=True, mixed_precision="bf16" if task.dtype == "bf16" else "no"
+        cpu=pacer.device.type == "cpu", mixed_precision="bf16" if task.dtype == "bf16" else "no"
     )
-    model = _model(task)
+    model = _model(task, pacer.device)
     wrapped = accelerator.prepare(model)
     # accelerate casts by itself.
     _loop(
@@ -211,7 +217,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
     config = hf.LlamaConfig(**spec.config(task.sizes, task.seq))
     config.use_cache = False
     model = hf.LlamaForCausalLM(config)
-    parameters = {name: p.detach() for name, p in _model(task).named_parameters()}
+    parameters = {name: p.detach() for name, p in _model(task, torch.device("cpu")).named_parameters()}
     model.load_state_dict(spec.join(parameters, task.sizes.head_dim), strict=False)
     del parameters
     of_ranks = zip(*(task.rows(r) for r in range(task.ranks)), strict=True)
@@ -248,7 +254,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
         logging_steps=1,
         report_to=["tensorboard"] if task.log else [],
         save_strategy="no",
-        use_cpu=True,
+        use_cpu=pacer.device.type == "cpu",
         bf16=task.dtype == "bf16",
         torch_compile=task.compiled,
         disable_tqdm=True,
@@ -262,7 +268,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
 def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") -> None:
     """The trainer itself, with its loop, data, guard, watchdog and metrics."""
     config = load_config(task.flags(layout))
-    trainer = build_trainer(config, resolve(config, task.ranks), torch.device("cpu"), None)
+    trainer = build_trainer(config, resolve(config, task.ranks), pacer.device, None)
     original = trainer.engine.forward_backward.__class__.__call__
     batches = TrainingData.batches
 
@@ -283,8 +289,8 @@ def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") ->
 
 def kernels(task: Task, rank: int, pacer: Pacer) -> None:
     """Not a training loop: the matrix products and attention kernels of the plain loop's first step."""
-    model, recorder = _model(task), KernelRecorder()
-    with recorder, torch.autocast("cpu", torch.bfloat16, enabled=task.dtype == "bf16"):
+    model, recorder = _model(task, pacer.device), KernelRecorder()
+    with recorder, _autocast(task, pacer.device):
         cross_entropy(model, next(task.rows(rank))).backward()
     del model
     for _ in task.rows(rank):
@@ -315,6 +321,8 @@ def serve(name: str, task: Task, rank: int, store: str, pipe: Connection, logs: 
         os.environ |= {"WORLD_SIZE": str(task.ranks), "LOCAL_WORLD_SIZE": str(task.ranks)}
     os.environ["OMP_NUM_THREADS"] = str(task.threads)  # accelerate would set another number of threads
     torch.set_num_threads(task.threads)
+    device = devices.select_device(task.device)
     if task.ranks > 1 or name.startswith("meshwright"):
-        dist.init_process_group("gloo", store=dist.FileStore(store, task.ranks), rank=rank, world_size=task.ranks)
-    CONTENDERS[name](task, rank, Pacer(pipe))
+        backend = devices.communication_backend(device)
+        dist.init_process_group(backend, store=dist.FileStore(store, task.ranks), rank=rank, world_size=task.ranks)
+    CONTENDERS[name](task, rank, Pacer(pipe, device))

@@ -197,6 +197,26 @@ def saves(session: Session) -> Iterator[tuple[str, Task]]:
         yield mode, run
 
 
+def peers(session: Session) -> Iterator[tuple[str, Task]]:
+    """Compare the step with that of transformers' Trainer."""
+    contenders = ("transformers", "meshwright")
+    for compiled in (False, True):
+
+        def run(compiled: bool = compiled) -> Row:
+            shape = (
+                ("host-2", "--device", "cpu", "--steps", 2, "--repeats", 1)
+                if session.tiny
+                else ("1b", "--device", "gpu", "--dtype", "bf16", "--tolerance", 2.5e-3)
+            )
+            results = session.out / "peers.json"
+            words = ("--model", *shape, *(["--compiled"] if compiled else []), "--contenders", *contenders)
+            session.run("scripts/dev/benchmark.py", "peers", *words, "--json", results)
+            times = json.loads(results.read_text())["step_time_s"]
+            return {f"{name} step_time_s": statistics.median(of_steps) for name, of_steps in times.items()}
+
+        yield f"1b, {'compiled' if compiled else 'eager'}", run
+
+
 def generation(session: Session) -> Iterator[tuple[str, Task]]:
     def run() -> Row:
         folder = session.train("generation", session.settings("1b", **{"checkpoint.enabled": "true"}))
@@ -216,6 +236,7 @@ PARTS: dict[str, Callable[[Session], Iterator[tuple[str, Task]]]] = {
     "speed": speed,
     "plan": plan,
     "memory": memory,
+    "peers": peers,
     "saves": saves,
     "generation": generation,
     "tests": tests,

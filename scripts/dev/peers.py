@@ -16,10 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from models import MODELS as FAMILIES
 from models.llama import LlamaSizes
 from scripts.dev.contenders import Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
+from trainer.config.schema import DeviceChoice
+from trainer.runtime.device import require_enough_gpus
 from trainer.system.children import children_ignore_interrupts
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write
@@ -35,18 +38,19 @@ MODELS = {
         f"host-{n}": (LlamaSizes(dim=64, n_layers=n, n_heads=4, n_kv_heads=4, hidden_dim=176, vocab_size=2048), 1, 8)
         for n in (2, 8, 128)
     },
+    "1b": (FAMILIES["llama3.2"].sizes["1b"], 1, 4096),
 }
 """Name -> sizes, samples of a step on each rank, and tokens of a sample. In host-N, the host is the bottleneck."""
 
 
-def _defaults(ranks: int) -> list[str]:
+def _defaults(ranks: int, device: DeviceChoice) -> list[str]:
     if ranks == 1:
-        return ["plain", "meshwright", "accelerate", "transformers", "kernels"]
+        return ["plain", "meshwright", "accelerate", "transformers", *(["kernels"] if device == "cpu" else [])]
     return ["fsdp2", "meshwright", "ddp", "meshwright-replicate", "accelerate", "transformers"]
 
 
-def _check(contenders: Sequence[str], ranks: int) -> None:
-    """Raise ConfigError if the contenders cannot run on this number of ranks, or if a package is missing."""
+def _check(contenders: Sequence[str], ranks: int, device: DeviceChoice) -> None:
+    """Raise ConfigError if the contenders cannot run on this number of ranks, or if a package or a GPU is missing."""
     if not set(contenders) - {"kernels"}:
         raise ConfigError("", "--contenders kernels: needs a training loop to compare with")
     for i, name in enumerate(contenders):
@@ -54,9 +58,12 @@ def _check(contenders: Sequence[str], ranks: int) -> None:
             raise ConfigError("", f"--contenders {name}: is given twice")
         if (name == "plain" and ranks > 1) or (name in ("ddp", "fsdp2") and ranks == 1):
             raise ConfigError("", f"--contenders {name}: cannot run with --ranks {ranks}")
+        if name == "kernels" and device == "gpu":
+            raise ConfigError("", "--contenders kernels: can only replay the kernels of a CPU")
         if name in ("accelerate", "transformers"):
             require_package("accelerate", "")  # transformers' Trainer needs it too
             require_package(name, "")
+    require_enough_gpus(device, ranks)
 
 
 class Processes:
@@ -128,8 +135,8 @@ def print_peers(
 ) -> None:
     """Let the contenders train in turn and compare the times of their steps. options: further fields of Task."""
     sizes, batch, seq = MODELS[model]
-    contenders = contenders or _defaults(options["ranks"])
-    _check(contenders, options["ranks"])
+    contenders = contenders or _defaults(options["ranks"], options["device"])
+    _check(contenders, options["ranks"], options["device"])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         task = Task(sizes, batch, seq, folder=Path(folder), **options)
         write_tokens(task, steps * (repeats + 1))
@@ -185,7 +192,7 @@ def print_start(model: str, threads: int, repeats: int) -> None:
     """Run the plain loop's script and the trainer's in turn, and compare their times to the first loss."""
     sizes, batch, seq = MODELS[model]
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(sizes, batch, seq, 1, threads, "fp32", compiled=False, log=True, folder=Path(folder))
+        task = Task(sizes, batch, seq, 1, threads, "fp32", compiled=False, device="cpu", log=True, folder=Path(folder))
         write_tokens(task, steps=9)
         (task.folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
         files = task.folder / "tokens.npy", task.folder / "sizes.json"

@@ -8,9 +8,12 @@ import pytest
 
 from scripts.dev import benchmark
 from scripts.dev.benchmark import main
-from scripts.dev.peers import require_equal_losses, seconds_to_first_loss
+from scripts.dev.contenders import Task
+from scripts.dev.peers import MODELS, require_equal_losses, seconds_to_first_loss
 from tests.commands import run_script
 from trainer.config import ConfigError
+from trainer.config.load import load_config
+from trainer.run.resolve import resolve
 
 
 def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
@@ -87,11 +90,20 @@ def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, n
         (["kernels"], "--contenders kernels: needs a training loop to compare with\n"),
         (["ddp"], "--contenders ddp: cannot run with --ranks 1\n"),
         (["plain", "--ranks", "2"], "--contenders plain: cannot run with --ranks 2\n"),
+        (["plain", "kernels", "--device", "gpu"], "--contenders kernels: can only replay the kernels of a CPU\n"),
     ],
 )
 def test_impossible_contenders_are_an_error_of_one_line(words, line):
     done = run_script("scripts/dev/benchmark.py", "peers", "--contenders", *words)
     assert (done.returncode, done.stderr) == (2, line)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_trainer_gets_the_sizes_of_the_other_contenders(model, tmp_path):
+    sizes, batch, seq = MODELS[model]
+    task = Task(sizes, batch, seq, 1, 1, "fp32", compiled=False, device="cpu", log=False, folder=tmp_path)
+    (tmp_path / "tokens.npy").touch()
+    assert resolve(load_config(task.flags()), 1).sizes == sizes
 
 
 def test_no_time_counts_if_the_losses_differ():

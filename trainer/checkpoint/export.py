@@ -66,8 +66,9 @@ class HfExport:
         with atomic_folder(out) as folder:
             self._write_weights(folder, shard_bytes, progress)
             config = self.spec.huggingface.config(self.sizes, self.model.context_window)
+            # transformers' default pad_token_id may exceed the vocabulary.
             config |= {"torch_dtype": str(self.dtype).removeprefix("torch."), "pad_token_id": None}
-            config |= self.model.special_token_ids  # transformers' default pad_token_id may exceed the vocabulary
+            config |= self.model.special_token_ids
             _write_json(folder / "config.json", config)
             for name, content in self.files.items():
                 (folder / name).write_bytes(content)

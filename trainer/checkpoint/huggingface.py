@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
-from models.huggingface import is_buffer, text_config, text_name
+from models.huggingface import text_config, text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, SizeError, meta_model
 from trainer.checkpoint import manifest
@@ -61,7 +61,7 @@ class ModelMetadata:
     """Tokenizer backend of the run, or "" for an imported model, which keeps its Hugging Face tokenizer files."""
     tokenizer_files: tuple[str, ...]
     special_token_ids: Mapping[str, Any]
-    """Values of bos_token_id and eos_token_id in Hugging Face's configuration files."""
+    """Values of bos_token_id, eos_token_id and pad_token_id in Hugging Face's configuration files."""
     reuse_reserved_tokens: Mapping[str, str]
     """Setting [tokenizer] reuse_reserved_tokens of the run."""
     extra_special_tokens: tuple[str, ...]
@@ -114,15 +114,13 @@ def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json, or {}, of the model in a checkpoint or in a Hugging Face folder.
     Raises ConfigError."""
     try:
-        file = _inside(folder, GENERATION_CONFIG)
-        generation = parse_json_object(manifest.read_text(file, _LARGEST_JSON)) if file.exists() else {}
+        file = folder / GENERATION_CONFIG
+        generation = _read_object(file) if file.exists() else {}
         if (folder / manifest.NAME).exists():
             return ModelMetadata.read(folder).context_window, generation
-        return _read_config(_inside(folder, "config.json"))[3], generation
+        return _read_config(folder / "config.json")[3], generation
     except CorruptError as damage:
         raise ConfigError("", f"{folder}: {damage}") from None
-    except ValueError:
-        raise ConfigError("", f"{folder / GENERATION_CONFIG} is not a JSON object") from None
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
@@ -165,16 +163,10 @@ class HfModelFolder:
             message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
             raise ConfigError("", f"{folder}: {message}")
         try:
-            self.config, self.spec, self.sizes, self.seq_len = _read_config(_inside(self.folder, "config.json"), spec)
+            self.config, self.spec, self.sizes, self.seq_len = _read_config(self.folder / "config.json", spec)
             self.index = self._index(self._stored())
         except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None
-
-    def _json(self, name: str) -> dict[str, Any]:
-        try:
-            return parse_json_object(manifest.read_text(_inside(self.folder, name), _LARGEST_JSON))
-        except ValueError:
-            raise CorruptError(f"{name} is not a JSON object") from None
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
@@ -185,11 +177,11 @@ class HfModelFolder:
 
     def _stored(self) -> dict[str, TensorMetadata]:
         """Return tensor name in Hugging Face's format -> dtype, shape and file."""
-        files = {"": "model.safetensors"}
-        if (self.folder / "model.safetensors.index.json").exists():
-            files = self._json("model.safetensors.index.json").get("weight_map")
+        files, index = {"": "model.safetensors"}, "model.safetensors.index.json"
+        if (self.folder / index).exists():
+            files = _read_object(self.folder / index).get("weight_map")
             if not isinstance(files, dict):
-                raise CorruptError("model.safetensors.index.json has no weight_map")
+                raise CorruptError(f"{index} has no weight_map")
         stored: dict[str, TensorMetadata] = {}
         for path in sorted({_inside(self.folder, file) for file in files.values()}):
             with open_tensors(path) as tensors:
@@ -212,10 +204,10 @@ class HfModelFolder:
         """Name of a tensor of the text model -> its name in the files."""
         if not any(name.startswith("model.layers.") for name in stored):  # a multimodal model
             self.keys = {inner: name for name in stored if (inner := text_name(name)) is not None}
-        stored = {name: stored[key] for name, key in self.keys.items() if not is_buffer(name)}
+        # Old versions of transformers saved the rotary frequencies.
+        stored = {name: stored[key] for name, key in self.keys.items() if not name.endswith("rotary_emb.inv_freq")}
         parameters = dict(model.named_parameters())
-        groups = hf.tensors(parameters)
-        expected = {name: torch.cat([parameters[p] for p in group]) for name, group in groups.items()}
+        expected = hf.join(parameters, self.sizes.head_dim)
         originals = {parameter: name for name, parameter in parameters.items()}
         tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
         tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
@@ -258,35 +250,32 @@ class HfModelFolder:
         return rows[start - first : stop - first]
 
 
-def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping[str, Any], ModelSpec, Any, int]:
-    """Return the fields of a config.json that describe the text model, its family, sizes and context window. expected: the only
-    accepted family. Raises ConfigError."""
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a folder in Hugging Face's format. Raises ConfigError."""
     try:
-        config = text_config(parse_json_object(manifest.read_text(file, _LARGEST_JSON)))
+        return parse_json_object(manifest.read_text(_inside(file.parent, file.name), _LARGEST_JSON))
     except CorruptError as damage:
         raise ConfigError("", f"{file.parent}: {damage}") from None
     except ValueError:
         raise ConfigError("", f"{file} is not a JSON object") from None
+
+
+def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping[str, Any], ModelSpec, Any, int]:
+    """Return the fields of a config.json that describe the text model, the first family with its type, the sizes and the context
+    window. expected: the only accepted family. Raises ConfigError."""
+    config = text_config(_read_object(file))
+    families = reversed(MODELS.values()) if expected is None else (expected,)
+    types = {spec.huggingface.model_type: spec for spec in families}
+    model_type = config.get("model_type", None if expected is None else expected.huggingface.model_type)
     try:
-        spec, sizes = _describe(config, expected)
-        return config, spec, sizes, spec.huggingface.seq_len(config)
+        if not isinstance(model_type, str) or model_type not in types:
+            only = f"this model supports only {text_of(next(iter(types)))}"
+            supported = only if expected else f"expected one of {', '.join(types)}"
+            raise ValueError(f"model_type {text_of(model_type)}: {supported}")
+        hf = types[model_type].huggingface
+        return config, types[model_type], hf.sizes(config), hf.seq_len(config)
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
-
-
-def _describe(config: Mapping[str, Any], expected: ModelSpec | None) -> tuple[ModelSpec, Any]:
-    """Return the first model family with the type of a config.json, and the sizes. expected: the only accepted family. Raises
-    ValueError."""
-    types = {spec.huggingface.model_type: spec for spec in reversed(MODELS.values())}
-    if expected is not None:
-        types = {expected.huggingface.model_type: expected}
-        config = {"model_type": expected.huggingface.model_type, **config}
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in types:
-        only = f"this model supports only {text_of(next(iter(types)))}"
-        supported = only if expected else f"expected one of {', '.join(types)}"
-        raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-    return types[model_type], types[model_type].huggingface.sizes(config)
 
 
 def family_of(spec: ModelSpec, sizes: Any) -> str:

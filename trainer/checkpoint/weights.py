@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +19,7 @@ from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, model_i
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
-from trainer.config.fields import did_you_mean
+from trainer.config.fields import matching
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
@@ -127,7 +126,7 @@ def resolve_checkpoint(folder: Path) -> Path:
 
 def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
     """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
-    return set(names) - _excluded(config.init_exclude, names) if config.init_from else set()
+    return set(names).difference(_excluded(config, names)) if config.init_from else set()
 
 
 def init_weights_from(
@@ -136,7 +135,7 @@ def init_weights_from(
     """Load this rank's parameters from checkpoint.init_from, collectively, and return the source. names: those of the complete
     model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
     a different model."""
-    excluded = _excluded(config.init_exclude, names)
+    excluded = _excluded(config, names)
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
         weights = WeightSource(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
@@ -160,12 +159,5 @@ def init_weights_from(
     return weights
 
 
-def _excluded(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
-    excluded = set()
-    for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(name, pattern)}
-        if not matches:
-            message = f"{pattern} matches no parameter{did_you_mean(pattern, names)}"
-            raise ConfigError("checkpoint.init_exclude", message)
-        excluded |= matches
-    return excluded
+def _excluded(config: CheckpointConfig, names: Sequence[str]) -> list[str]:
+    return matching("checkpoint.init_exclude", config.init_exclude, names, "parameter")

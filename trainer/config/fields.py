@@ -12,10 +12,11 @@ import typing
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.config import schema as declarations
-from trainer.config.schema import Config, Constraint
+from trainer.config.schema import Config, ConfigError, Constraint
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,14 @@ def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> st
     names = {name.lower(): name for name in candidates}
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f"; did you mean {show.format(names[close[0]])}?" if close else ""
+
+
+def matching(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> list[str]:
+    """Return the names that match any of the patterns, in order. Raises ConfigError if a pattern matches nothing."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(key, f"{pattern} matches no {kind}{did_you_mean(pattern, names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def type_error(type_: Any, raw: Any) -> str:

@@ -28,13 +28,7 @@ class CachedAttention(nn.Module):
     contains at most twice as many tokens as the window."""
 
     def __init__(
-        self,
-        kind: LayerKind,
-        kv_heads: int,
-        max_seq_len: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, kind: LayerKind, kv_heads: int, max_seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
         super().__init__()
         self.kernel, self.window = attention_kernel(kind), kind.window or max_seq_len

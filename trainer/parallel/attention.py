@@ -72,15 +72,8 @@ class FlexAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
         """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq, head_dim)."""
-        return self.attend(
-            q,
-            k,
-            v,
-            score_mod=self.score_mod,
-            block_mask=mask,
-            scale=self.kind.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        gqa = q.shape[1] != k.shape[1]
+        return self.attend(q, k, v, score_mod=self.score_mod, block_mask=mask, scale=self.kind.scale, enable_gqa=gqa)
 
 
 @dataclass(frozen=True)

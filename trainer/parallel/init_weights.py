@@ -1,18 +1,17 @@
 """Allocation and initial values of a model that was parallelized on the meta device."""
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
 
+from trainer.config import LoraConfig
+from trainer.lora import LORA_A, LORA_B, init_adapter
 from trainer.parallel.tensor import kept_ties
 from trainer.runtime.dtensor import local_region
-
-InitParameter = Callable[[str, Tensor, Generator], None]
-"""Function (name, rows of the parameter, generator) that draws the initial values of the rows in place."""
 
 ROWS_PER_SEED = 1024
 """Number of parameter rows that one generator draws. A different number changes the initial weights."""
@@ -24,17 +23,16 @@ def initialize(
     device: torch.device,
     seed: int,
     loaded: Collection[str] = (),
-    init_parameter: InitParameter | None = None,
+    lora: LoraConfig | None = None,
 ) -> None:
-    """Allocate all parameters and draw the initial values of those whose names are not in `loaded`. init_parameter: function
-    that draws them; by default the model's.
+    """Allocate all parameters and draw the initial values of those whose names are not in `loaded`. lora: settings of the
+    adapters, if the model has adapters.
 
     Each group of ROWS_PER_SEED rows of a parameter has its own CPU generator, seeded by (seed, name, group). So a rank draws only
     the groups of its shard, and the weights do not depend on the layout, the world size or the device.
     """
     with kept_ties(model):
         model.to_empty(device=device)
-    init = init_parameter or model.init_parameter
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
             if name in loaded:
@@ -45,7 +43,7 @@ def initialize(
             last = offset[0] + local.shape[0]
             groups = range(offset[0] // ROWS_PER_SEED, -(-last // ROWS_PER_SEED))
             columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-            draws = pool.map(partial(_draw, init, seed, name, shape), groups)
+            draws = pool.map(partial(_draw, model, lora, seed, name, shape), groups)
             for group, rows in zip(groups, draws, strict=True):
                 first_row = group * ROWS_PER_SEED
                 start, stop = max(first_row, offset[0]), min(first_row + ROWS_PER_SEED, last)
@@ -53,11 +51,16 @@ def initialize(
                 local[start - offset[0] : stop - offset[0]].copy_(drawn)
 
 
-def _draw(init: InitParameter, seed: int, name: str, shape: tuple[int, ...], group: int) -> Tensor:
+def _draw(
+    model: nn.Module, lora: LoraConfig | None, seed: int, name: str, shape: tuple[int, ...], group: int
+) -> Tensor:
     """Return the initial values of one group of rows of the full parameter, as an fp32 tensor on the CPU."""
     digest = hashlib.blake2b(f"{seed}/{name}/{group}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     rows = torch.empty(min(ROWS_PER_SEED, shape[0] - group * ROWS_PER_SEED), *shape[1:])
     with torch.no_grad():  # each thread has its own grad mode
-        init(name, rows, generator)
+        if name.endswith((LORA_A, LORA_B)):
+            init_adapter(lora, name, rows, generator)
+        else:
+            model.init_parameter(name, rows, generator)
     return rows

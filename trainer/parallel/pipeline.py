@@ -1,6 +1,6 @@
 """Pipeline parallelism: the blocks are partitioned into stages, and torch's schedules send microbatches through them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -251,9 +251,6 @@ class PipelineStep(Step):
         )
         self.phases.start("reduction")
         return self._sum(self.means, self.objective)
-
-    def _parts(self) -> Iterable[nn.Module]:
-        return self.model_parts.values()
 
     def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
         """Run one microbatch through all stages, without torch's schedule, because some schedules cannot run without backward."""

@@ -1,8 +1,9 @@
 """Steps that compute a loss and gradients from microbatches."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from trainer.runtime.phases import PhaseTimer
 class Step(ABC):
     """Forward and backward over microbatches. Returned values are global: they are identical on every rank."""
 
+    model_parts: Mapping[Any, nn.Module]
+    """This rank's stages of the model. Without pipeline parallelism, the only stage is the model."""
     objective: Objective
     """Objective of training."""
     shard_sequence: Callable[[Batch], Batch]
@@ -40,13 +43,9 @@ class Step(ABC):
         default: that of training."""
         objective = objective or self.objective
         results = [self._forward(self.shard_sequence(batch), objective) for batch in microbatches]
-        for part in self._parts():
+        for part in self.model_parts.values():
             reshard_all(part)  # backward normally does this, but it does not run here
         return self._sum(results, objective), count_terms(microbatches, objective, self.batch_group)
-
-    @abstractmethod
-    def _parts(self) -> Iterable[nn.Module]:
-        """Return this rank's parts of the model."""
 
     @abstractmethod
     def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
@@ -74,7 +73,6 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
 class SpmdStep(Step):
     """A step in which every rank runs the full model on its share of the samples and sequences."""
 
-    model: nn.Module
     start_microbatch: Callable[[bool], None]
     """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
@@ -91,9 +89,7 @@ class SpmdStep(Step):
         self.phases.start("reduction")
         return self._sum(results, self.objective) / divisor
 
-    def _parts(self) -> Iterable[nn.Module]:
-        return [self.model]
-
     def _forward(self, batch: Batch, objective: Objective) -> Tensor:
+        (model,) = self.model_parts.values()
         head = objective.head(batch.labels, batch.documents, batch.reference)
-        return self.model(batch.tokens, batch.positions, batch.documents, head=head)
+        return model(batch.tokens, batch.positions, batch.documents, head=head)

@@ -123,11 +123,7 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
 
 
 def apply_tensor(
-    model: nn.Module,
-    plan: ParallelPlan,
-    mesh: DeviceMesh,
-    sequence_parallel: bool,
-    recompute_gathers: Collection[str],
+    model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence_parallel: bool, recompute_gathers: Collection[str]
 ) -> None:
     """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks in which
     backward repeats the gathers of activations."""

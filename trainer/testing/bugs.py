@@ -1,4 +1,4 @@
-"""Published gradient bugs, injected into a run as negative controls of scripts/parity.py."""
+"""Published bugs, injected into a run as negative controls of scripts/parity.py and scripts/leak_probe.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
