@@ -1,7 +1,6 @@
 """Adapters (trainer/lora.py) in checkpoints, merged with their base model, and in the format of the package peft."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.huggingface import permute_from_hf
 from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into, require_match
@@ -205,10 +203,9 @@ class PeftNames:
         parameters = dict(self.model.named_parameters())
         self.first_row = self.hf.first_rows(parameters)
         """Name of a parameter -> its first row in the stored tensor."""
-        self.num_rows: Counter[str] = Counter()
+        groups = self.hf.tensors(parameters)
+        self.num_rows = {name: sum(parameters[p].shape[0] for p in group) for name, group in groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
-        for name, parameter in parameters.items():
-            self.num_rows[self.hf.name(name)] += parameter.shape[0]
 
     def base(self, name: str) -> str:
         """Return the parameter of the base model to which a trained parameter belongs."""
@@ -241,8 +238,8 @@ class PeftFolder:
             if config.get(key) not in values:
                 expected = " or ".join(json.dumps(value) for value in values if value is not None)
                 raise CorruptError(f"{PEFT_CONFIG}: {key} {json.dumps(config.get(key)):.40} must be {expected}")
-        self.settings = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
-        self.settings["rslora"] = bool(config.get("use_rslora"))
+        settings = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+        self.settings = settings | {"rslora": bool(config.get("use_rslora"))}
         """Setting of [lora] -> value."""
 
     @torch.no_grad()
@@ -266,7 +263,7 @@ class PeftFolder:
                 if not name.endswith(LORA_A):
                     base = names.base(name)
                     value = value[names.first_row[base] :][: parameter.shape[0]]
-                    value = permute_from_hf(value, names.head_dim) if names.hf.is_permuted(base) else value
+                    value = names.hf.restore(base, value, names.head_dim)
                 local, _, offset = local_region(parameter)
                 local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
 
@@ -283,19 +280,24 @@ def write_peft(checkpoint: Path, out: Path) -> None:
             raise ConfigError(
                 "", f"{group[0]} is a part of {stored}, and peft cannot train a part of a tensor; merge it"
             )
+
+    def own_rows(name: str) -> Tensor:
+        return names.hf.reorder(name, adapter.read(name), names.head_dim)
+
     entries = []
-    for group in groups.values():
+    for stored, group in groups.items():
         target = group[0].removesuffix(".weight")
         a, rank = adapter.index[f"model/{target}.{LORA_A}"], config.rank * len(group)
+        first_matrices = [f"{name.removesuffix('weight')}{LORA_A}" for name in group]
         for leaf, shape, pieces in (
-            (LORA_A, (rank, a.shape[1]), partial(_first_matrices, adapter, group)),
-            (LORA_B, (names.num_rows[names.hf.name(group[0])], rank), partial(_block_diagonal, adapter, names, group)),
+            (LORA_A, (rank, a.shape[1]), partial(map, adapter.read, first_matrices)),
+            (LORA_B, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)),
         ):
             entries.append(TensorWrite(names.stored(f"{target}.{leaf}"), a.dtype, shape, pieces))
-    for group in own.values():
+    for stored, group in own.items():
         first = adapter.index[f"model/{group[0]}"]
-        shape, pieces = names.shape(group[0], first.shape), partial(_own_rows, adapter, names, group)
-        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, pieces))
+        shape = names.num_rows[stored], *first.shape[1:]
+        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
     fused = {stored.removesuffix(".weight"): len(group) for stored, group in groups.items() if len(group) > 1}
     content = {
         "peft_type": "LORA",
@@ -317,11 +319,6 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _first_matrices(adapter: AdapterCheckpoint, group: Sequence[str]) -> Iterator[Tensor]:
-    for name in group:
-        yield adapter.read(f"{name.removesuffix('weight')}{LORA_A}")
-
-
 def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
     """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
     blocks = [adapter.read(f"{name.removesuffix('weight')}{LORA_B}") for name in group]
@@ -331,11 +328,6 @@ def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequenc
         rows = names.hf.reorder(name, block, names.head_dim)
         matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
     yield matrix
-
-
-def _own_rows(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
-    for name in group:
-        yield names.hf.reorder(name, adapter.read(name), names.head_dim)
 
 
 def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
