@@ -340,6 +340,10 @@ def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tm
     base = open_weights(checkpoint_of(run), alone=True).base.folder
     line = line_of(monkeypatch, capsys, "merge", base, tmp_path / "x")
     assert line == f"{base} contains no adapter; to-hf writes the model"
+    for option in (("--dtype", "fp32"), ("--shard-gib", "1.0")):
+        line = line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x", *option)
+        reason = f"has no effect, because {checkpoint_of(run)} contains only an adapter; see merge"
+        assert line == f"{' '.join(option)} {reason}"
     line = line_of(monkeypatch, capsys, "merge", run, tmp_path / "x", "--base", tmp_path / "gone")
     assert line == f"{checkpoint_of(run)} needs its base model, but {tmp_path / 'gone'} does not exist; use --base PATH"
 
