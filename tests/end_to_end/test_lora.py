@@ -15,6 +15,7 @@ from scripts import convert_hf
 from scripts.parity import LIMITS, deviations, within
 from tests import training_runs
 from tests.checkpoint.test_commit import damage
+from tests.end_to_end.test_security import update_manifest
 from tests.training_runs import (
     checkpoint_of,
     combine,
@@ -378,6 +379,16 @@ MISTAKES = {
     ("--lora.init_from", "{base}"): (
         "--lora.init_from {base}: {base_checkpoint} contains neither adapter_config.json nor a checkpoint of an adapter"
     ),
+    ("--lora.init_from", "{linked}"): (
+        "--lora.init_from {linked}: {linked}: adapter_model.safetensors is a symbolic link to a path outside the folder"
+    ),
+    ("--lora.init_from", "{linked_config}"): (
+        "--lora.init_from {linked_config}: {linked_config}: adapter_config.json is a symbolic link to a path outside the folder"
+    ),
+    (
+        "--lora.init_from",
+        "{rankless}",
+    ): "--lora.init_from {rankless}: {rankless}: model.json does not describe an adapter",
     (
         "--lora.init_from",
         "{damaged}",
@@ -390,10 +401,15 @@ def places(finished, bases, tmp_path_factory):
     """Folders that MISTAKES names."""
     folder, run = tmp_path_factory.mktemp("places"), finished("llama")
     places = {"run": run, "checkpoint": checkpoint_of(run), "base": Path(bases("llama")[-1])}
-    places |= {name: folder / name for name in ("peft", "shape", "dora", "damaged")}
+    places |= {
+        name: folder / name for name in ("peft", "shape", "dora", "damaged", "linked", "linked_config", "rankless")
+    }
     places["base_checkpoint"] = checkpoint_of(places["base"])
-    for name in ("peft", "shape", "dora"):
+    for name in ("peft", "shape", "dora", "linked", "linked_config"):
         write_peft(places["checkpoint"], places[name])
+    for name, file in (("linked", "adapter_model.safetensors"), ("linked_config", "adapter_config.json")):
+        (places[name] / file).unlink()
+        (places[name] / file).symlink_to(places["peft"] / file)
     tensors = load_file(places["shape"] / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"] = torch.zeros(4, 3)
     save_file(tensors, places["shape"] / "adapter_model.safetensors")
@@ -401,6 +417,11 @@ def places(finished, bases, tmp_path_factory):
     (places["dora"] / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(places["checkpoint"], places["damaged"])
     damage(places["damaged"])
+    shutil.copytree(places["checkpoint"], places["rankless"])
+    model = json.loads((places["rankless"] / "model.json").read_text())
+    del model["lora"]["rank"]
+    (places["rankless"] / "model.json").write_text(json.dumps(model))
+    update_manifest(places["rankless"])
     return places
 
 

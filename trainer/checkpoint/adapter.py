@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into, require_match
-from trainer.checkpoint.huggingface import MODEL_FILE, ModelMetadata, export_metadata, layer_order, open_tensors
+from trainer.checkpoint.huggingface import (
+    MODEL_FILE,
+    ModelMetadata,
+    export_metadata,
+    file_inside,
+    layer_order,
+    open_tensors,
+)
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import (
     DTYPE_OF,
@@ -229,7 +236,7 @@ class PeftFolder:
         """Raises CorruptError if adapter_config.json does not describe a supported adapter."""
         self.folder, self.names = folder, PeftNames(spec, sizes)
         try:
-            config = parse_json_object(manifest.read_text(folder / PEFT_CONFIG, _LARGEST_JSON))
+            config = parse_json_object(manifest.read_text(file_inside(folder, PEFT_CONFIG), _LARGEST_JSON))
         except ValueError:
             raise CorruptError(f"{PEFT_CONFIG} is not a JSON object") from None
         fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
@@ -246,7 +253,7 @@ class PeftFolder:
     def load_into(self, own: Tensors, trained: Tensors) -> None:
         """Load this rank's parameters in place. own, trained: as in load_adapter. Raises ConfigError."""
         names = self.names
-        with open_tensors(self.folder / _PEFT_TENSORS) as tensors:
+        with open_tensors(file_inside(self.folder, _PEFT_TENSORS)) as tensors:
             index = {}
             for key in tensors.keys():  # noqa: SIM118
                 stored = tensors.get_slice(key)

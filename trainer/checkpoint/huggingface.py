@@ -114,11 +114,11 @@ def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json, or {}, of the model in a checkpoint or in a Hugging Face folder.
     Raises ConfigError."""
     try:
-        file = _inside(folder, GENERATION_CONFIG)
+        file = file_inside(folder, GENERATION_CONFIG)
         generation = parse_json_object(manifest.read_text(file, _LARGEST_JSON)) if file.exists() else {}
         if (folder / manifest.NAME).exists():
             return ModelMetadata.read(folder).context_window, generation
-        return _read_config(_inside(folder, "config.json"))[3], generation
+        return _read_config(file_inside(folder, "config.json"))[3], generation
     except CorruptError as damage:
         raise ConfigError("", f"{folder}: {damage}") from None
     except ValueError:
@@ -142,7 +142,7 @@ def _require_parameters(folder: Path, index: Mapping[str, TensorMetadata], param
 # ---------------------------------------------------------------- reading
 
 
-def _inside(folder: Path, name: Any) -> Path:
+def file_inside(folder: Path, name: Any) -> Path:
     """Return the path of a file in the folder. Raises CorruptError if the name is not a plain file name, or if the file is
     a symbolic link to a path outside the folder. Links to the blobs of Hugging Face's cache are allowed."""
     path = folder / manifest.require_plain_filename(name, "the index")
@@ -165,21 +165,23 @@ class HfModelFolder:
             message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
             raise ConfigError("", f"{folder}: {message}")
         try:
-            self.config, self.spec, self.sizes, self.seq_len = _read_config(_inside(self.folder, "config.json"), spec)
+            self.config, self.spec, self.sizes, self.seq_len = _read_config(
+                file_inside(self.folder, "config.json"), spec
+            )
             self.index = self._index(self._stored())
         except CorruptError as damage:
             raise ConfigError("", f"{folder}: {damage}") from None
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            return parse_json_object(manifest.read_text(_inside(self.folder, name), _LARGEST_JSON))
+            return parse_json_object(manifest.read_text(file_inside(self.folder, name), _LARGEST_JSON))
         except ValueError:
             raise CorruptError(f"{name} is not a JSON object") from None
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
         try:
-            return manifest.read_bytes(_inside(self.folder, name), _LARGEST_JSON)
+            return manifest.read_bytes(file_inside(self.folder, name), _LARGEST_JSON)
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
 
@@ -191,7 +193,7 @@ class HfModelFolder:
             if not isinstance(files, dict):
                 raise CorruptError("model.safetensors.index.json has no weight_map")
         stored: dict[str, TensorMetadata] = {}
-        for path in sorted({_inside(self.folder, file) for file in files.values()}):
+        for path in sorted({file_inside(self.folder, file) for file in files.values()}):
             with open_tensors(path) as tensors:
                 for name in sorted(tensors.keys()):
                     if name in stored:
