@@ -45,6 +45,7 @@ from trainer.testing.ranks import RankError
 GIB = 2**30
 FAMILIES = {
     "llama": [],
+    "tied": ["--model.overrides.tied_embeddings", "true"],
     "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
     "phi": [
         *(
@@ -304,7 +305,7 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
         assert (logits - adapted).norm() <= 1e-5 * adapted.norm()
 
 
-@pytest.mark.parametrize(("family", "extra"), EXCHANGED[:3])
+@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)
     write_peft(checkpoint_of(run), tmp_path / "peft")
@@ -347,6 +348,53 @@ def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tm
         assert line == f"{' '.join(option)} {reason}"
     line = line_of(monkeypatch, capsys, "merge", run, tmp_path / "x", "--base", tmp_path / "gone")
     assert line == f"{checkpoint_of(run)} needs its base model, but {tmp_path / 'gone'} does not exist; use --base PATH"
+
+
+UNSUPPORTED = {
+    (
+        "tied",
+        "tok_embeddings",
+    ): "tok_embeddings.weight is also the output weight, and peft cannot train tied embeddings",
+    ("phi", "layers.0.attention.wq"): (
+        "layers.0.attention.wq.weight is a part of model.layers.0.self_attn.qkv_proj.weight, and peft cannot train a part of a "
+        "tensor"
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "module"), UNSUPPORTED)
+def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
+    ranks, bases, finished, monkeypatch, tmp_path, capsys, family, module
+):
+    extra = ["--lora.targets", "*.w1", "--lora.train_fully", module]
+    problem = UNSUPPORTED[family, module]
+    hint = "scripts/convert_hf.py merge writes the complete model"
+    argv = combine([*bases(family), *LORA, *extra, "--checkpoint.export_huggingface", "true"])
+    with pytest.raises(ConfigError) as error:  # before the run
+        resolve(load_config(argv), 1)
+    assert (error.value.key, error.value.message) == ("checkpoint.export_huggingface", f"{problem}; {hint}")
+    run = finished(family, *extra)
+    assert line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x") == f"{problem}; {hint}"
+    monkeypatch.setattr(sys, "argv", ["convert_hf.py", "merge", str(run), str(tmp_path / "merged")])
+    convert_hf.main()
+    # A folder of peft cannot contain these parameters either.
+    write_peft(checkpoint_of(finished("llama")), tmp_path / "peft")
+    argv = [*bases(family), *LORA, *extra, *in_folder(tmp_path / "run"), "--lora.init_from", str(tmp_path / "peft")]
+    (line,) = ranks(1).run(error_line, argv)
+    assert line.startswith("--lora.init_from ") and problem in line
+
+
+def test_rows_of_a_peft_tensor_that_the_run_does_not_train_must_be_zero(ranks, bases, finished, tmp_path):
+    (family, extra), folder = EXCHANGED[-1], tmp_path / "peft"
+    write_peft(checkpoint_of(finished(family, *extra)), folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    tensors[name][-1, 0] = 1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    argv = [*bases(family), *LORA, *extra, *in_folder(tmp_path / "run"), "--lora.init_from", str(folder)]
+    lines = ranks(2).run(error_line, [*argv, "--training.local_batch_size", "4"])
+    problem = f"cannot load {folder}: {name} has nonzero rows that are not trained by this run"
+    assert lines == [f"--lora.init_from {folder}: {problem}"] * 2
 
 
 # ---------------------------------------------------------------- errors

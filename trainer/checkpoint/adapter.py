@@ -207,11 +207,12 @@ class PeftNames:
 
     def __init__(self, spec: ModelSpec, sizes: Any):
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
-        parameters = dict(self.model.named_parameters())
+        self.parameters = parameters = dict(self.model.named_parameters())
         self.first_row = self.hf.first_rows(parameters)
         """Name of a parameter -> its first row in the stored tensor."""
-        groups = self.hf.tensors(parameters)
-        self.num_rows = {name: sum(parameters[p].shape[0] for p in group) for name, group in groups.items()}
+        self.groups = self.hf.tensors(parameters)
+        """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
+        self.num_rows = {name: sum(parameters[p].shape[0] for p in group) for name, group in self.groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
 
     def base(self, name: str) -> str:
@@ -227,6 +228,24 @@ class PeftNames:
         """Return the shape of the stored tensor of a trained parameter. shape: of the parameter."""
         rows = shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
         return rows, *shape[1:]
+
+    def unsupported(self, fully: Iterable[str]) -> str:
+        """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
+        uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
+        for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
+            name = group[0]
+            if len(group) < len(self.groups[stored]):
+                return f"{name} is a part of {stored}, and peft cannot train a part of a tensor"
+            if sum(use is self.parameters[name] for use in uses) > 1:
+                return f"{name} is also the output weight, and peft cannot train tied embeddings"
+        return ""
+
+
+def require_peft_support(names: PeftNames, fully: Iterable[str], key: str = "") -> None:
+    """Raise ConfigError if peft cannot train these parameters of the model without training others. key: setting that requires
+    peft's format, or "" for a command."""
+    if problem := names.unsupported(fully):
+        raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
 
 
 class PeftFolder:
@@ -263,8 +282,10 @@ class PeftFolder:
             expected = {
                 names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()
             }
-            unknown = [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
-            require_match(self.folder, index, expected, cast=True, problems=unknown)
+            problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
+            problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
+            require_match(self.folder, index, expected, cast=True, problems=problems)
+            require_match(self.folder, {}, {}, cast=True, problems=[*self._dropped_rows(tensors, trained)])
             for name, parameter in own.items():
                 value = tensors.get_tensor(names.stored(name))
                 if not name.endswith(LORA_A):
@@ -274,19 +295,27 @@ class PeftFolder:
                 local, _, offset = local_region(parameter)
                 local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
 
+    def _dropped_rows(self, tensors: Any, trained: Tensors) -> Iterator[str]:
+        """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""
+        names = self.names
+        for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
+            if len(group) < len(names.groups[stored]):
+                key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
+                untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
+                for name in group:
+                    untrained[names.first_row[name] :][: len(names.parameters[name])] = False
+                if tensors.get_tensor(key)[untrained].any():
+                    yield f"{key} has nonzero rows that are not trained by this run"
+
 
 def write_peft(checkpoint: Path, out: Path) -> None:
     """Write the adapter of a checkpoint in the format of the package peft. If several matrices are stored as one tensor, their
     adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`. Raises CorruptError or ConfigError."""
     adapter = AdapterCheckpoint(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
+    require_peft_support(names, adapter.trained.fully)
     groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
     own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
-    for stored, group in own.items():
-        if sum(adapter.index[f"model/{name}"].shape[0] for name in group) < names.num_rows[stored]:
-            raise ConfigError(
-                "", f"{group[0]} is a part of {stored}, and peft cannot train a part of a tensor; merge it"
-            )
 
     def own_rows(name: str) -> Tensor:
         return names.hf.reorder(name, adapter.read(name), names.head_dim)
