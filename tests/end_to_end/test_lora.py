@@ -350,6 +350,11 @@ def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tm
     assert line == f"{checkpoint_of(run)} needs its base model, but {tmp_path / 'gone'} does not exist; use --base PATH"
 
 
+def test_the_base_may_be_named_by_its_run_folder(bases, finished):
+    checkpoint, base = checkpoint_of(finished("llama")), Path(bases("llama")[-1])
+    assert open_weights(checkpoint, base, alone=True).base.folder == checkpoint_of(base)
+
+
 UNSUPPORTED = {
     (
         "tied",

@@ -99,9 +99,9 @@ class AdapterSource:
     hf_folder = None
 
     def __init__(self, checkpoint: Path, base: Path | None, alone: bool = False):
-        """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or None
-        for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or if the base is not that of the
-        adapter."""
+        """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or of
+        the run that trained it, or None for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or
+        if the base is not that of the adapter."""
         self.folder = checkpoint
         try:
             self.adapter = AdapterCheckpoint(checkpoint, alone)
@@ -111,6 +111,7 @@ class AdapterSource:
         folder = base or self.adapter.base
         if not folder.is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
+        folder = resolve_checkpoint(folder) if alone else run_on_rank_0(partial(resolve_checkpoint, folder))
         self.base = WeightSource(folder, self.spec, alone)
         if self.base.digest() != self.adapter.base_digest:
             raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
