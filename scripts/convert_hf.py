@@ -28,6 +28,9 @@ from trainer.config.fields import did_you_mean
 from trainer.runtime.device import DTYPES
 from trainer.system.units import GIB
 
+_DTYPE, _SHARD_GIB = "bf16", 5.0
+"""Defaults of --dtype and of --shard-gib."""
+
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int, base: Path | None = None) -> None:
     export = HfExport(checkpoint, DTYPES[dtype], base)
@@ -53,7 +56,7 @@ def main() -> None:
     load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
     for command in (export, merge):
         command.add_argument("source", type=Path, help="checkpoint, or run folder whose newest checkpoint is exported")
-        command.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of the weights")
+        command.add_argument("--dtype", choices=list(DTYPES), help=f"dtype of the weights (default: {_DTYPE})")
     merge.add_argument(
         "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"
     )
@@ -62,12 +65,12 @@ def main() -> None:
     )
     for command in (export, merge, load):
         command.add_argument("out", type=Path, help="folder to write")
-        shard_help = "maximum size of one weight file"
-        command.add_argument("--shard-gib", type=positive_float, default=5.0, metavar="GIB", help=shard_help)
+        shard_help = f"maximum size of one weight file (default: {_SHARD_GIB})"
+        command.add_argument("--shard-gib", type=positive_float, metavar="GIB", help=shard_help)
     families = f"one of {', '.join(MODELS)}; default: the first with the type and the sizes of the model"
     load.add_argument("--family", metavar="NAME", help=families)
     args = parser.parse_args()
-    shard_bytes = int(args.shard_gib * GIB)
+    shard_bytes = int((args.shard_gib or _SHARD_GIB) * GIB)
     try:
         require_new_folder(args.out)
         checkpoint = resolve_checkpoint(args.source)
@@ -76,11 +79,14 @@ def main() -> None:
         elif args.command == "merge":
             if not is_adapter(checkpoint):
                 die(f"{checkpoint} contains no adapter; to-hf writes the model")
-            to_hf(checkpoint, args.out, args.dtype, shard_bytes, args.base)
+            to_hf(checkpoint, args.out, args.dtype or _DTYPE, shard_bytes, args.base)
         elif is_adapter(checkpoint):
+            for option, value in (("--dtype", args.dtype), ("--shard-gib", args.shard_gib)):
+                if value is not None:
+                    die(f"{option} {value} has no effect, because {checkpoint} contains only an adapter; see merge")
             write_peft(checkpoint, args.out)
         else:
-            to_hf(checkpoint, args.out, args.dtype, shard_bytes)
+            to_hf(checkpoint, args.out, args.dtype or _DTYPE, shard_bytes)
     except CorruptError as error:
         die(str(error))
     print(f"{args.out}: written")

@@ -24,7 +24,8 @@ class Batch(NamedTuple):
     documents: Tensor
     """Index of each token's document, -1 at positions outside all documents. If attention ignores document boundaries, all tokens
     of a sample share one index. In a preference dataset, document 2i of a sample is a chosen answer, document 2i + 1 the rejected
-    one."""
+    one. If dropout of adapters is on, the high bits contain the sample's index: sample * 2**DOCUMENT_BITS is added to all values,
+    including -1."""
     reference: Tensor | None = None
     """Log-probability of each document's targets under the reference model, in fp32, at the document's first token. Other
     positions are zero. None if the loss needs no reference."""

@@ -45,7 +45,13 @@ def build_model_parts(
         config.training.seq_len,
         config.data.document_mask,
         attention_backend,
-        partial(apply_lora, trained=resolved.trained, config=config.lora, seed=config.run.seed),
+        partial(
+            apply_lora,
+            blocks=resolved.plan.blocks,
+            trained=resolved.trained,
+            config=config.lora,
+            seed=config.run.seed,
+        ),
     )
     for part in model_parts.values():
         trained = {name: p for name, p in part.named_parameters() if p.requires_grad}

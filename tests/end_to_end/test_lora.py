@@ -15,6 +15,7 @@ from scripts import convert_hf
 from scripts.parity import LIMITS, deviations, within
 from tests import training_runs
 from tests.checkpoint.test_commit import damage
+from tests.end_to_end.test_security import update_manifest
 from tests.training_runs import (
     checkpoint_of,
     combine,
@@ -44,6 +45,7 @@ from trainer.testing.ranks import RankError
 GIB = 2**30
 FAMILIES = {
     "llama": [],
+    "tied": ["--model.overrides.tied_embeddings", "true"],
     "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
     "phi": [
         *(
@@ -303,7 +305,7 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
         assert (logits - adapted).norm() <= 1e-5 * adapted.norm()
 
 
-@pytest.mark.parametrize(("family", "extra"), EXCHANGED[:3])
+@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)
     write_peft(checkpoint_of(run), tmp_path / "peft")
@@ -340,8 +342,64 @@ def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tm
     base = open_weights(checkpoint_of(run), alone=True).base.folder
     line = line_of(monkeypatch, capsys, "merge", base, tmp_path / "x")
     assert line == f"{base} contains no adapter; to-hf writes the model"
+    for option in (("--dtype", "fp32"), ("--shard-gib", "1.0")):
+        line = line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x", *option)
+        reason = f"has no effect, because {checkpoint_of(run)} contains only an adapter; see merge"
+        assert line == f"{' '.join(option)} {reason}"
     line = line_of(monkeypatch, capsys, "merge", run, tmp_path / "x", "--base", tmp_path / "gone")
     assert line == f"{checkpoint_of(run)} needs its base model, but {tmp_path / 'gone'} does not exist; use --base PATH"
+
+
+def test_the_base_may_be_named_by_its_run_folder(bases, finished):
+    checkpoint, base = checkpoint_of(finished("llama")), Path(bases("llama")[-1])
+    assert open_weights(checkpoint, base, alone=True).base.folder == checkpoint_of(base)
+
+
+UNSUPPORTED = {
+    (
+        "tied",
+        "tok_embeddings",
+    ): "tok_embeddings.weight is also the output weight, and peft cannot train tied embeddings",
+    ("phi", "layers.0.attention.wq"): (
+        "layers.0.attention.wq.weight is a part of model.layers.0.self_attn.qkv_proj.weight, and peft cannot train a part of a "
+        "tensor"
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "module"), UNSUPPORTED)
+def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
+    ranks, bases, finished, monkeypatch, tmp_path, capsys, family, module
+):
+    extra = ["--lora.targets", "*.w1", "--lora.train_fully", module]
+    problem = UNSUPPORTED[family, module]
+    hint = "scripts/convert_hf.py merge writes the complete model"
+    argv = combine([*bases(family), *LORA, *extra, "--checkpoint.export_huggingface", "true"])
+    with pytest.raises(ConfigError) as error:  # before the run
+        resolve(load_config(argv), 1)
+    assert (error.value.key, error.value.message) == ("checkpoint.export_huggingface", f"{problem}; {hint}")
+    run = finished(family, *extra)
+    assert line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x") == f"{problem}; {hint}"
+    monkeypatch.setattr(sys, "argv", ["convert_hf.py", "merge", str(run), str(tmp_path / "merged")])
+    convert_hf.main()
+    # A folder of peft cannot contain these parameters either.
+    write_peft(checkpoint_of(finished("llama")), tmp_path / "peft")
+    argv = [*bases(family), *LORA, *extra, *in_folder(tmp_path / "run"), "--lora.init_from", str(tmp_path / "peft")]
+    (line,) = ranks(1).run(error_line, argv)
+    assert line.startswith("--lora.init_from ") and problem in line
+
+
+def test_rows_of_a_peft_tensor_that_the_run_does_not_train_must_be_zero(ranks, bases, finished, tmp_path):
+    (family, extra), folder = EXCHANGED[-1], tmp_path / "peft"
+    write_peft(checkpoint_of(finished(family, *extra)), folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
+    tensors[name][-1, 0] = 1
+    save_file(tensors, folder / "adapter_model.safetensors")
+    argv = [*bases(family), *LORA, *extra, *in_folder(tmp_path / "run"), "--lora.init_from", str(folder)]
+    lines = ranks(2).run(error_line, [*argv, "--training.local_batch_size", "4"])
+    problem = f"cannot load {folder}: {name} has nonzero rows that are not trained by this run"
+    assert lines == [f"--lora.init_from {folder}: {problem}"] * 2
 
 
 # ---------------------------------------------------------------- errors
@@ -374,6 +432,16 @@ MISTAKES = {
     ("--lora.init_from", "{base}"): (
         "--lora.init_from {base}: {base_checkpoint} contains neither adapter_config.json nor a checkpoint of an adapter"
     ),
+    ("--lora.init_from", "{linked}"): (
+        "--lora.init_from {linked}: {linked}: adapter_model.safetensors is a symbolic link to a path outside the folder"
+    ),
+    ("--lora.init_from", "{linked_config}"): (
+        "--lora.init_from {linked_config}: {linked_config}: adapter_config.json is a symbolic link to a path outside the folder"
+    ),
+    (
+        "--lora.init_from",
+        "{rankless}",
+    ): "--lora.init_from {rankless}: {rankless}: model.json does not describe an adapter",
     (
         "--lora.init_from",
         "{damaged}",
@@ -386,10 +454,15 @@ def places(finished, bases, tmp_path_factory):
     """Folders that MISTAKES names."""
     folder, run = tmp_path_factory.mktemp("places"), finished("llama")
     places = {"run": run, "checkpoint": checkpoint_of(run), "base": Path(bases("llama")[-1])}
-    places |= {name: folder / name for name in ("peft", "shape", "dora", "damaged")}
+    places |= {
+        name: folder / name for name in ("peft", "shape", "dora", "damaged", "linked", "linked_config", "rankless")
+    }
     places["base_checkpoint"] = checkpoint_of(places["base"])
-    for name in ("peft", "shape", "dora"):
+    for name in ("peft", "shape", "dora", "linked", "linked_config"):
         write_peft(places["checkpoint"], places[name])
+    for name, file in (("linked", "adapter_model.safetensors"), ("linked_config", "adapter_config.json")):
+        (places[name] / file).unlink()
+        (places[name] / file).symlink_to(places["peft"] / file)
     tensors = load_file(places["shape"] / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"] = torch.zeros(4, 3)
     save_file(tensors, places["shape"] / "adapter_model.safetensors")
@@ -397,6 +470,11 @@ def places(finished, bases, tmp_path_factory):
     (places["dora"] / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(places["checkpoint"], places["damaged"])
     damage(places["damaged"])
+    shutil.copytree(places["checkpoint"], places["rankless"])
+    model = json.loads((places["rankless"] / "model.json").read_text())
+    del model["lora"]["rank"]
+    (places["rankless"] / "model.json").write_text(json.dumps(model))
+    update_manifest(places["rankless"])
     return places
 
 

@@ -277,6 +277,18 @@ def test_reference_log_probabilities_are_computed_once(ranks, dpo, tmp_path):
     assert len(stored_values(tmp_path / "stores")) == 2 * len(values)
 
 
+def test_reference_log_probabilities_depend_on_the_precision_of_fully_trained_modules(ranks, dpo, tmp_path):
+    argv = [*dpo, "--training.parameter_dtype", "bf16", "--lora.rank", "4", "--lora.train_fully"]
+    ranks(1).run(train_counting, [*argv, "output", *in_folder(tmp_path / "a")])
+    values = stored_values(tmp_path / "stores")
+    for name, modules, dtype in (("b", "output", "bf16"), ("c", "norm", "fp32")):
+        own = [*argv, modules, "--lora.dtype", dtype, "--data.store_folder", str(tmp_path / name)]
+        ranks(1).run(train_counting, [*own, *in_folder(tmp_path / f"run_{name}")])
+        assert not np.array_equal(stored_values(tmp_path / name), values)
+        shared = [*argv, modules, "--lora.dtype", dtype, *in_folder(tmp_path / f"shared_{name}")]
+        assert ranks(1).run(train_counting, shared)[0][0] == 12
+
+
 @pytest.mark.parametrize("settings", ["", "--parallel.tp 2", "--parallel.cp 2", "--parallel.pp 2"])
 def test_a_killed_computation_continues_under_another_layout(ranks, dpo, tmp_path, settings):
     ranks(1).run(train_counting, [*dpo, *in_folder(tmp_path / "a")])

@@ -44,7 +44,7 @@ def test_an_adapter_drops_inputs_in_training_only():
     config = LoraConfig(rank=4, dropout=0.5)
     model = nn.ModuleDict({"layers": nn.ModuleDict({"0": nn.ModuleDict({"wq": nn.Linear(64, 8, bias=False)})})})
     trained = TrainedParameters(frozenset(), adapter_shapes(model, ["layers.0.wq"], 4))
-    dropout = apply_lora(model, trained, config, seed=0)
+    dropout = apply_lora(model, "layers", trained, config, seed=0)
     linear = model.get_submodule("layers.0.wq")
     for parameter in (linear.lora_a, linear.lora_b):
         nn.init.ones_(parameter)

@@ -1,7 +1,6 @@
 """Adapters (trainer/lora.py) in checkpoints, merged with their base model, and in the format of the package peft."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.huggingface import permute_from_hf
 from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into, require_match
-from trainer.checkpoint.huggingface import MODEL_FILE, ModelMetadata, export_metadata, layer_order, open_tensors
+from trainer.checkpoint.huggingface import (
+    MODEL_FILE,
+    ModelMetadata,
+    export_metadata,
+    file_inside,
+    layer_order,
+    open_tensors,
+    read_object,
+)
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import (
     DTYPE_OF,
@@ -31,13 +37,12 @@ from trainer.lora import LORA_A, LORA_B, SCALE_SETTINGS, TrainedParameters, adap
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
-from trainer.system.files import atomic_folder, digest_of, parse_json_object
+from trainer.system.files import atomic_folder, digest_of
 
 PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Beginning of the names of tensors in peft's files."""
 _LEAVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
-_LARGEST_JSON = 2**24
 _UNSUPPORTED = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
     *("trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens"),
@@ -94,9 +99,9 @@ class AdapterSource:
     hf_folder = None
 
     def __init__(self, checkpoint: Path, base: Path | None, alone: bool = False):
-        """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or None
-        for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or if the base is not that of the
-        adapter."""
+        """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or of
+        the run that trained it, or None for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or
+        if the base is not that of the adapter."""
         self.folder = checkpoint
         try:
             self.adapter = AdapterCheckpoint(checkpoint, alone)
@@ -106,6 +111,7 @@ class AdapterSource:
         folder = base or self.adapter.base
         if not folder.is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
+        folder = resolve_checkpoint(folder) if alone else run_on_rank_0(partial(resolve_checkpoint, folder))
         self.base = WeightSource(folder, self.spec, alone)
         if self.base.digest() != self.adapter.base_digest:
             raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
@@ -202,13 +208,13 @@ class PeftNames:
 
     def __init__(self, spec: ModelSpec, sizes: Any):
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
-        parameters = dict(self.model.named_parameters())
+        self.parameters = parameters = dict(self.model.named_parameters())
         self.first_row = self.hf.first_rows(parameters)
         """Name of a parameter -> its first row in the stored tensor."""
-        self.num_rows: Counter[str] = Counter()
+        self.groups = self.hf.tensors(parameters)
+        """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
+        self.num_rows = {name: sum(parameters[p].shape[0] for p in group) for name, group in self.groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
-        for name, parameter in parameters.items():
-            self.num_rows[self.hf.name(name)] += parameter.shape[0]
 
     def base(self, name: str) -> str:
         """Return the parameter of the base model to which a trained parameter belongs."""
@@ -224,32 +230,47 @@ class PeftNames:
         rows = shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
         return rows, *shape[1:]
 
+    def unsupported(self, fully: Iterable[str]) -> str:
+        """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
+        uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
+        for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
+            name = group[0]
+            if len(group) < len(self.groups[stored]):
+                return f"{name} is a part of {stored}, and peft cannot train a part of a tensor"
+            if sum(use is self.parameters[name] for use in uses) > 1:
+                return f"{name} is also the output weight, and peft cannot train tied embeddings"
+        return ""
+
+
+def require_peft_support(names: PeftNames, fully: Iterable[str], key: str = "") -> None:
+    """Raise ConfigError if peft cannot train these parameters of the model without training others. key: setting that requires
+    peft's format, or "" for a command."""
+    if problem := names.unsupported(fully):
+        raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
+
 
 class PeftFolder:
     """An adapter in the format of the package peft."""
 
     def __init__(self, folder: Path, spec: ModelSpec, sizes: Any):
-        """Raises CorruptError if adapter_config.json does not describe a supported adapter."""
+        """Raises CorruptError or ConfigError if adapter_config.json does not describe a supported adapter."""
         self.folder, self.names = folder, PeftNames(spec, sizes)
-        try:
-            config = parse_json_object(manifest.read_text(folder / PEFT_CONFIG, _LARGEST_JSON))
-        except ValueError:
-            raise CorruptError(f"{PEFT_CONFIG} is not a JSON object") from None
+        config = read_object(folder / PEFT_CONFIG)
         fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
         fixed |= {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None)}  # others change the base
         for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
             if config.get(key) not in values:
                 expected = " or ".join(json.dumps(value) for value in values if value is not None)
                 raise CorruptError(f"{PEFT_CONFIG}: {key} {json.dumps(config.get(key)):.40} must be {expected}")
-        self.settings = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
-        self.settings["rslora"] = bool(config.get("use_rslora"))
+        settings = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+        self.settings = settings | {"rslora": bool(config.get("use_rslora"))}
         """Setting of [lora] -> value."""
 
     @torch.no_grad()
     def load_into(self, own: Tensors, trained: Tensors) -> None:
         """Load this rank's parameters in place. own, trained: as in load_adapter. Raises ConfigError."""
         names = self.names
-        with open_tensors(self.folder / _PEFT_TENSORS) as tensors:
+        with open_tensors(file_inside(self.folder, _PEFT_TENSORS)) as tensors:
             index = {}
             for key in tensors.keys():  # noqa: SIM118
                 stored = tensors.get_slice(key)
@@ -259,16 +280,30 @@ class PeftFolder:
             expected = {
                 names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()
             }
-            unknown = [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
-            require_match(self.folder, index, expected, cast=True, problems=unknown)
+            problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
+            problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
+            require_match(self.folder, index, expected, cast=True, problems=problems)
+            require_match(self.folder, {}, {}, cast=True, problems=[*self._dropped_rows(tensors, trained)])
             for name, parameter in own.items():
                 value = tensors.get_tensor(names.stored(name))
                 if not name.endswith(LORA_A):
                     base = names.base(name)
                     value = value[names.first_row[base] :][: parameter.shape[0]]
-                    value = permute_from_hf(value, names.head_dim) if names.hf.is_permuted(base) else value
+                    value = names.hf.restore(base, value, names.head_dim)
                 local, _, offset = local_region(parameter)
                 local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
+
+    def _dropped_rows(self, tensors: Any, trained: Tensors) -> Iterator[str]:
+        """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""
+        names = self.names
+        for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
+            if len(group) < len(names.groups[stored]):
+                key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
+                untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
+                for name in group:
+                    untrained[names.first_row[name] :][: len(names.parameters[name])] = False
+                if tensors.get_tensor(key)[untrained].any():
+                    yield f"{key} has nonzero rows that are not trained by this run"
 
 
 def write_peft(checkpoint: Path, out: Path) -> None:
@@ -276,26 +311,27 @@ def write_peft(checkpoint: Path, out: Path) -> None:
     adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`. Raises CorruptError or ConfigError."""
     adapter = AdapterCheckpoint(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
+    require_peft_support(names, adapter.trained.fully)
     groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
     own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
-    for stored, group in own.items():
-        if sum(adapter.index[f"model/{name}"].shape[0] for name in group) < names.num_rows[stored]:
-            raise ConfigError(
-                "", f"{group[0]} is a part of {stored}, and peft cannot train a part of a tensor; merge it"
-            )
+
+    def own_rows(name: str) -> Tensor:
+        return names.hf.reorder(name, adapter.read(name), names.head_dim)
+
     entries = []
-    for group in groups.values():
+    for stored, group in groups.items():
         target = group[0].removesuffix(".weight")
         a, rank = adapter.index[f"model/{target}.{LORA_A}"], config.rank * len(group)
+        first_matrices = [f"{name.removesuffix('weight')}{LORA_A}" for name in group]
         for leaf, shape, pieces in (
-            (LORA_A, (rank, a.shape[1]), partial(_first_matrices, adapter, group)),
-            (LORA_B, (names.num_rows[names.hf.name(group[0])], rank), partial(_block_diagonal, adapter, names, group)),
+            (LORA_A, (rank, a.shape[1]), partial(map, adapter.read, first_matrices)),
+            (LORA_B, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)),
         ):
             entries.append(TensorWrite(names.stored(f"{target}.{leaf}"), a.dtype, shape, pieces))
-    for group in own.values():
+    for stored, group in own.items():
         first = adapter.index[f"model/{group[0]}"]
-        shape, pieces = names.shape(group[0], first.shape), partial(_own_rows, adapter, names, group)
-        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, pieces))
+        shape = names.num_rows[stored], *first.shape[1:]
+        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
     fused = {stored.removesuffix(".weight"): len(group) for stored, group in groups.items() if len(group) > 1}
     content = {
         "peft_type": "LORA",
@@ -317,11 +353,6 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _first_matrices(adapter: AdapterCheckpoint, group: Sequence[str]) -> Iterator[Tensor]:
-    for name in group:
-        yield adapter.read(f"{name.removesuffix('weight')}{LORA_A}")
-
-
 def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
     """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
     blocks = [adapter.read(f"{name.removesuffix('weight')}{LORA_B}") for name in group]
@@ -331,11 +362,6 @@ def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequenc
         rows = names.hf.reorder(name, block, names.head_dim)
         matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
     yield matrix
-
-
-def _own_rows(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
-    for name in group:
-        yield names.hf.reorder(name, adapter.read(name), names.head_dim)
 
 
 def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:

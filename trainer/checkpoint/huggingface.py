@@ -115,7 +115,7 @@ def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
     Raises ConfigError."""
     try:
         file = folder / GENERATION_CONFIG
-        generation = _read_object(file) if file.exists() else {}
+        generation = read_object(file) if file.exists() else {}
         if (folder / manifest.NAME).exists():
             return ModelMetadata.read(folder).context_window, generation
         return _read_config(folder / "config.json")[3], generation
@@ -140,7 +140,7 @@ def _require_parameters(folder: Path, index: Mapping[str, TensorMetadata], param
 # ---------------------------------------------------------------- reading
 
 
-def _inside(folder: Path, name: Any) -> Path:
+def file_inside(folder: Path, name: Any) -> Path:
     """Return the path of a file in the folder. Raises CorruptError if the name is not a plain file name, or if the file is
     a symbolic link to a path outside the folder. Links to the blobs of Hugging Face's cache are allowed."""
     path = folder / manifest.require_plain_filename(name, "the index")
@@ -171,7 +171,7 @@ class HfModelFolder:
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
         try:
-            return manifest.read_bytes(_inside(self.folder, name), _LARGEST_JSON)
+            return manifest.read_bytes(file_inside(self.folder, name), _LARGEST_JSON)
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
 
@@ -179,11 +179,11 @@ class HfModelFolder:
         """Return tensor name in Hugging Face's format -> dtype, shape and file."""
         files, index = {"": "model.safetensors"}, "model.safetensors.index.json"
         if (self.folder / index).exists():
-            files = _read_object(self.folder / index).get("weight_map")
+            files = read_object(self.folder / index).get("weight_map")
             if not isinstance(files, dict):
                 raise CorruptError(f"{index} has no weight_map")
         stored: dict[str, TensorMetadata] = {}
-        for path in sorted({_inside(self.folder, file) for file in files.values()}):
+        for path in sorted({file_inside(self.folder, file) for file in files.values()}):
             with open_tensors(path) as tensors:
                 for name in sorted(tensors.keys()):
                     if name in stored:
@@ -250,10 +250,10 @@ class HfModelFolder:
         return rows[start - first : stop - first]
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a folder in Hugging Face's format. Raises ConfigError."""
     try:
-        return parse_json_object(manifest.read_text(_inside(file.parent, file.name), _LARGEST_JSON))
+        return parse_json_object(manifest.read_text(file_inside(file.parent, file.name), _LARGEST_JSON))
     except CorruptError as damage:
         raise ConfigError("", f"{file.parent}: {damage}") from None
     except ValueError:
@@ -263,7 +263,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping[str, Any], ModelSpec, Any, int]:
     """Return the fields of a config.json that describe the text model, the first family with its type, the sizes and the context
     window. expected: the only accepted family. Raises ConfigError."""
-    config = text_config(_read_object(file))
+    config = text_config(read_object(file))
     families = reversed(MODELS.values()) if expected is None else (expected,)
     types = {spec.huggingface.model_type: spec for spec in families}
     model_type = config.get("model_type", None if expected is None else expected.huggingface.model_type)

@@ -264,7 +264,6 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         """Factor of the product of an adapter's matrices."""
-        assert self.rank is not None
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 

@@ -68,10 +68,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def apply_lora(model: nn.Module, trained: TrainedParameters, config: LoraConfig, seed: int) -> AdapterDropout | None:
+def apply_lora(
+    model: nn.Module, blocks: str, trained: TrainedParameters, config: LoraConfig, seed: int
+) -> AdapterDropout | None:
     """Add the adapters and freeze all parameters that are not trained, in place. Without [lora] rank, do nothing. model: a
-    pipeline stage, on the meta device; its matrices may be sharded by tensor parallelism. seed: of the dropout. Return the
-    dropout, which the blocks must call, or None without dropout."""
+    pipeline stage, on the meta device; its matrices may be sharded by tensor parallelism. blocks: name of their container. seed:
+    of the dropout. Return the dropout, which the blocks must call, or None without dropout."""
     if config.rank is None:
         return None
     dtype = DTYPES[config.dtype]
@@ -87,7 +89,8 @@ def apply_lora(model: nn.Module, trained: TrainedParameters, config: LoraConfig,
     for name in trained.targets:
         if name in present:
             # Without the block's name, because compiled blocks share one graph.
-            _add_adapter(present[name], name.split(".", 2)[2], config, dropout)
+            _, _, name_in_block = name.removeprefix(f"{blocks}.").partition(".")
+            _add_adapter(present[name], name_in_block, config, dropout)
     return dropout
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from models import MODELS
 from models.sizes import text_of
 from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
+from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
@@ -79,6 +80,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
     trained = select_parameters(model, plan, config.lora)
+    if config.checkpoint.export_huggingface and config.lora.rank:
+        require_peft_support(PeftNames(spec, sizes), trained.fully, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     tensors = trained.tensors(model).values()

@@ -244,14 +244,6 @@ def reason_of(chat, document) -> str:
     return str(failure.value)
 
 
-def test_a_document_nested_too_deeply_yields_its_reason(llama3):
-    deep = value = []
-    for _ in range(100_000):
-        value.append([])
-        value = value[0]
-    assert reason_of(llama3, {"messages": [TALK[1] | {"extra": deep}, TALK[2]]}) == "the document is nested too deeply"
-
-
 def test_a_document_without_targets_yields_a_reason(llama3, char_tokenizer):
     assert reason_of(llama3, {"messages": []}) == "the conversation has no messages"
     tools = {"messages": TALK, "tools": [{"name": "f"}]}

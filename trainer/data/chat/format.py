@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.data.chat.conversations import MalformedConversation, Message, PromptCompletion, parse_conversation
+from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
 from trainer.data.chat.sandbox import BEGIN_MARK, END_MARK
 from trainer.data.chat.template import ChatTemplate, TemplateFailure
 from trainer.data.chat.template_files import SETTING, read_template
@@ -121,14 +121,12 @@ class ChatFormat:
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> TokensAndMask:
-        """Encode a JSON value in any format that parse_conversation accepts. Raises MalformedConversation or TemplateFailure."""
-        try:
-            parsed = parse_conversation(document)
-            if isinstance(parsed, PromptCompletion):
-                return self.encode_prompt_completion(parsed)
-            tokens, targets = self.encode(parsed.messages, parsed.tools, parsed.loss_mask)
-        except RecursionError:
-            raise MalformedConversation("the document is nested too deeply") from None
+        """Encode a JSON value in any format that parse_conversation accepts. Raises MalformedConversation or TemplateFailure, or
+        RecursionError if the value is nested too deeply."""
+        parsed = parse_conversation(document)
+        if isinstance(parsed, PromptCompletion):
+            return self.encode_prompt_completion(parsed)
+        tokens, targets = self.encode(parsed.messages, parsed.tools, parsed.loss_mask)
         if not any(targets):
             raise TemplateFailure("the template marks no text as a target")
         return tokens, targets

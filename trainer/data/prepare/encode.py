@@ -41,6 +41,8 @@ def _valid(encode: Callable[[Any], Encoded], record: Any) -> Encoded:
         return encode(record)
     except (MalformedConversation, TemplateFailure) as failure:
         raise InvalidDocument(str(failure)) from None
+    except RecursionError:
+        raise InvalidDocument("the document is nested too deeply") from None
 
 
 def _encode_chat(chat: ChatFormat, record: Any) -> Encoded:
