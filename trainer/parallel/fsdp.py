@@ -16,7 +16,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     group of modules in plan.fsdp_units is also a unit.
 
     mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype
-    of the parameters. Gradients are summed, not averaged, because the loss is already divided by the number of target tokens.
+    of the parameters. Gradients are summed, not averaged, because the loss is already divided by the number of its terms.
     """
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(DTYPES[dtype], DTYPES[config.reduce_dtype], cast_forward_inputs=False)

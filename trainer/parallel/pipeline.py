@@ -209,7 +209,7 @@ class PipelineStep(Step):
             stages[0] if issubclass(cls, PipelineScheduleSingle) else stages,
             self.num_microbatches,
             loss_fn=self._mean_loss,
-            scale_grads=False,  # the loss is already divided by the number of target tokens
+            scale_grads=False,  # the loss is already divided by the number of terms
         )
         self.rank_of_stage = stages[0].stage_index_to_group_rank
 

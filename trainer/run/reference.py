@@ -77,7 +77,7 @@ class LogProbs(CrossEntropy):
 
 
 class ReferenceStore:
-    """The stored values of one dataset's first samples."""
+    """The stored values of the first samples of a dataset or of a mixture of datasets."""
 
     def __init__(self, folder: Path, model: str, samples: Samples, num_samples: int):
         """Read the existing parts, collectively. folder: contains the stores of all models and datasets. model: hash of the

@@ -7,7 +7,7 @@ from trainer.batch import IGNORE_INDEX
 from trainer.config import ConfigError, DataConfig
 from trainer.data.sampling.packing import best_fit, pack, read_packing, split_documents
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
-from trainer.data.store.store import TokenStore
+from trainer.data.store.store import SECOND_START, TokenStore
 
 
 def store_of(lengths, targets=None):
@@ -73,6 +73,17 @@ def test_incomplete_documents_and_spans_without_a_target_are_counted(tmp_path, m
         "2 documents are truncated or dropped, because each has a single token or is longer than training.seq_len 3",
         "1 document spans are not part of any sample, because they contain no target token",
     ]
+
+
+def test_pairs_that_do_not_fit_into_a_sample_are_counted(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", warnings.append)
+    targets = np.ones(10, np.uint8)
+    targets[[3, 8]] = SECOND_START  # of the pairs [0, 6) and [6, 10)
+    pack(store_of([6, 4], targets), tmp_path / "packed", 3, DataConfig(packing="best-fit"), pairs=True)
+    assert read_packing(tmp_path / "packed").starts.tolist() == [6, 8]
+    reason = "because the two answers of each, with their prompts, are together longer than training.seq_len 3"
+    assert warnings == [f"1 pairs are dropped, {reason}"]
 
 
 def test_best_fit_fills_bins_like_its_definition():

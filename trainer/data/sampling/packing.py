@@ -146,8 +146,10 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig, pair
     used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions are used"
     logging.info(f"packed {counts['documents']} documents into {counts['samples']} samples in {folder}: {used}")
     if incomplete:
-        reason = f"each has a single token or is longer than training.seq_len {seq_len}"
-        logging.warning(f"{incomplete} documents are truncated or dropped, because {reason}")
+        which = "documents are truncated or dropped, because each has a single token or is"
+        if pairs:
+            which = "pairs are dropped, because the two answers of each, with their prompts, are together"
+        logging.warning(f"{incomplete} {which} longer than training.seq_len {seq_len}")
     if spans := counts["without_target"]:
         logging.warning(f"{spans} document spans are not part of any sample, because they contain no target token")
 
