@@ -133,8 +133,7 @@ class AdapterSource:
         own = {f"model/{name}": p for name, p in parameters.items() if name in self.adapter.trained.fully}
         load_into(self.folder, self.adapter.index, own, cast=True)
         for target in self.adapter.trained.targets:
-            local, _, (row, column) = local_region(parameters[f"{target}.weight"])
-            rows, columns = (slice(o, o + n) for o, n in zip((row, column), local.shape, strict=True))
+            local, (rows, columns) = local_region(parameters[f"{target}.weight"])
             local.copy_(local + self.adapter.product(target, rows, columns).to(local.device))
 
 
@@ -290,8 +289,8 @@ class PeftFolder:
                     base = names.base(name)
                     value = value[names.first_row[base] :][: parameter.shape[0]]
                     value = names.hf.restore(base, value, names.head_dim)
-                local, _, offset = local_region(parameter)
-                local.copy_(value[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
+                local, region = local_region(parameter)
+                local.copy_(value[region])
 
     def _dropped_rows(self, tensors: Any, trained: Tensors) -> Iterator[str]:
         """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""

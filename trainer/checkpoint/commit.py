@@ -238,10 +238,7 @@ def load_into(
     """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast and problems: as
     in require_match. Raises ConfigError."""
     require_match(folder, index, tensors, cast=cast, problems=problems)
-    damage, targets = "", {}
-    for name, tensor in tensors.items():
-        local, _, offset = local_region(tensor)
-        targets[name] = local, offset
+    damage, targets = "", {name: local_region(tensor) for name, tensor in tensors.items()}
     try:
         storage.read_regions(folder, index, targets, read)
     except CorruptError as error:

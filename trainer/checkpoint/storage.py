@@ -260,25 +260,26 @@ def read_slice(tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
 def read_regions(
     folder: Path,
     index: Mapping[str, TensorMetadata],
-    targets: Mapping[str, tuple[Tensor, Sequence[int]]],
+    targets: Mapping[str, tuple[Tensor, Sequence[slice]]],
     read: Read = read_slice,
 ) -> None:
     """Copy a region of each stored tensor into a target tensor of the region's shape, without reading the rest.
-    targets: tensor name -> (target tensor, offset of the region in the stored tensor). Raises CorruptError."""
-    for name, (target, offset) in targets.items():
+    targets: tensor name -> (target tensor, its region in the stored tensor). Raises CorruptError."""
+    for name, (target, region) in targets.items():
         for chunk in index[name].chunks:
-            bounds = zip(offset, target.shape, chunk.offsets, chunk.shape, strict=True)
-            common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in bounds]
+            bounds = zip(region, chunk.offsets, chunk.shape, strict=True)
+            common = [(max(r.start, first), min(r.stop, first + size)) for r, first, size in bounds]
             if not all(start < stop for start, stop in common):
                 continue
             key, ranges = chunk.key(name, index[name].shape), _ranges(common, chunk.offsets)
             try:
                 # The file is opened for each chunk, because mapped pages of an open file count as memory of the process.
                 with safe_open(folder / chunk.file, framework="pt") as tensors:
-                    part, region = read(tensors, key, ranges), target[_ranges(common, offset)]
-                    if (part.dtype, part.shape) != (index[name].dtype, region.shape):
+                    part = read(tensors, key, ranges)
+                    destination = target[_ranges(common, [r.start for r in region])]
+                    if (part.dtype, part.shape) != (index[name].dtype, destination.shape):
                         raise CorruptError(f"{chunk.file}: {key} has another dtype or shape than in {INDEX}")
-                    region.copy_(part)
+                    destination.copy_(part)
             except (SafetensorError, OSError, ValueError, IndexError) as error:
                 raise CorruptError(f"{chunk.file}: {error}") from None
 
@@ -293,5 +294,6 @@ def read_rows(
 ) -> Tensor:
     """Return rows [start, stop) of a stored tensor."""
     rows = torch.empty(stop - start, *stored.shape[1:], dtype=stored.dtype)
-    read_regions(folder, {name: stored}, {name: (rows, (start, *(0 for _ in stored.shape[1:])))}, read)
+    region = slice(start, stop), *(slice(0, size) for size in stored.shape[1:])
+    read_regions(folder, {name: stored}, {name: (rows, region)}, read)
     return rows

@@ -107,13 +107,12 @@ class WeightSource:
     @torch.no_grad()
     def _load_resized(self, name: str, parameter: Tensor, mean: Tensor) -> None:
         """Load this rank's rows of a parameter that has more rows than the stored tensor. mean: value of the additional rows."""
-        local, _, offset = local_region(parameter)
+        local, (rows, *columns) = local_region(parameter)
         try:
-            read_regions(self.folder, self.index, {name: (local, offset)}, self.read)
+            read_regions(self.folder, self.index, {name: (local, (rows, *columns))}, self.read)
         except CorruptError as damage:
             raise ConfigError("", f"{self.folder}: {damage}") from None
-        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-        local[max(0, self.index[name].shape[0] - offset[0]) :].copy_(mean[columns].to(local.dtype))
+        local[max(0, self.index[name].shape[0] - rows.start) :].copy_(mean[tuple(columns)].to(local.dtype))
 
 
 def resolve_checkpoint(folder: Path) -> Path:

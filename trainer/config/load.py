@@ -196,13 +196,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     for message, broken in incompatible.items():
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
-    for name in ("init_exclude", "resize_embeddings"):
-        changes_base = config.lora.rank and getattr(config.checkpoint, name)
-        yield (
-            f"checkpoint.{name}",
-            changes_base,
-            "cannot be combined with [lora] rank, which keeps the base model unchanged",
-        )
+    message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
+    for key in ("checkpoint.init_exclude", "checkpoint.resize_embeddings"):
+        yield key, config.lora.rank and config.value(key), message
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     limit = config.distributed.timeout_s
@@ -250,10 +246,9 @@ def _holds(condition: str, config: Config) -> bool:
 
 
 def _check_files(config: Config) -> None:
-    if config.checkpoint.init_from and (message := folder_error(config.checkpoint.init_from)):
-        raise ConfigError("checkpoint.init_from", message)
-    if config.lora.init_from and (message := folder_error(config.lora.init_from)):
-        raise ConfigError("lora.init_from", message)
+    for key in ("checkpoint.init_from", "lora.init_from"):
+        if config.value(key) and (message := folder_error(config.value(key))):
+            raise ConfigError(key, message)
     tokenizer = config.tokenizer
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
     if tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:

@@ -37,18 +37,16 @@ def initialize(
         for name, parameter in model.named_parameters():
             if name in loaded:
                 continue  # before local_region, which fake tensors cannot compute
-            local, shape, offset = local_region(parameter)
+            local, (rows, *columns) = local_region(parameter)
             if local.numel() == 0:
                 continue
-            last = offset[0] + local.shape[0]
-            groups = range(offset[0] // ROWS_PER_SEED, -(-last // ROWS_PER_SEED))
-            columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-            draws = pool.map(partial(_draw, model, lora, seed, name, shape), groups)
-            for group, rows in zip(groups, draws, strict=True):
+            groups = range(rows.start // ROWS_PER_SEED, -(-rows.stop // ROWS_PER_SEED))
+            draws = pool.map(partial(_draw, model, lora, seed, name, tuple(parameter.shape)), groups)
+            for group, drawn in zip(groups, draws, strict=True):
                 first_row = group * ROWS_PER_SEED
-                start, stop = max(first_row, offset[0]), min(first_row + ROWS_PER_SEED, last)
-                drawn = rows[(slice(start - first_row, stop - first_row), *columns)]
-                local[start - offset[0] : stop - offset[0]].copy_(drawn)
+                start, stop = max(first_row, rows.start), min(first_row + ROWS_PER_SEED, rows.stop)
+                own = drawn[(slice(start - first_row, stop - first_row), *columns)]
+                local[start - rows.start : stop - rows.start].copy_(own)
 
 
 def _draw(

@@ -29,9 +29,10 @@ def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, DTensorSpec(parameter.device_mesh, parameter.placements, meta), requires_grad=False)
 
 
-def local_region(parameter: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
-    """Return this rank's shard, the global shape, and the offset of the shard in the global tensor."""
-    if not isinstance(parameter, DTensor):
-        return parameter, tuple(parameter.shape), (0,) * parameter.dim()
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(parameter.shape), tuple(offset)
+def local_region(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return this rank's shard and its region in the global tensor, one slice per dim."""
+    offset = (0,) * parameter.dim()
+    if isinstance(parameter, DTensor):
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    local = to_local(parameter)
+    return local, tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
