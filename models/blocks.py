@@ -26,7 +26,8 @@ class PreNormBlock(nn.Module):
 
 
 class PostNormBlock(PreNormBlock):
-    """The modules of PreNormBlock. A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3."""
+    """A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3. The modules are those of
+    PreNormBlock; only their order differs."""
 
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention_norm(self.attention(h, rope, mask))

@@ -104,10 +104,10 @@ class Decoder(nn.Module):
 
 
 def pre_norm_decoder(sizes: Sizes, attention: Callable[[LayerKind], nn.Module] | None = None) -> Decoder:
-    """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer; None: Attention
-    without norms, whose rotated pairs are half of a head apart."""
-    norm, attention = partial(nn.RMSNorm, eps=sizes.norm_eps), attention or partial(Attention, sizes)
-    return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, attention(kind)))
+    """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer, by default
+    Attention without norms of queries and keys."""
+    norm, build = partial(nn.RMSNorm, eps=sizes.norm_eps), attention or partial(Attention, sizes)
+    return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, build(kind)))
 
 
 def _tensor_styles(block: nn.Module) -> dict[str, str]:

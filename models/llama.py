@@ -27,6 +27,7 @@ class LlamaSizes(Sizes):
         if self.head_dim % 2:
             message = f"dim {self.dim} / n_heads {self.n_heads} must be even: rotary embeddings rotate pairs"
             raise SizeError(message, "n_heads", "dim")
+        self._require_frequency_range()
 
     @property
     def head_dim(self) -> int:

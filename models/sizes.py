@@ -67,7 +67,9 @@ class Sizes:
     tied_embeddings: bool = False
     """Whether the output projection uses the embedding table as its weight."""
     rope_theta: float = 10_000.0
+    """Base of the rotary frequencies. models/rope.py explains the sizes that begin with rope_."""
     rope_factor: float = 1.0
+    """Factor by which positions may exceed the sequence length of the original training. 1: not at all."""
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
 
@@ -84,6 +86,8 @@ class Sizes:
             raise SizeError(f"n_layers {self.n_layers} must be at most 1024", "n_layers")
         if self.n_heads % self.n_kv_heads:
             raise SizeError(f"n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}", "n_kv_heads", "n_heads")
+
+    def _require_frequency_range(self) -> None:
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         if high <= low:
             message = f"rope_high_freq_factor {high} must be above rope_low_freq_factor {low}"
@@ -130,8 +134,8 @@ class DecoderSizes(Sizes):
     ROPE_TYPES: ClassVar[tuple[str, ...]] = tuple(ROPES)
     head_dim: int
     rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
-    """Extension of the context window, by its name in Hugging Face's files. models/rope.py explains the following sizes. An
-    extension uses the fields of its class."""
+    """Extension of the context window, by its name in Hugging Face's files. An extension uses the fields of its class in
+    models/rope.py."""
     rope_original_seq_len: int = 4096
     """Sequence length of the training before the extension."""
     rope_beta_fast: float = 32.0
@@ -158,6 +162,7 @@ class DecoderSizes(Sizes):
                 value, default = text_of(getattr(self, f.name)), text_of(f.default)
                 message = f"{f.name} {value} must be {default}, because rope_type {self.rope_type} does not use it"
                 raise SizeError(message, f.name, "rope_type")
+        self._require_frequency_range()
         rotated = self.rotary_dim
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             message = (

@@ -139,8 +139,9 @@ def _load_weights(
         changes = [checkpoint.init_exclude, checkpoint.resize_embeddings, checkpoint.init_exclude and config.run.seed]
         adapted = adapter and [adapter, lora.scale, lora.dtype]
         precision = [training.compute_dtype, training.parameter_dtype]
-        precision += lora.train_fully and (lora.dtype, *lora.train_fully)
-        content = json.dumps([weights_digest, adapted, asdict(sizes), changes, precision])
+        if lora.train_fully:
+            precision += [lora.dtype, *lora.train_fully]
+        content = json.dumps([weights_digest, adapted, asdict(sizes), changes, precision], sort_keys=True)
         hashes["reference model"] = digest(content.encode())
     return base, hashes
 

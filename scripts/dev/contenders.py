@@ -37,7 +37,6 @@ from trainer.runtime import device as devices
 from trainer.testing.layouts import flags
 
 _NEVER = 10**9
-_LOSS_CHUNK_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Task:
             "training.compute_dtype": self.dtype,
             "training.max_norm": MAX_NORM,
             "training.cpu_threads": self.threads,
-            "training.loss_chunk_tokens": min(self.batch * self.seq, _LOSS_CHUNK_TOKENS),
+            "training.loss_chunk_tokens": self.batch * self.seq,
             "optimizer.lr": LR,
             "lr_schedule.min_lr_ratio": 1.0,
             f"parallel.{layout}": self.ranks,
@@ -112,7 +111,8 @@ class Pacer:
         self._pipe, self._remaining, self._start = pipe, 0, 0.0
         self._cpu = 0.0
         self._durations: list[float] = []
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
+        """Loss of each step. Contenders do not read the values, for which the host would wait."""
 
     def before_step(self) -> None:
         """End a step, if one has begun, and begin the next one. Exit when the parent process exits."""
@@ -123,7 +123,8 @@ class Pacer:
             self._remaining -= 1
         if not self._remaining:
             if self._durations:
-                self._pipe.send((self._durations, self.losses, _cpu_seconds() - self._cpu))
+                losses = [loss.item() for loss in self.losses]
+                self._pipe.send((self._durations, losses, _cpu_seconds() - self._cpu))
             with suppress(EOFError):
                 self._remaining = self._pipe.recv()
             if not self._remaining:
@@ -169,7 +170,7 @@ def _loop(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        pacer.losses.append(loss.item())
+        pacer.losses.append(loss.detach())
         if task.log:
             print(f"step {step} loss {loss.item():.4f} grad norm {norm.item():.3f}", flush=True)
 
@@ -235,7 +236,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
     class Recording(hf.Trainer):
         def training_step(self, *args: object, **kwargs: object) -> Tensor:
             loss = super().training_step(*args, **kwargs)
-            pacer.losses.append(loss.item())
+            pacer.losses.append(loss.detach())
             return loss
 
     arguments = hf.TrainingArguments(
@@ -260,6 +261,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
         disable_tqdm=True,
         remove_unused_columns=False,
     )
+    arguments._n_gpu = 1  # otherwise one rank would use all GPUs of the node
     trainer = Recording(model, arguments, data_collator=collate, train_dataset=rows, callbacks=[Pause()])
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
     trainer.train()
@@ -279,7 +281,7 @@ def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") ->
 
     def recorded(*args: object) -> Tensor:
         loss = original(*args)
-        pacer.losses.append(loss.item())
+        pacer.losses.append(loss.detach().squeeze(0))
         return loss
 
     step = mock.patch.object(trainer.engine.forward_backward.__class__, "__call__", recorded)

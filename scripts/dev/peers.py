@@ -22,7 +22,7 @@ from scripts.dev.contenders import Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
 from trainer.config.schema import DeviceChoice
-from trainer.runtime.device import require_enough_gpus
+from trainer.runtime.device import gpu_count
 from trainer.system.children import children_ignore_interrupts
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write
@@ -63,7 +63,8 @@ def _check(contenders: Sequence[str], ranks: int, device: DeviceChoice) -> None:
         if name in ("accelerate", "transformers"):
             require_package("accelerate", "")  # transformers' Trainer needs it too
             require_package(name, "")
-    require_enough_gpus(device, ranks)
+    if device == "gpu" and gpu_count() < ranks:
+        raise ConfigError("", f"--device gpu: {ranks} ranks need a GPU each, and torch finds {gpu_count()} GPUs")
 
 
 class Processes:
@@ -158,14 +159,21 @@ def print_peers(
         contender="<22", median=">11", min_to_max=">19", CPU_time=">11", of_first=">9", tokens_per_second=">18"
     )
     medians = {name: statistics.median(of_steps) for name, of_steps in times.items()}
+    rates = {name: batch * seq * task.ranks / median for name, median in medians.items()}
     for name, median in medians.items():
         spread = f"{1e3 * min(times[name]):.1f} - {1e3 * max(times[name]):.1f} ms"
-        ratio, rate = median / medians[contenders[0]], batch * seq * task.ranks / median
+        ratio = median / medians[contenders[0]]
         table.row(
-            name, f"{1e3 * median:.1f} ms", spread, f"{cpu_seconds[name]:.3f} s", f"{ratio:.3f} x", f"{rate:,.0f}"
+            name,
+            f"{1e3 * median:.1f} ms",
+            spread,
+            f"{cpu_seconds[name]:.3f} s",
+            f"{ratio:.3f} x",
+            f"{rates[name]:,.0f}",
         )
     if results is not None:
-        measured = {"model": model, "step_time_s": times, "cpu_time_s": cpu_seconds, "deviation": deviation}
+        measured = {"model": model, "step_time_s": times, "cpu_time_s": cpu_seconds, "tokens_per_second": rates}
+        measured["deviation"] = deviation
         record = {**measured, "options": options, "environment": environment(ROOT)}
         results.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(results, json.dumps(record, indent=1))

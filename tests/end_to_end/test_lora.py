@@ -382,6 +382,11 @@ def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
     assert line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x") == f"{problem}; {hint}"
     monkeypatch.setattr(sys, "argv", ["convert_hf.py", "merge", str(run), str(tmp_path / "merged")])
     convert_hf.main()
+    merged, source = WeightSource(tmp_path / "merged", alone=True), open_weights(checkpoint_of(run), alone=True)
+    assert source.adapter.trained.fully == {f"{module}.weight"}
+    for key, stored in merged.index.items():
+        rows = key.removeprefix("model/"), 0, stored.shape[0]
+        assert torch.equal(merged.rows(*rows), source.rows(*rows).bfloat16()), key
     # A folder of peft cannot contain these parameters either.
     write_peft(checkpoint_of(finished("llama")), tmp_path / "peft")
     argv = [*bases(family), *LORA, *extra, *in_folder(tmp_path / "run"), "--lora.init_from", str(tmp_path / "peft")]

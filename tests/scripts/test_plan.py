@@ -8,6 +8,8 @@ import tomli
 
 from models import MODELS
 from tests.commands import run_script
+from trainer.checkpoint.huggingface import read_architecture
+from trainer.config import ConfigError
 from trainer.planning.recorder import MEMORY_CATEGORIES
 
 
@@ -50,6 +52,17 @@ def test_a_model_in_hugging_faces_format_is_planned(tmp_path):
     assert json.loads(ended.stdout)["parameters"] == 256_000 * 2304 + 2304 + 2 * (
         4 * 2304 + 2304 * (2 * 2048 + 2 * 1024 + 3 * 9216)
     )
+
+
+def test_a_configuration_may_be_named_by_a_link(tmp_path):
+    spec = MODELS["qwen3"]
+    (tmp_path / "config.json").write_text(json.dumps(spec.huggingface.config(spec.sizes["debug"], 128)))
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "config.json"
+    link.symlink_to(tmp_path / "config.json")
+    assert read_architecture(link) == ("qwen3", spec.sizes["debug"])
+    with pytest.raises(ConfigError, match="is a symbolic link to a path outside the folder"):
+        read_architecture(link.parent)
 
 
 def test_a_run_that_does_not_fit_exits_with_code_1():

@@ -282,6 +282,7 @@ class PeftFolder:
             problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
             problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
             require_match(self.folder, index, expected, cast=True, problems=problems)
+            # The rows are compared only now, because all tensors have the expected shapes.
             require_match(self.folder, {}, {}, cast=True, problems=[*self._dropped_rows(tensors, trained)])
             for name, parameter in own.items():
                 value = tensors.get_tensor(names.stored(name))

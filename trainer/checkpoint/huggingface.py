@@ -288,7 +288,9 @@ def family_of(spec: ModelSpec, sizes: Any) -> str:
 def read_architecture(path: Path) -> tuple[str, Any]:
     """Return the name of the family and the sizes of a model in Hugging Face's format. path: of config.json or of its folder.
     Raises ConfigError."""
-    _, spec, sizes, _ = _read_config(path / "config.json" if path.is_dir() else path)
+    # The user may name a link to a file, but the files of a folder may not be links out of it.
+    file = path / "config.json" if path.is_dir() else Path(os.path.realpath(path))
+    _, spec, sizes, _ = _read_config(file)
     return family_of(spec, sizes), sizes
 
 

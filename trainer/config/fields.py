@@ -9,7 +9,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -166,7 +166,7 @@ def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> st
     return f"; did you mean {show.format(names[close[0]])}?" if close else ""
 
 
-def matching(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> list[str]:
+def matching(key: str, patterns: Collection[str], names: Collection[str], kind: str) -> list[str]:
     """Return the names that match any of the patterns, in order. Raises ConfigError if a pattern matches nothing."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

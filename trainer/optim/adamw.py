@@ -26,7 +26,7 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> "AdamW":
     """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
     parameters = [p for group in groups for p in group["params"]]
@@ -52,11 +52,14 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW with less work on the host: all parameters share one counter of steps, and the fused kernel gets local
-    tensors. Call `update` instead of `step`, for which torch also runs hooks and its profiler."""
+    tensors. `update` replaces `step`, for which torch also runs hooks and its profiler."""
 
     def __init__(self, groups: list[dict], **hyperparameters: Any):
         super().__init__(groups, **hyperparameters)
         self.num_steps = torch.zeros((), dtype=torch.float32, device=groups[0]["params"][0].device)
+
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError("call update")
 
     @torch.no_grad()
     def update(self, skip: Tensor, grad_scale: Tensor | None = None) -> None:

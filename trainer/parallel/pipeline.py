@@ -1,6 +1,6 @@
 """Pipeline parallelism: the blocks are partitioned into stages, and torch's schedules send microbatches through them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -188,8 +188,6 @@ def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
 class PipelineStep(Step):
     """A step in which every rank runs its stages of the model. One of torch's schedules orders the microbatches."""
 
-    model_parts: Mapping[Stage, nn.Module]
-    """This rank's stages of the model, in order."""
     schedule_name: str
     """Name of the schedule, a key of SCHEDULES."""
     num_microbatches: int
@@ -200,7 +198,7 @@ class PipelineStep(Step):
 
     def __post_init__(self) -> None:
         # State of the current step.
-        self.num_terms, self.means = torch.ones((), device=self.hidden.device), []
+        self.num_terms, self.results = torch.ones((), device=self.hidden.device), []
         for part in self.model_parts.values():
             part.register_forward_pre_hook(self._replace_labels_by_head, with_kwargs=True)
         stages = [self._torch_stage(part, stage) for stage, part in self.model_parts.items()]
@@ -231,12 +229,11 @@ class PipelineStep(Step):
 
     def _mean_loss(self, result: Tensor, labels: Tensor) -> Tensor:
         """Return a microbatch's contribution to the mean loss. result: of the head."""
-        mean = result / self.num_terms
-        self.means.append(mean.detach())
-        return mean.reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
+        self.results.append(result.detach())
+        return (result / self.num_terms).reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
 
     def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        self.num_terms, self.means = num_terms.clamp(min=1), []  # a batch may be all padding
+        self.num_terms, self.results = num_terms.clamp(min=1), []  # a batch may be all padding
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
         reference = {} if batch.reference is None else {"reference": batch.reference}
         self.phases.start("pipeline")
@@ -250,7 +247,7 @@ class PipelineStep(Step):
             **reference,
         )
         self.phases.start("reduction")
-        return self._sum(self.means, self.objective)
+        return self._sum(self.results, self.objective) / self.num_terms
 
     def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
         """Run one microbatch through all stages, without torch's schedule, because some schedules cannot run without backward."""

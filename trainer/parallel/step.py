@@ -21,7 +21,7 @@ class Step(ABC):
     """Forward and backward over microbatches. Returned values are global: they are identical on every rank."""
 
     model_parts: Mapping[Any, nn.Module]
-    """This rank's stages of the model. Without pipeline parallelism, the only stage is the model."""
+    """Stage -> this rank's part of the model, in order. Without pipeline parallelism, the only part is the model."""
     objective: Objective
     """Objective of training."""
     shard_sequence: Callable[[Batch], Batch]

@@ -16,7 +16,7 @@ def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) ->
 
     Each forward casts the module's parameters. The results replace the parameters in the module until its next forward, because
     recomputation in backward uses them too. Gradients flow to the original parameters, in the original dtype. The two largest
-    tables are not copied: an embedding only selects rows, so its result is cast, and the head casts the output weight."""
+    tables are usually not copied: the head casts the output weight, and an embedding that only selects rows casts its result."""
     if all(p.dtype == dtype for p in model.parameters()):
         return
     outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]

@@ -76,7 +76,7 @@ class StabilityGuard:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
         self.slots = torch.arange(WINDOW, device=device)
-        self.no = torch.zeros((), dtype=torch.bool, device=device)
+        self.no_spike = torch.zeros((), dtype=torch.bool, device=device)  # allocated once
 
     @torch.no_grad()
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ class StabilityGuard:
         values = torch.stack([value.to(self.counts.device) for value in (loss, grad_norm)])
         accept = (values.abs() < math.inf).all()  # false for NaN, and faster than isfinite
         accepted, consecutive_skips, total = self.counts.unbind()
-        spike = self.no
+        spike = self.no_spike
         if self.config.on_loss_spike != "off":
             filled = (self.slots < accepted).float()
             mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)

@@ -50,6 +50,14 @@ def step_samples(ranks, cursor, step, num_workers=0):
     return [i for microbatches in zip(*per_rank, strict=True) for batch in microbatches for i in indices(batch)]
 
 
+def test_every_tensor_of_a_batch_is_pinned_without_workers(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or tensor)
+    order = SampleOrder((37,), PHASES, seed=3, shuffle=True)
+    batch = next(training_batches(samples(), order, partition(), 0, DataConfig(), pin_memory=True))
+    assert batch.reference is None and pinned == [(2, SEQ)] * 4
+
+
 def test_labels_are_the_next_tokens():
     batch = samples()[np.array([2, 0])]
     assert batch.tokens.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]

@@ -109,7 +109,7 @@ def training_batches(
     The loader has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
     """
     indices = _sample_indices(order, partition, cursor)
-    if config.num_workers == 0:  # the loader's own work would take longer than reading a small batch
+    if config.num_workers == 0:  # torchdata's loader takes longer than reading a small batch
         batches = map(samples.__getitem__, indices)
         return (batch.map(Tensor.pin_memory) for batch in batches) if pin_memory else batches
     with warnings.catch_warnings():
