@@ -8,8 +8,8 @@ from models.components import SILU, Activation, FeedForward, Norm
 from models.sizes import Sizes
 
 
-class PreNormBlock(nn.Module):
-    """A norm before each layer: Llama, Qwen, Mistral, SmolLM3, Granite, Phi."""
+class Block(nn.Module):
+    """The modules that all blocks have. Subclasses define their order."""
 
     TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
 
@@ -20,24 +20,27 @@ class PreNormBlock(nn.Module):
         self.ffn_norm = norm(sizes.dim)
         self.feed_forward = FeedForward(sizes, activation)
 
+
+class PreNormBlock(Block):
+    """A norm before each layer: Llama, Qwen, Mistral, SmolLM3, Granite, Phi."""
+
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention(self.attention_norm(h), rope, mask)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
-class PostNormBlock(PreNormBlock):
-    """A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3. The modules are those of
-    PreNormBlock; only their order differs."""
+class PostNormBlock(Block):
+    """A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3."""
 
     def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
         h = h + self.attention_norm(self.attention(h, rope, mask))
         return h + self.ffn_norm(self.feed_forward(h))
 
 
-class SandwichBlock(PreNormBlock):
+class SandwichBlock(Block):
     """Norms before and after each layer: Gemma 2 and 3."""
 
-    TENSOR: ClassVar = PreNormBlock.TENSOR | {"attention_post_norm": "norm", "ffn_post_norm": "norm"}
+    TENSOR: ClassVar = Block.TENSOR | {"attention_post_norm": "norm", "ffn_post_norm": "norm"}
 
     def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, activation: Activation):
         super().__init__(sizes, norm, attention, activation)
