@@ -47,7 +47,7 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL):
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
     argv = [*TWO_BLOCKS, *EIGHT, *layout]
-    measured = ranks(size).run(measure, argv, 12)
+    measured = ranks(size).run(measure, argv, 2)
     for plan in planned(size, *EIGHT, *layout, ranks=range(size), model=TWO_BLOCKS):
         real = measured[plan.rank]
         assert plan.peak == pytest.approx(real.total(), rel=0.03)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,8 @@ from trainer.planning.patches import annotate_fsdp
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local
 
+_POINT_TO_POINT = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default, torch.ops.c10d.recv_any_source_.default)
+"""Operations that another rank may only complete after later operations of this rank."""
 START, STEP, BACKWARD = "start of the measurement", "measured step", "backward"
 
 
@@ -61,16 +64,26 @@ def _wait_for_threads() -> None:
         idle = idle + 1 if is_idle else 0
 
 
+def _wait_for_collective(func: OpOverload, result: object) -> None:
+    """Wait until a collective that was just called has ended on this rank."""
+    for item in result if isinstance(result, (tuple, list)) else [result]:
+        if isinstance(item, torch.ScriptObject):
+            item.wait()  # a torch.distributed.Work
+        elif func.namespace == "_c10d_functional":
+            torch.ops._c10d_functional.wait_tensor(item)
+
+
 class _WaitForRelease(TorchDispatchMode):
-    """Dispatch mode that waits after each collective, so that the communication thread releases its buffers. Otherwise, on
-    a busy machine, these buffers would be released late, and the measurement would include them. The thread records these
-    releases for the profiler, so they must also precede the end of the profile."""
+    """Dispatch mode that waits for each collective, and then until the communication thread no longer refers to its buffers.
+    Otherwise, on a busy machine or if another rank is late, that thread could release them: late, and without an event."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
+            if func not in _POINT_TO_POINT:
+                _wait_for_collective(func, result)
             _wait_for_threads()
         return result
 
@@ -208,15 +221,19 @@ def _peaks(tree: Sequence, before: list[Buffer]) -> list[Counter[str]]:
 
 
 def _buffers(events: Iterable, before: list[Buffer]) -> list[Buffer]:
-    buffers = list(before)
+    buffers, collective_end = list(before), 0
     alive = {buffer.address: buffer for buffer in before}
     for event in events:
+        if event.name.startswith("c10d::"):
+            collective_end = max(collective_end, event.end_time_ns)
         if event.name != "[memory]":
             continue
         fields = event.extra_fields
         if fields.alloc_size > 0:
             alive[fields.ptr] = Buffer(fields.ptr, fields.alloc_size, event.start_time_ns)
             buffers.append(alive[fields.ptr])
+            if event.start_time_ns < collective_end:  # gloo's copy; its thread often releases it without an event
+                alive[fields.ptr].died = collective_end
         elif fields.ptr in alive:
             alive.pop(fields.ptr).died = event.start_time_ns
     return buffers
