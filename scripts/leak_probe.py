@@ -57,7 +57,7 @@ _CHANGED = 1e-6
 class _Hidden:
     """An objective whose head returns the hidden state, (batch, seq / cp, dim), instead of a loss."""
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+    def head(self, *args: object) -> Head:
         return lambda hidden, weight, softcap=None: hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
 
 

@@ -49,8 +49,8 @@ def _losses_and_gradient(
 
     hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row: index of the first of
     these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary. softcap: limit of
-    the logits, see Output in models/components.py. scale: factor of each token's gradient, (tokens, 1), or one factor for all of
-    them, or None for no gradient.
+    the logits, see Output in models/components.py. scale: factor of each token's gradient, (tokens, 1), or of all of them, a
+    scalar, or None for no gradient.
     """
     logits = F.linear(hidden, weight).float()
     if softcap is not None:
@@ -122,7 +122,7 @@ class _Projection:
         options = self.first_row, self.group, self.softcap
         for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
-            factor = scale[chunk] if isinstance(scale, Tensor) else scale
+            factor = scale[chunk] if isinstance(scale, Tensor) and scale.dim() else scale
             losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *options, factor)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
@@ -133,29 +133,27 @@ class _Projection:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the token losses. Forward computes each chunk's gradients while the chunk's logits exist. Logits are therefore
-    neither saved nor recomputed. Backward only scales the gradients."""
+    """Sum of the token losses, times a factor. Forward computes each chunk's gradients while the chunk's logits exist. Logits are
+    therefore neither saved nor recomputed. The gradients are final: backward must start from this sum, with a gradient of 1."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
-        """needs_gradient: whether a backward follows."""
-        scale = 1.0 if needs_gradient else None
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool, scale: Tensor | float
+    ) -> Tensor:
+        """needs_gradient: whether a backward follows. scale: the factor, a scalar."""
         cast = weight.to(hidden.dtype)
-        losses, grad_hidden, grad_weight = projection.run(hidden, cast, scale, ctx.needs_input_grad[1])
+        gradient_scale = scale if needs_gradient else None
+        losses, grad_hidden, grad_weight = projection.run(hidden, cast, gradient_scale, ctx.needs_input_grad[1])
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
-        return losses.sum()
+        return losses.sum() * scale
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):
+        torch._assert_async(grad_total == 1, "backward must start from the loss")
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled_weight = None  # not in place, because schedules that split backward call this function twice
-        if grad_weight is not None:
-            # Scale in fp32 and round once; on GPUs this allocates no second fp32 tensor.
-            scaled_weight = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-            torch.mul(grad_weight, grad_total, out=scaled_weight)
-        return grad_hidden * grad_total, scaled_weight, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.weight_dtype), None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -203,22 +201,25 @@ def token_losses(
 
 
 class CrossEntropyHead:
-    """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens."""
+    """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens, times a
+    factor. Backward must start from this result."""
 
-    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False):
+    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False, scale: Tensor | float = 1.0):
         """labels: (batch, seq). chunk_tokens: number of tokens whose logits exist at the same time. compiled: whether to compile
-        the operations between the matrix products. With tensor parallelism they contain collectives and are not compiled."""
+        the operations between the matrix products. With tensor parallelism they contain collectives and are not compiled.
+        scale: the factor, a scalar."""
         self.labels = labels
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
+        self.scale = scale
 
     def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
-        weight is sharded along the vocabulary. softcap: limit of the logits. Returns the summed loss, a scalar in fp32."""
+        weight is sharded along the vocabulary. softcap: limit of the logits. Returns a scalar in fp32."""
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
         args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
-        return _SummedLoss.apply(*args, needs_gradient)
+        return _SummedLoss.apply(*args, needs_gradient, self.scale)
 
 
 class Objective(Protocol):
@@ -234,10 +235,10 @@ class Objective(Protocol):
     compiled: bool
     """Arguments of CrossEntropyHead."""
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        """Return the head of a microbatch. It computes the sum of the loss, or a vector of this sum and those of the metrics, of
-        which only the first has a gradient. The arguments are fields of Batch after context parallelism has sharded the
-        sequences."""
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
+        """Return the head of a microbatch. It computes the sum of the loss, or a vector of this sum and those of the metrics,
+        times `scale`. Only the loss has a gradient, and backward must start from it. labels, documents, reference: fields of
+        Batch after context parallelism has sharded the sequences."""
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of terms as a scalar. batch: full sequences."""
@@ -254,8 +255,8 @@ class CrossEntropy:
     metrics: ClassVar[tuple[str, ...]] = ()
     shape: ClassVar[tuple[int, ...]] = ()
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled)
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
+        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled, scale)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels != IGNORE_INDEX).sum()

@@ -4,6 +4,7 @@ Each contender trains the same architecture from the same weights on the same to
 processes, which sleep while another contender runs. `benchmark.py peers` starts them and compares their times.
 """
 
+import json
 import os
 import resource
 import time
@@ -55,7 +56,8 @@ class Task:
     compiled: bool
     device: DeviceChoice
     log: bool
-    """Whether the contenders log each step to the console and to the files that they have for it."""
+    """Whether the contenders log each step: the plain loops to the console, transformers to the console and TensorBoard, this
+    trainer and accelerate to the console, a JSONL file and TensorBoard."""
     folder: Path
     """Folder for tokens.npy and for the files that contenders write."""
 
@@ -157,8 +159,10 @@ def _loop(
     wrapped: nn.Module,
     prepare: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer,
     backward: Callable[[Tensor], Any] = Tensor.backward,
+    write: Callable[[dict[str, float], int], None] = lambda values, step: None,
 ) -> None:
-    """Train. model: holds the parameters. wrapped: computes the logits. prepare: wraps the optimizer."""
+    """Train. model: holds the parameters. wrapped: computes the logits. prepare: wraps the optimizer. write: writes the values of
+    a step to files."""
     optimizer = prepare(adamw(model.parameters()))
     autocast = _autocast(task, pacer.device)
     wrapped = torch.compile(wrapped) if task.compiled else wrapped
@@ -172,7 +176,9 @@ def _loop(
         optimizer.zero_grad()
         pacer.losses.append(loss.detach())
         if task.log:
-            print(f"step {step} loss {loss.item():.4f} grad norm {norm.item():.3f}", flush=True)
+            values = {"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": LR}
+            print(f"step {step} loss {values['loss']:.4f} grad norm {values['grad_norm']:.3f}", flush=True)
+            write(values, step)
 
 
 def plain(task: Task, rank: int, pacer: Pacer) -> None:
@@ -196,8 +202,18 @@ def fsdp2(task: Task, rank: int, pacer: Pacer) -> None:
 
 def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
     accelerator = require_package("accelerate", "").Accelerator(
-        cpu=pacer.device.type == "cpu", mixed_precision="bf16" if task.dtype == "bf16" else "no"
+        cpu=pacer.device.type == "cpu",
+        mixed_precision="bf16" if task.dtype == "bf16" else "no",
+        log_with="tensorboard" if task.log else None,
+        project_dir=task.folder,
     )
+    accelerator.init_trackers("accelerate")
+
+    def write(values: dict[str, float], step: int) -> None:
+        with (task.folder / "accelerate.jsonl").open("a") as file:
+            file.write(json.dumps(values | {"step": step}) + "\n")
+        accelerator.log(values, step)
+
     model = _model(task, pacer.device)
     wrapped = accelerator.prepare(model)
     # accelerate casts by itself.
@@ -209,6 +225,7 @@ def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
         wrapped,
         prepare=accelerator.prepare,
         backward=accelerator.backward,
+        write=write,
     )
 
 

@@ -41,7 +41,7 @@ def test_the_sections_of_a_name_are_added(tmp_path, monkeypatch):
 
 
 def log_step(metrics, step, loss=3.0):
-    outcome = StepOutcome(step, 8, False, False, False, 0, 0, loss, 1.5)
+    outcome = StepOutcome(step, 8, False, 0, 0, loss, 1.5)
     metrics.log_step(TrainState(step=step, tokens_seen=1), outcome, lr=1e-3, objective={"num_targets": 1})
 
 

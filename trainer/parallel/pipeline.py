@@ -198,7 +198,7 @@ class PipelineStep(Step):
 
     def __post_init__(self) -> None:
         # State of the current step.
-        self.num_terms, self.results = torch.ones((), device=self.hidden.device), []
+        self.scale, self.results = torch.ones((), device=self.hidden.device), []
         for part in self.model_parts.values():
             part.register_forward_pre_hook(self._replace_labels_by_head, with_kwargs=True)
         stages = [self._torch_stage(part, stage) for stage, part in self.model_parts.items()]
@@ -206,8 +206,8 @@ class PipelineStep(Step):
         self.schedule = cls(
             stages[0] if issubclass(cls, PipelineScheduleSingle) else stages,
             self.num_microbatches,
-            loss_fn=self._mean_loss,
-            scale_grads=False,  # the loss is already divided by the number of terms
+            loss_fn=self._loss,
+            scale_grads=False,  # the head already divides by the number of terms
         )
         self.rank_of_stage = stages[0].stage_index_to_group_rank
 
@@ -224,16 +224,16 @@ class PipelineStep(Step):
         """Replace the labels and the reference in a stage's arguments by the head. torch's schedules pass only tensors."""
         if "head" not in kwargs:
             labels, reference = kwargs.pop("labels"), kwargs.pop("reference", None)
-            kwargs["head"] = self.objective.head(labels, kwargs["documents"], reference)
+            kwargs["head"] = self.objective.head(labels, kwargs["documents"], reference, self.scale)
         return args, kwargs
 
-    def _mean_loss(self, result: Tensor, labels: Tensor) -> Tensor:
-        """Return a microbatch's contribution to the mean loss. result: of the head."""
+    def _loss(self, result: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss in the head's result."""
         self.results.append(result.detach())
-        return (result / self.num_terms).reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
+        return result.reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
 
     def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        self.num_terms, self.results = num_terms.clamp(min=1), []  # a batch may be all padding
+        self.scale, self.results = num_terms.clamp(min=1).reciprocal(), []  # a batch may be all padding
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
         reference = {} if batch.reference is None else {"reference": batch.reference}
         self.phases.start("pipeline")
@@ -247,7 +247,7 @@ class PipelineStep(Step):
             **reference,
         )
         self.phases.start("reduction")
-        return self._sum(self.results, self.objective) / self.num_terms
+        return self._sum(self.results, self.objective)
 
     def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
         """Run one microbatch through all stages, without torch's schedule, because some schedules cannot run without backward."""

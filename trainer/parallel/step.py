@@ -77,19 +77,18 @@ class SpmdStep(Step):
     """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
     def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        results, divisor = [], num_terms.clamp(min=1)  # a batch may be all padding
-        gradient = divisor.reciprocal().expand(self.objective.shape)  # only the loss has a gradient, metrics have none
+        results, scale = [], num_terms.clamp(min=1).reciprocal()  # a batch may be all padding
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
             self.phases.start("forward")
-            result = self._forward(self.shard_sequence(batch), self.objective)
+            result = self._forward(self.shard_sequence(batch), self.objective, scale)
             self.phases.start("backward")
-            result.backward(gradient)
+            result.backward(torch.ones_like(result))  # only the loss has a gradient, metrics have none
             results.append(result.detach())
         self.phases.start("reduction")
-        return self._sum(results, self.objective) / divisor
+        return self._sum(results, self.objective)
 
-    def _forward(self, batch: Batch, objective: Objective) -> Tensor:
+    def _forward(self, batch: Batch, objective: Objective, scale: Tensor | float = 1.0) -> Tensor:
         (model,) = self.model_parts.values()
-        head = objective.head(batch.labels, batch.documents, batch.reference)
+        head = objective.head(batch.labels, batch.documents, batch.reference, scale)
         return model(batch.tokens, batch.positions, batch.documents, head=head)

@@ -27,9 +27,6 @@ class StepOutcome:
     """Number of samples consumed, including those of this step."""
     stop: bool
     """Whether any rank was asked to stop."""
-    skipped: bool
-    spike: bool
-    """Whether a spike was the reason for the skip."""
     consecutive_skips: int
     """Number of skipped steps in a row, up to and including this one."""
     total_skips: int
@@ -38,9 +35,18 @@ class StepOutcome:
     grad_norm: float
 
     @property
+    def skipped(self) -> bool:
+        return self.consecutive_skips > 0
+
+    @property
     def suspect(self) -> bool:
         """Whether the loss or the gradient norm was non-finite. If so, the previous update may have corrupted the parameters."""
-        return self.skipped and not self.spike
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+    @property
+    def spike(self) -> bool:
+        """Whether a spike was the reason for a skip."""
+        return self.skipped and not self.suspect
 
     def __str__(self) -> str:
         return f"step {self.step}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
@@ -76,7 +82,8 @@ class StabilityGuard:
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
         self.slots = torch.arange(WINDOW, device=device)
-        self.no_spike = torch.zeros((), dtype=torch.bool, device=device)  # allocated once
+        # what an accepted and a skipped step add to the counts
+        self.if_accepted, self.if_skipped = torch.tensor([[1, 0, 0], [0, 1, 1]], device=device)
 
     @torch.no_grad()
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,23 +92,20 @@ class StabilityGuard:
         # With offloaded parameters, loss and gradient norm are on different devices.
         values = torch.stack([value.to(self.counts.device) for value in (loss, grad_norm)])
         accept = (values.abs() < math.inf).all()  # false for NaN, and faster than isfinite
-        accepted, consecutive_skips, total = self.counts.unbind()
-        spike = self.no_spike
+        accepted, consecutive_skips, _ = self.counts.unbind()
         if self.config.on_loss_spike != "off":
             filled = (self.slots < accepted).float()
             mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)
             variance = ((self.history - mean[:, None]).square() * filled).sum(1) / filled.sum().clamp(min=1)
             high = values > mean + self.config.spike_threshold_sigma * variance.sqrt()
-            spike = high.any() & accept & (accepted >= _MIN_HISTORY)
-            accept = accept & ~spike
+            accept = accept & ~(high.any() & (accepted >= _MIN_HISTORY))
         skipped = ~accept
         # Recorded under every policy, because on_loss_spike may be switched on when the run is resumed.
         slot = self.slots == accepted % WINDOW
         torch.where(slot & accept, values[:, None], self.history, out=self.history)
-        self.counts += torch.stack([accept, skipped, skipped])
+        self.counts += torch.where(accept, self.if_accepted, self.if_skipped)
         consecutive_skips *= skipped  # a view of self.counts
-        outcome = torch.stack([votes, skipped, spike, consecutive_skips, total, *values])
-        return skipped, outcome
+        return skipped, torch.cat((votes[None], values, self.counts))
 
     def state(self) -> dict[str, Tensor]:
         """Return the guard's tensors that are saved in checkpoints: the tensors in use, not copies."""
@@ -117,8 +121,9 @@ class StepMonitor:
         self.config = config
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
-        self.unread: deque[tuple[int, int, Tensor, Event]] = deque()
-        """Step, cursor, tensor in host memory and event of each unread outcome. The event completes when the tensor is filled."""
+        self.unread: deque[tuple[int, int, Tensor, Event | None]] = deque()
+        """Step, cursor, tensor in host memory and event of each unread outcome. The event, if any, completes when the tensor is
+        filled."""
 
     def observe(
         self, state: TrainState, outcome: Tensor, now: bool
@@ -129,8 +134,11 @@ class StepMonitor:
         A run stops if a rank was asked to stop and the newest step was not skipped. After a skipped step it continues, because
         only the next step shows whether the state is good. Raise TrainingDiverged in the same cases as should_roll_back.
         """
-        values = self.transfer.host_like(outcome, outcome.dtype)
-        self.unread.append((state.step, state.cursor, values, self.transfer.copy([values], [outcome])))
+        values, copied = outcome, None
+        if outcome.device.type != "cpu":
+            values = self.transfer.host_like(outcome, outcome.dtype)
+            copied = self.transfer.copy([values], [outcome])
+        self.unread.append((state.step, state.cursor, values, copied))
         outcomes = self._read(now)
         stop = any(o.stop for o in outcomes)
         if stop:
@@ -147,11 +155,10 @@ class StepMonitor:
         outcomes = []
         while len(self.unread) > (1 if self.late and not now else 0):
             step, cursor, values, copied = self.unread.popleft()
-            copied.synchronize()
-            votes, skipped, spike, consecutive, total, loss, grad_norm = values.tolist()
-            outcome = StepOutcome(
-                step, cursor, votes > 0, bool(skipped), bool(spike), int(consecutive), int(total), loss, grad_norm
-            )
+            if copied is not None:
+                copied.synchronize()
+            votes, loss, grad_norm, _, consecutive, total = values.tolist()
+            outcome = StepOutcome(step, cursor, votes > 0, int(consecutive), int(total), loss, grad_norm)
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
                 logging.warning(f"{outcome}; update skipped ({counts})")

@@ -65,13 +65,13 @@ class LogProbs(CrossEntropy):
     def shape(self) -> tuple[int, ...]:
         return self.partition.ranks, self.partition.local_batch_size, self.num_documents
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
         def head(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
             log_probs = -token_losses(labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
             # The sum over all ranks contains the samples of all ranks, and all tokens of each sample.
             result = log_probs.new_zeros(self.shape)
             result[self.partition.rank] = sum_by_document(log_probs, documents, self.num_documents)
-            return result
+            return result * scale
 
         return head
 

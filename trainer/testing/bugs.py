@@ -80,9 +80,9 @@ def _averaged_per_microbatch() -> Iterator[None]:
         current.update(count=len(microbatches), targets=num_terms)
         return call(step, microbatches, num_terms)
 
-    def averaged(step: SpmdStep, batch: Batch, objective: Objective) -> Tensor:
+    def averaged(step: SpmdStep, batch: Batch, objective: Objective, scale: Tensor | float = 1.0) -> Tensor:
         own = objective.count(batch).clamp(min=1)
-        return forward(step, batch, objective) * current["targets"] / (own * current["count"])
+        return forward(step, batch, objective, scale * current["targets"] / (own * current["count"]))
 
     with patch.object(SpmdStep, "__call__", recording_call), patch.object(SpmdStep, "_forward", averaged):
         yield
