@@ -138,7 +138,6 @@ class Trainer:
         """Start to save the state. Raise TrainingDiverged if the run ends after several non-finite steps in a row."""
         if last:
             self.monitor.require_good_end(outcome)
-        self.metrics.flush()
         devices.synchronize(self.engine.device)
         with self.watchdog.paused(), self.metrics.section("checkpoint"):
             saves = self.checkpoints.save(self.state, suspect=outcome.suspect, last=last)

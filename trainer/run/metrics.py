@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,10 +43,8 @@ class Metrics:
     """Step that the run resumes from."""
 
     def __post_init__(self) -> None:
-        self.failed_sinks: set[str] = set()
-        self.summary_writer = None
-        if self.folder and self.config.tensorboard:
-            _silence_tensorboard_thread()
+        self.failed_files: set[str] = set()
+        self.records = self.events = None
         self.rewind(self.first_step)
         self.start(time.perf_counter())
 
@@ -59,14 +56,13 @@ class Metrics:
         if self.folder:
             with self._warn_on_write_error(_FILE):
                 _remove_records_after(step, self.folder / _FILE)
+                self.records = (self.folder / _FILE).open("a", buffering=1)
         if self.folder and self.config.tensorboard:
-            with self._warn_on_write_error(_TENSORBOARD):
-                # Imported here, because only one rank writes, and only if TensorBoard is enabled.
-                from tensorboard.compat.proto.summary_pb2 import Summary
-                from torch.utils.tensorboard import SummaryWriter
+            # Imported here, because only one rank writes, and only if TensorBoard is enabled.
+            from trainer.run.tensorboard import EventFile
 
-                self.new_summary = Summary
-                self.summary_writer = SummaryWriter(str(self.folder / "tb"), purge_step=step + 1)
+            with self._warn_on_write_error(_TENSORBOARD):
+                self.events = EventFile(self.folder / "tb", first_step=step + 1)
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -101,6 +97,7 @@ class Metrics:
         per_second = training.global_batch_size * training.seq_len / step_time
         per_second_per_rank = per_second / self.resolved.dims.world_size
         flops = per_second_per_rank * self.resolved.flops_per_token
+        memory_end = devices.memory_now(self.device)
         record = {
             "kind": "train",
             "step": step,
@@ -122,8 +119,8 @@ class Metrics:
             **{f"{name}_time_s": seconds / num_steps for name, seconds in phases.items() if name not in _NOT_TRAINING},
             "evaluation_time_s": spent.get("evaluation", 0.0),
             "checkpoint_time_s": spent.get("checkpoint", 0.0),
-            "memory_peak_gib": devices.memory_peak(self.device) / GIB,
-            "memory_end_gib": devices.memory_now(self.device) / GIB,
+            "memory_peak_gib": max(devices.memory_peak(self.device), memory_end) / GIB,
+            "memory_end_gib": memory_end / GIB,
         }
         if reserved := devices.memory_reserved(self.device):
             record["memory_reserved_gib"] = reserved / GIB
@@ -157,54 +154,35 @@ class Metrics:
 
     def log_event(self, record: dict[str, Any]) -> None:
         """Write a record, which must have the keys "kind" and "step"."""
-        if self.folder:
+        if self.records:
             # JSON cannot represent NaN and infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            with self._warn_on_write_error(_FILE), (self.folder / _FILE).open("a") as file:
-                file.write(json.dumps(finite) + "\n")
-        if self.summary_writer:
+            with self._warn_on_write_error(_FILE):
+                self.records.write(json.dumps(finite) + "\n")
+        if self.events:
             group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
-            # add_scalar would write one event for each value, and each event takes as long as this one.
-            summary = self.new_summary()
-            for name, value in record.items():
-                if name not in _NOT_PLOTTED and isinstance(value, int | float):
-                    summary.value.add(tag=f"{group}/{name}", simple_value=value)
+            plotted = {
+                f"{group}/{k}": v for k, v in record.items() if k not in _NOT_PLOTTED and isinstance(v, int | float)
+            }
             with self._warn_on_write_error(_TENSORBOARD):
-                self.summary_writer.file_writer.add_summary(summary, record["step"])
+                self.events.write(record["step"], plotted)
 
     @contextmanager
-    def _warn_on_write_error(self, sink: str) -> Iterator[None]:
-        """Context manager that warns about a failed write, so that a full disk does not end the run. It warns once per sink."""
+    def _warn_on_write_error(self, file: str) -> Iterator[None]:
+        """Context manager that warns about a failed write, so that a full disk does not end the run. It warns once per file."""
         try:
             yield
         except OSError as error:
-            if sink == _TENSORBOARD:
-                self.summary_writer = None
-            if sink not in self.failed_sinks:
-                logging.warning(f"{sink} cannot be written ({error.strerror}); the run continues")
-            self.failed_sinks.add(sink)
-
-    def flush(self) -> None:
-        """Write TensorBoard's buffered records to disk. Without this call, TensorBoard writes them every few minutes."""
-        if self.summary_writer:
-            with self._warn_on_write_error(_TENSORBOARD):
-                self.summary_writer.flush()
+            if file not in self.failed_files:
+                logging.warning(f"{file} cannot be written ({error.strerror}); the run continues")
+            self.failed_files.add(file)
 
     def close(self) -> None:
-        if self.summary_writer:
-            with self._warn_on_write_error(_TENSORBOARD):
-                self.summary_writer.close()
-
-
-def _silence_tensorboard_thread() -> None:
-    """Print no traceback of a failed write in TensorBoard's thread, because the next call of its methods raises the exception."""
-    report = threading.excepthook
-
-    def report_others(args: threading.ExceptHookArgs) -> None:
-        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-            report(args)
-
-    threading.excepthook = report_others
+        for name, file in ((_FILE, self.records), (_TENSORBOARD, self.events)):
+            with self._warn_on_write_error(name):
+                if file:
+                    file.close()
+        self.records = self.events = None
 
 
 def _remove_records_after(step: int, path: Path) -> None:

@@ -144,7 +144,7 @@ def memory_now(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if sys.platform == "linux":
-        with open("/proc/self/statm") as statm:
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
     return _largest_resident()
 
@@ -160,10 +160,9 @@ def memory_free(device: torch.device) -> int | None:
 
 
 def memory_peak(device: torch.device) -> int:
-    """Return the maximum of `memory_now` since the last `reset_memory_peak` (GPU) or since the process started (CPU)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return max(_largest_resident(), memory_now(device))  # the kernel updates ru_maxrss late
+    """Return the maximum of `memory_now` since the last `reset_memory_peak` (GPU) or since the process started (CPU). On a
+    CPU, it can be slightly less than `memory_now`, because the kernel counts pages in batches."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _largest_resident()
 
 
 def _largest_resident() -> int:

@@ -1,0 +1,37 @@
+"""Files that TensorBoard reads."""
+
+import socket
+import time
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+
+class EventFile:
+    """File of scalars. Each step is written at once, and without TensorBoard's thread: the training loop would wait longer for
+    that thread to release Python's lock than it waits for the write."""
+
+    def __init__(self, folder: Path, first_step: int):
+        """first_step: TensorBoard ignores the values of this step and of later ones in older files. Raise OSError if the file
+        cannot be created."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._file = RecordWriter(path.open("xb"))
+        self._add(Event(file_version="brain.Event:2"))
+        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._file.write(event.SerializeToString())
+        self._file.flush()
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Write the values of a step. scalars: tag -> value. Raise OSError if they cannot be written."""
+        event = Event(step=step)
+        for tag, value in scalars.items():
+            event.summary.value.add(tag=tag, simple_value=value)
+        self._add(event)
+
+    def close(self) -> None:
+        self._file.close()
