@@ -123,8 +123,9 @@ class Engine:
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run one optimizer step. Return the outcome for StepMonitor, the number of the objective's terms (target tokens or
-        pairs) and the objective's metrics, all reduced over all ranks. stop: whether this rank was requested to stop.
-        on_before_update: function that is called before the parameters, the optimizer state and the guard's state are updated."""
+        pairs), and the means of the loss and of the objective's metrics, (1 + metrics,). All are reduced over all ranks. stop:
+        whether this rank was requested to stop. on_before_update: function that is called before the parameters, the optimizer
+        state and the guard's state are updated."""
         self.phases.start("reduction")
         self.optimizer.start_step(lr)
         num_terms = count_terms(microbatches, self.objective, self.batch_group)
@@ -138,7 +139,7 @@ class Engine:
         skip, outcome = self.guard.decide(means[0], grad_norm, votes)
         self.optimizer.step(skip=skip)
         self.phases.start("other")
-        return outcome, num_terms, means[1:]
+        return outcome, num_terms, means
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen

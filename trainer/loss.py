@@ -56,8 +56,9 @@ def _losses_and_gradient(
     if softcap is not None:
         tanh = (logits / softcap).tanh_()
         torch.mul(tanh, softcap, out=logits)
-    is_target = (labels != IGNORE_INDEX)[:, None]
-    target_rows, is_on_rank = labels[:, None].where(is_target, 0), is_target
+    labels = labels[:, None]
+    is_target = is_on_rank = labels != IGNORE_INDEX
+    target_rows = labels.clamp(min=0)
     largest = logits.amax(-1, keepdim=True)
     if group is not None:
         target_rows = target_rows - first_row

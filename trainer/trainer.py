@@ -99,26 +99,26 @@ class Trainer:
         self.watchdog.after_step(self.state.step)
         return results
 
-    def _after_step(self, outcome: StepOutcome | None, num_terms: Tensor, metrics: Tensor, last: bool) -> None:
+    def _after_step(self, outcome: StepOutcome | None, num_terms: Tensor, means: Tensor, last: bool) -> None:
         """Log, evaluate and save, each only if it is due. outcome: outcome of the step, or None if nothing is due. num_terms,
-        metrics: results of the step."""
+        means: results of the step."""
         step = self.state.step
         if self.metrics.due(step):
-            self._log_step(outcome, num_terms, metrics)
+            self._log_step(outcome, num_terms, means)
             if straggler := self.stragglers.compare():
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
         if last or self.checkpoints.due(step):
             if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
-                self._log_step(outcome, num_terms, metrics)
+                self._log_step(outcome, num_terms, means)
             self.save(outcome, last)
         else:
             self.metrics.log_saves(self.checkpoints.poll())
 
-    def _log_step(self, outcome: StepOutcome, num_terms: Tensor, metrics: Tensor) -> None:
+    def _log_step(self, outcome: StepOutcome, num_terms: Tensor, means: Tensor) -> None:
         objective = self.engine.objective
-        values = {objective.unit: int(num_terms.item())} | dict(zip(objective.metrics, metrics.tolist(), strict=True))
+        values = {objective.unit: int(num_terms.item())} | dict(zip(objective.metrics, means.tolist()[1:], strict=True))
         self.metrics.log_step(self.state, outcome, self._lr(self.state.step), values)
 
     def evaluate(self) -> None:

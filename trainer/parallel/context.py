@@ -20,7 +20,7 @@ from trainer.parallel.recompute import call_with_gathered
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
     """Return this rank's two chunks of every sequence, as a batch of shape (batch, seq / ranks)."""
-    return batch.map(partial(shard_tensor, rank=rank, ranks=ranks))
+    return batch if ranks == 1 else batch.map(partial(shard_tensor, rank=rank, ranks=ranks))
 
 
 def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:
