@@ -103,10 +103,8 @@ class AdapterSource:
         the run that trained it, or None for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or
         if the base is not that of the adapter."""
         self.folder = checkpoint
-        try:
+        with manifest.damage_as_config_error(checkpoint):
             self.adapter = AdapterCheckpoint(checkpoint, alone)
-        except CorruptError as damage:
-            raise ConfigError("", f"{checkpoint}: {damage}") from None
         self.spec, self.sizes = self.adapter.spec, self.adapter.sizes
         folder = base or self.adapter.base
         if not folder.is_dir():

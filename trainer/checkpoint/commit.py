@@ -213,10 +213,8 @@ def _remove(checkpoint: Path) -> None:
 def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
     """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: tensor names that the
     checkpoint may contain; "a" also allows all names that begin with "a/". Raises a ConfigError that lists mismatched tensors."""
-    try:
+    with manifest.damage_as_config_error(checkpoint):
         index = storage.read_index(checkpoint)
-    except CorruptError as damage:
-        raise ConfigError("", f"{checkpoint}: {damage}") from None
     problems = [f"{name} is not a tensor of this run" for name in index if not _is_expected(name, expected)]
     load_into(checkpoint, index, tensors, problems=problems)
 

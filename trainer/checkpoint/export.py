@@ -45,13 +45,11 @@ class HfExport:
         self.checkpoint, self.dtype = checkpoint, dtype
         self.weights = open_weights(checkpoint, base, alone=True)
         self.spec, self.sizes, self.index = self.weights.spec, self.weights.sizes, self.weights.index
-        try:
+        with manifest.damage_as_config_error(checkpoint):
             self.model = model = ModelMetadata.read(checkpoint)
             if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
                 raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
             self.files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-        except CorruptError as damage:
-            raise ConfigError("", f"{checkpoint}: {damage}") from None
         if model.tokenizer:
             self.files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
         for name in (CHAT_TEMPLATE, GENERATION_CONFIG):

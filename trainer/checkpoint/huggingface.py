@@ -113,14 +113,12 @@ class ModelMetadata:
 def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json, or {}, of the model in a checkpoint or in a Hugging Face folder.
     Raises ConfigError."""
-    try:
+    with manifest.damage_as_config_error(folder):
         file = folder / GENERATION_CONFIG
         generation = read_object(file) if file.exists() else {}
         if (folder / manifest.NAME).exists():
             return ModelMetadata.read(folder).context_window, generation
         return _read_config(folder / "config.json")[3], generation
-    except CorruptError as damage:
-        raise ConfigError("", f"{folder}: {damage}") from None
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
@@ -162,18 +160,14 @@ class HfModelFolder:
         if not os.path.exists(folder / "config.json"):
             message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
             raise ConfigError("", f"{folder}: {message}")
-        try:
+        with manifest.damage_as_config_error(folder):
             self.config, self.spec, self.sizes, self.seq_len = _read_config(self.folder / "config.json", spec)
             self.index = self._index(self._stored())
-        except CorruptError as damage:
-            raise ConfigError("", f"{folder}: {damage}") from None
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
-        try:
+        with manifest.damage_as_config_error(self.folder):
             return manifest.read_bytes(file_inside(self.folder, name), _LARGEST_JSON)
-        except CorruptError as damage:
-            raise ConfigError("", f"{self.folder}: {damage}") from None
 
     def _stored(self) -> dict[str, TensorMetadata]:
         """Return tensor name in Hugging Face's format -> dtype, shape and file."""
@@ -252,10 +246,10 @@ class HfModelFolder:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a folder in Hugging Face's format. Raises ConfigError."""
+    with manifest.damage_as_config_error(file.parent):
+        text = manifest.read_text(file_inside(file.parent, file.name), _LARGEST_JSON)
     try:
-        return parse_json_object(manifest.read_text(file_inside(file.parent, file.name), _LARGEST_JSON))
-    except CorruptError as damage:
-        raise ConfigError("", f"{file.parent}: {damage}") from None
+        return parse_json_object(text)
     except ValueError:
         raise ConfigError("", f"{file} is not a JSON object") from None
 

@@ -2,11 +2,13 @@
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.config import ConfigError
 from trainer.system.files import digest, digest_of, drop_page_cache, sync
 
 NAME = "manifest.json"
@@ -18,6 +20,15 @@ _LARGEST = 64 * 2**20
 
 class CorruptError(Exception):
     """Damage to a file. The message is one line that names the file and describes the damage."""
+
+
+@contextmanager
+def damage_as_config_error(folder: Path) -> Iterator[None]:
+    """Context manager that turns a CorruptError into a ConfigError that names the folder."""
+    try:
+        yield
+    except CorruptError as damage:
+        raise ConfigError("", f"{folder}: {damage}") from None
 
 
 @dataclass(frozen=True)

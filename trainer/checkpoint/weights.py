@@ -37,7 +37,7 @@ class WeightSource:
         self.folder, self.alone = folder, alone
         self.hf_folder: HfModelFolder | None = None
         if (folder / manifest.NAME).exists():
-            try:
+            with manifest.damage_as_config_error(folder):
                 if problem := resume.verify(folder, alone=alone):
                     raise CorruptError(problem)
                 metadata = ModelMetadata.read(folder)
@@ -47,8 +47,6 @@ class WeightSource:
                     )
                 self.spec, self.sizes = metadata.spec_and_sizes()
                 self.index, self.read = model_index(folder, self.spec, self.sizes), read_slice
-            except CorruptError as damage:
-                raise ConfigError("", f"{folder}: {damage}") from None
         elif (folder / "config.json").exists():
             self.hf_folder = HfModelFolder(folder, spec)
             self.spec, self.sizes, self.read = self.hf_folder.spec, self.hf_folder.sizes, self.hf_folder.read
@@ -96,22 +94,18 @@ class WeightSource:
         """Return the mean of the rows of a stored parameter, fp64. Raises ConfigError."""
         stored = self.index[name]
         num_rows, sums = stored.shape[0], torch.zeros(stored.shape[1:], dtype=torch.float64)
-        try:
+        with manifest.damage_as_config_error(self.folder):
             for start in range(0, num_rows, _ROWS):
                 stop = min(start + _ROWS, num_rows)
                 sums += self.rows(name.removeprefix("model/"), start, stop).double().sum(0)
-        except CorruptError as damage:
-            raise ConfigError("", f"{self.folder}: {damage}") from None
         return sums / num_rows
 
     @torch.no_grad()
     def _load_resized(self, name: str, parameter: Tensor, mean: Tensor) -> None:
         """Load this rank's rows of a parameter that has more rows than the stored tensor. mean: value of the additional rows."""
         local, (rows, *columns) = local_region(parameter)
-        try:
+        with manifest.damage_as_config_error(self.folder):
             read_regions(self.folder, self.index, {name: (local, (rows, *columns))}, self.read)
-        except CorruptError as damage:
-            raise ConfigError("", f"{self.folder}: {damage}") from None
         local[max(0, self.index[name].shape[0] - rows.start) :].copy_(mean[tuple(columns)].to(local.dtype))
 
 
