@@ -20,42 +20,28 @@ from trainer.config import PreferenceConfig
 from trainer.loss import token_losses
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The answers of all pairs. Tensors have the shape (pairs, 2): chosen, then rejected."""
-
-    log_ratios: Tensor
-    """Log-probability of each answer under the model, minus that under the reference model if the loss has one."""
-    lengths: Tensor
-    """Number of target tokens."""
-
-    @property
-    def means(self) -> Tensor:
-        return self.log_ratios / self.lengths
-
-
-def _dpo(answers: Answers, config: PreferenceConfig) -> Tensor:
+def _dpo(sums: Tensor, means: Tensor, config: PreferenceConfig) -> Tensor:
     """Rafailov et al. 2023, "Direct Preference Optimization" (arXiv:2305.18290), equation 7."""
-    return -F.logsigmoid(config.beta * _margin(answers.log_ratios))
+    return -F.logsigmoid(config.beta * _margin(sums))
 
 
-def _ipo(answers: Answers, config: PreferenceConfig) -> Tensor:
+def _ipo(sums: Tensor, means: Tensor, config: PreferenceConfig) -> Tensor:
     """Azar et al. 2023, "A General Theoretical Paradigm to Understand Learning from Human Preferences" (arXiv:2310.12036),
     equation 17. Log-probabilities are means over tokens, as in TRL, because sums would make the loss depend on the length."""
-    return (_margin(answers.means) - 1 / (2 * config.beta)) ** 2
+    return (_margin(means) - 1 / (2 * config.beta)) ** 2
 
 
-def _simpo(answers: Answers, config: PreferenceConfig) -> Tensor:
+def _simpo(sums: Tensor, means: Tensor, config: PreferenceConfig) -> Tensor:
     """Meng et al. 2024, "SimPO: Simple Preference Optimization with a Reference-Free Reward" (arXiv:2405.14734), equation 6."""
-    return -F.logsigmoid(config.beta * _margin(answers.means) - config.margin)
+    return -F.logsigmoid(config.beta * _margin(means) - config.margin)
 
 
-def _orpo(answers: Answers, config: PreferenceConfig) -> Tensor:
+def _orpo(sums: Tensor, means: Tensor, config: PreferenceConfig) -> Tensor:
     """Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model" (arXiv:2403.07691), equations 6 and 7.
     The first term is the mean cross-entropy of the chosen answer's tokens."""
-    means = answers.means.clamp(max=-1e-6)  # the odds of an answer with probability 1 are infinite
-    log_odds = means - torch.log(-torch.expm1(means))
-    return -answers.means[:, 0] - config.beta * F.logsigmoid(_margin(log_odds))
+    below_one = means.clamp(max=-1e-6)  # the odds of an answer with probability 1 are infinite
+    log_odds = below_one - torch.log(-torch.expm1(below_one))
+    return -means[:, 0] - config.beta * F.logsigmoid(_margin(log_odds))
 
 
 def _margin(values: Tensor) -> Tensor:
@@ -63,7 +49,9 @@ def _margin(values: Tensor) -> Tensor:
 
 
 LOSSES = {"dpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
-"""[preference] loss -> function that returns the loss of each pair, (pairs,)."""
+"""[preference] loss -> function (sums, means, config) that returns the loss of each pair, (pairs,). sums, means: sum and mean
+over the tokens of each answer, (pairs, 2), chosen, then rejected. A token's value is its log-probability under the model, minus
+that under the reference model if the loss has one."""
 _PER_TOKEN = ("simpo", "orpo")
 """Losses whose implicit reward of an answer is a mean over its tokens instead of a sum."""
 
@@ -114,11 +102,12 @@ class Preference:
         them."""
         is_pair = lengths[:, 0] > 0
         # Without a pair, any log-probability that has finite gradients.
-        answers = Answers(log_ratios.where(is_pair[:, None], -1.0), lengths.clamp(min=1))
+        log_ratios = log_ratios.where(is_pair[:, None], -1.0)
+        means = log_ratios / lengths.clamp(min=1)
         loss = self.config.loss
-        rewards = self.config.beta * (answers.means if loss in _PER_TOKEN else answers.log_ratios).detach()
+        rewards = self.config.beta * (means if loss in _PER_TOKEN else log_ratios).detach()
         margin = _margin(rewards)
-        columns = (LOSSES[loss](answers, self.config), *rewards.unbind(1), margin, (margin > 0).float())
+        columns = (LOSSES[loss](log_ratios, means, self.config), *rewards.unbind(1), margin, (margin > 0).float())
         return (torch.stack(columns) * is_pair).sum(1) / self.cp_group.size()
 
 
