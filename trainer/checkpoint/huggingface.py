@@ -28,6 +28,7 @@ from trainer.checkpoint.storage import (
     TensorWrite,
     index_text,
     read_index,
+    read_rows,
     write_safetensors,
 )
 from trainer.config import ConfigError
@@ -208,7 +209,7 @@ class HfModelFolder:
         _require_parameters(self.folder, stored, expected | tied)
         for name, parameter in tied.items():
             original = hf.name(originals[parameter])
-            if not self._equal(name, stored[name], original, stored[original]):
+            if not self._equal(name, original, stored):
                 raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
         self.first_rows = hf.first_rows(parameters)
         index = {}
@@ -218,20 +219,16 @@ class HfModelFolder:
             index[name] = TensorMetadata(tensor.dtype, shape, (chunk,))
         return index
 
-    def _equal(self, name_a: str, a: TensorMetadata, name_b: str, b: TensorMetadata) -> bool:
-        """Return whether two stored tensors of the same shape have the same dtype and content."""
-        with open_tensors(self._path(a)) as file_a, open_tensors(self._path(b)) as file_b:
-            tensor_a, tensor_b = file_a.get_slice(self.keys[name_a]), file_b.get_slice(self.keys[name_b])
-            chunks = (slice(start, start + _ROWS) for start in range(0, a.shape[0], _ROWS))
-            return a.dtype == b.dtype and all(torch.equal(tensor_a[rows], tensor_b[rows]) for rows in chunks)
-
-    def _path(self, tensor: TensorMetadata) -> Path:
-        return self.folder / tensor.chunks[0].file
+    def _equal(self, a: str, b: str, stored: Mapping[str, TensorMetadata]) -> bool:
+        """Return whether two stored tensors of the same shape have the same dtype and content. Raises CorruptError."""
+        read_a, read_b = (partial(read_rows, self.folder, self.keys[name], stored[name]) for name in (a, b))
+        size, is_same_dtype = stored[a].shape[0], stored[a].dtype == stored[b].dtype
+        chunks = ((start, min(start + _ROWS, size)) for start in range(0, size, _ROWS))
+        return is_same_dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) of a parameter, in the row order of this project."""
-        with open_tensors(self._path(self.index[name])) as tensors:
-            return self.read(tensors, name, (slice(start, stop),))
+        """Read rows [start, stop) of a parameter, in the row order of this project. Raises CorruptError."""
+        return read_rows(self.folder, name, self.index[name], start, stop, self.read)
 
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
