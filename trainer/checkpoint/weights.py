@@ -119,7 +119,9 @@ def resolve_checkpoint(folder: Path) -> Path:
 
 def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
     """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
-    return set(names).difference(_excluded(config, names)) if config.init_from else set()
+    if not config.init_from:
+        return set()
+    return set(names).difference(matching("checkpoint.init_exclude", config.init_exclude, names, "parameter"))
 
 
 def init_weights_from(
@@ -128,7 +130,8 @@ def init_weights_from(
     """Load this rank's parameters from checkpoint.init_from, collectively, and return the source. names: those of the complete
     model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
     a different model."""
-    excluded = _excluded(config, names)
+    included = names_loaded(config, names)
+    excluded = set(names) - included
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
         weights = WeightSource(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
@@ -142,15 +145,11 @@ def init_weights_from(
         ]
         if differences:
             raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")
-        included = {name: p for name, p in parameters.items() if name in names and name not in excluded}
-        weights.load_into(included, resize=config.resize_embeddings)
+        wanted = {name: p for name, p in parameters.items() if name in included}
+        weights.load_into(wanted, resize=config.resize_embeddings)
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
     exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
     logging.info(f"loaded weights from {weights.folder}{exception}")
     dist.barrier()
     return weights
-
-
-def _excluded(config: CheckpointConfig, names: Sequence[str]) -> list[str]:
-    return matching("checkpoint.init_exclude", config.init_exclude, names, "parameter")
