@@ -179,17 +179,14 @@ class ChatFormat:
 
     def _encode_rendered(self, rendered: _Rendered, turn_mask: Sequence[bool]) -> TokensAndMask:
         """Encode a rendered text. turn_mask: whether each turn is a target, shape (turns,)."""
-        tokens: list[int] = []
-        targets: list[bool] = []
+        encoded: TokensAndMask = [], []
         end = 0
         for (start, stop), is_target in zip(rendered.turns, turn_mask, strict=True):
-            self._extend(tokens, rendered.text[end:start], rendered.separator)
-            targets += [False] * (len(tokens) - len(targets))
+            self._extend(encoded, rendered.text[end:start], rendered.separator, is_target=False)
             end = self._end_of_turn(rendered.text, start, stop)
-            self._extend(tokens, rendered.text[start:end], rendered.separator)
-            targets += [is_target] * (len(tokens) - len(targets))
-        self._extend(tokens, rendered.text[end:], rendered.separator)
-        return tokens, targets + [False] * (len(tokens) - len(targets))
+            self._extend(encoded, rendered.text[start:end], rendered.separator, is_target)
+        self._extend(encoded, rendered.text[end:], rendered.separator, is_target=False)
+        return encoded
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
         """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
@@ -203,8 +200,9 @@ class ChatFormat:
         following, is_special = next(self._special_names.pieces(text[stop:]), ("", False))
         return stop + len(following) if is_special else stop
 
-    def _extend(self, tokens: list[int], text: str, separator: str) -> None:
-        """Remove the separators from a text, and append its tokens to `tokens`."""
+    def _extend(self, encoded: TokensAndMask, text: str, separator: str, is_target: bool) -> None:
+        """Remove the separators from a text, and append its tokens to `encoded`. is_target: whether they are targets."""
+        tokens, targets = encoded
         for piece, is_special in self._special_names.pieces(text):
             if is_special:
                 if piece not in self._special:
@@ -214,6 +212,7 @@ class ChatFormat:
                 plain = piece.replace(separator, "").replace(ascii(separator)[1:-1], "")  # JSON may escape it as ASCII
                 at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
                 tokens += self._encode_text(plain, at_start)
+        targets += [is_target] * (len(tokens) - len(targets))
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
         """Encode plain text. at_start: whether the tokenizer may prepend a space, as sentencepiece does."""
