@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into, require_match
@@ -164,15 +165,13 @@ def load_adapter(
     folder = Path(config.init_from)
     try:
         if (folder / PEFT_CONFIG).exists():
-            peft = PeftFolder(folder, spec, sizes)
-            _require_settings(config, peft.settings, folder)
-            peft.load_into(own, trained)
+            _require_settings(config, _peft_settings(folder), folder)
+            _load_peft(folder, PeftNames(spec, sizes), own, trained)
             source = folder / _PEFT_TENSORS
         else:
             folder = run_on_rank_0(partial(resolve_checkpoint, folder))
             if not is_adapter(folder):
-                message = f"contains neither {PEFT_CONFIG} nor a checkpoint of an adapter"
-                raise ConfigError("", f"{folder} {message}")
+                raise ConfigError("", f"{folder} contains neither {PEFT_CONFIG} nor a checkpoint of an adapter")
             adapter = AdapterCheckpoint(folder)
             if adapter.base_digest != base_digest:
                 raise ConfigError("", f"{folder} was trained with another base model, {adapter.base}")
@@ -246,62 +245,55 @@ def require_peft_support(names: PeftNames, fully: Iterable[str], key: str = "") 
         raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
 
 
-class PeftFolder:
-    """An adapter in the format of the package peft."""
+def _peft_settings(folder: Path) -> dict[str, Any]:
+    """Return setting of [lora] -> value. Raises CorruptError or ConfigError if adapter_config.json does not describe a supported
+    adapter."""
+    config = read_object(folder / PEFT_CONFIG)
+    fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
+    fixed |= {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None)}  # others change the base
+    for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
+        if config.get(key) not in values:
+            expected = " or ".join(json.dumps(value) for value in values if value is not None)
+            raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(config.get(key))} must be {expected}")
+    scale = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+    return scale | {"rslora": bool(config.get("use_rslora"))}
 
-    def __init__(self, folder: Path, spec: ModelSpec, sizes: Any):
-        """Raises CorruptError or ConfigError if adapter_config.json does not describe a supported adapter."""
-        self.folder, self.names = folder, PeftNames(spec, sizes)
-        config = read_object(folder / PEFT_CONFIG)
-        fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
-        fixed |= {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None)}  # others change the base
-        for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
-            if config.get(key) not in values:
-                expected = " or ".join(json.dumps(value) for value in values if value is not None)
-                raise CorruptError(f"{PEFT_CONFIG}: {key} {json.dumps(config.get(key)):.40} must be {expected}")
-        settings = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
-        self.settings = settings | {"rslora": bool(config.get("use_rslora"))}
-        """Setting of [lora] -> value."""
 
-    @torch.no_grad()
-    def load_into(self, own: Tensors, trained: Tensors) -> None:
-        """Load this rank's parameters in place. own, trained: as in load_adapter. Raises ConfigError."""
-        names = self.names
-        with open_tensors(file_inside(self.folder, _PEFT_TENSORS)) as tensors:
-            index = {}
-            for key in tensors.keys():  # noqa: SIM118
-                stored = tensors.get_slice(key)
-                index[key] = TensorMetadata(
-                    DTYPE_OF.get(stored.get_dtype(), torch.uint8), tuple(stored.get_shape()), ()
-                )
-            expected = {
-                names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()
-            }
-            problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
-            problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
-            require_match(self.folder, index, expected, cast=True, problems=problems)
-            # The rows are compared only now, because all tensors have the expected shapes.
-            require_match(self.folder, {}, {}, cast=True, problems=[*self._dropped_rows(tensors, trained)])
-            for name, parameter in own.items():
-                value = tensors.get_tensor(names.stored(name))
-                if not name.endswith(LORA_A):
-                    base = names.base(name)
-                    value = value[names.first_row[base] :][: parameter.shape[0]]
-                    value = names.hf.restore(base, value, names.head_dim)
-                local, region = local_region(parameter)
-                local.copy_(value[region])
+@torch.no_grad()
+def _load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) -> None:
+    """Load this rank's parameters in place. own, trained: as in load_adapter. Raises CorruptError or ConfigError."""
+    with open_tensors(file_inside(folder, _PEFT_TENSORS)) as tensors:
+        index = {}
+        for key in tensors.keys():  # noqa: SIM118
+            stored = tensors.get_slice(key)
+            dtype = DTYPE_OF.get(stored.get_dtype(), torch.uint8)
+            index[key] = TensorMetadata(dtype, tuple(stored.get_shape()), ())
+        expected = {names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()}
+        problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
+        problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
+        require_match(folder, index, expected, cast=True, problems=problems)
+        # The rows are compared only now, because all tensors have the expected shapes.
+        require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, tensors, trained)])
+        for name, parameter in own.items():
+            value = tensors.get_tensor(names.stored(name))
+            if not name.endswith(LORA_A):
+                base = names.base(name)
+                value = value[names.first_row[base] :][: parameter.shape[0]]
+                value = names.hf.restore(base, value, names.head_dim)
+            local, region = local_region(parameter)
+            local.copy_(value[region])
 
-    def _dropped_rows(self, tensors: Any, trained: Tensors) -> Iterator[str]:
-        """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""
-        names = self.names
-        for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
-            if len(group) < len(names.groups[stored]):
-                key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
-                untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
-                for name in group:
-                    untrained[names.first_row[name] :][: len(names.parameters[name])] = False
-                if tensors.get_tensor(key)[untrained].any():
-                    yield f"{key} has nonzero rows that are not trained by this run"
+
+def _dropped_rows(names: PeftNames, tensors: Any, trained: Tensors) -> Iterator[str]:
+    """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""
+    for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
+        if len(group) < len(names.groups[stored]):
+            key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
+            untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
+            for name in group:
+                untrained[names.first_row[name] :][: len(names.parameters[name])] = False
+            if tensors.get_tensor(key)[untrained].any():
+                yield f"{key} has nonzero rows that are not trained by this run"
 
 
 def write_peft(checkpoint: Path, out: Path) -> None:
