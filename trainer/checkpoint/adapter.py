@@ -23,14 +23,7 @@ from trainer.checkpoint.huggingface import (
     read_object,
 )
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import (
-    DTYPE_OF,
-    TensorMetadata,
-    TensorWrite,
-    read_index,
-    read_rows,
-    write_safetensors,
-)
+from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, read_index, read_rows, write_safetensors
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.schema import toml_value

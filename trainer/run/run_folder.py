@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import resume
-from trainer.checkpoint.huggingface import (
-    CHAT_TEMPLATE,
-    GENERATION_CONFIG,
-    MODEL_FILE,
-    ModelMetadata,
-    initial_model,
-)
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, GENERATION_CONFIG, MODEL_FILE, ModelMetadata, initial_model
 from trainer.checkpoint.resume import ResumePoint
 from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import Config, ConfigError
