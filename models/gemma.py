@@ -5,10 +5,9 @@ norms of each head's queries and keys, and another positional encoding in the wi
 published models."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from models.components import GELU_TANH, Attention, OffsetRMSNorm, Output, Scale
 from models.decoder import Decoder
 from models.huggingface import (
     NAMES,
+    Config,
     HuggingFace,
     first,
     sliding_theta,
@@ -88,14 +88,14 @@ def gemma3(sizes: Gemma3Sizes) -> Decoder:
     return _decoder(sizes, lambda kind: Attention(sizes, kind, q_norm=norm(), k_norm=norm()), None)
 
 
-def _adapt(config: Mapping[str, Any], period: int = 2) -> Mapping[str, Any]:
+def _adapt(config: Config, period: int = 2) -> Config:
     """period: distance between layers without a window."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention true: this model supports only false")
     return with_layer_types(config, lambda i: (i + 1) % period != 0)
 
 
-def _adapt_gemma3(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt_gemma3(config: Config) -> Config:
     theta = sliding_theta(config, first(config.get("rope_local_base_freq"), 10_000.0))
     period = first(config.get("sliding_window_pattern"), 6)
     require("sliding_window_pattern", period, int)

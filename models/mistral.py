@@ -2,17 +2,16 @@
 which extends its context window with YaRN and multiplies the queries at late positions. Dimensions: config.json of the published
 models."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import HuggingFace, first, rope_object, write_rope
+from models.huggingface import Config, HuggingFace, first, rope_object, write_rope
 from models.rope import Rope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec
@@ -79,14 +78,14 @@ def ministral3(sizes: Ministral3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, lambda kind: ScaledQueryAttention(sizes, kind))
 
 
-def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt(config: Config) -> Config:
     rope = rope_object(config)
     if rope.get("llama_4_scaling_beta") is None:
         raise ValueError("llama_4_scaling_beta is missing")
     return {**config, "llama_4_scaling_beta": rope["llama_4_scaling_beta"]}
 
 
-def _extra(sizes: Ministral3Sizes) -> dict[str, Any]:
+def _extra(sizes: Ministral3Sizes) -> Config:
     rope = first(write_rope(sizes)["rope_scaling"], {"rope_type": "default"})
     beta, length = sizes.llama_4_scaling_beta, sizes.rope_original_seq_len
     more = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}

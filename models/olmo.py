@@ -2,10 +2,8 @@
 feed-forward layer, and queries and keys have norms over all heads. In OLMo 3, three of four layers attend to a window, and only
 the other layers' context window is extended. Dimensions: config.json of the published models."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -14,6 +12,7 @@ from models.components import AllHeadsRMSNorm, Attention
 from models.decoder import Decoder
 from models.huggingface import (
     NAMES,
+    Config,
     HuggingFace,
     first,
     rope_object,
@@ -77,7 +76,7 @@ OLMO2 = ModelSpec(
 )
 
 
-def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt(config: Config) -> Config:
     full = first(rope_object(config).get("rope_theta"), config["rope_theta"])
     if sliding_theta(config, full) != full:
         raise ValueError(f"rope_theta {text_of(full)}: must be equal in full_attention and sliding_attention")

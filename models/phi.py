@@ -2,13 +2,12 @@
 join the matrices of queries, keys and values, and those of gate and up. Phi-4-mini rotates only a part of each head. Dimensions:
 config.json of the published models."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from models.decoder import pre_norm_decoder
-from models.huggingface import NAMES, HuggingFace, first, rope_object
+from models.huggingface import NAMES, Config, HuggingFace, first, rope_object
 from models.sizes import DEBUG, WindowedSizes
 from models.spec import ModelSpec
 
@@ -24,7 +23,7 @@ class PhiSizes(WindowedSizes):
         return int(self.head_dim * self.partial_rotary_factor)
 
 
-def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt(config: Config) -> Config:
     rope = rope_object(config)
     factor = first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if first(rope.get("rope_type"), rope.get("type"), "") in ("su", "yarn"):  # names of longrope in early files
@@ -32,7 +31,7 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "partial_rotary_factor": factor}
 
 
-def _extra(sizes: PhiSizes) -> dict[str, Any]:
+def _extra(sizes: PhiSizes) -> Config:
     original = {"original_max_position_embeddings": sizes.rope_original_seq_len}
     if sizes.rope_type == "default":
         return original

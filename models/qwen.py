@@ -1,16 +1,14 @@
 """Qwen2.5 (Qwen Team 2024, arXiv:2412.15115), with biases on queries, keys and values, and Qwen3 (Qwen Team 2025,
 arXiv:2505.09388), with norms of each head's queries and keys. Dimensions: config.json of the published models."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import HuggingFace, first, with_layer_types, write_layer_types
+from models.huggingface import Config, HuggingFace, first, with_layer_types, write_layer_types
 from models.sizes import DEBUG, MixedSizes, text_of
 from models.spec import LayerKind, ModelSpec
 
@@ -39,7 +37,7 @@ def qwen3(sizes: Qwen3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, attention)
 
 
-def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt(config: Config) -> Config:
     if not config.get("use_sliding_window"):
         return {**config, "sliding_window": None}
     full = first(config.get("max_window_layers"), 28)
@@ -51,7 +49,7 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
 
 
-def _extra(sizes: QwenSizes) -> dict[str, Any]:
+def _extra(sizes: QwenSizes) -> Config:
     types = sizes.all_layer_types
     first_sliding = types.index("sliding") if "sliding" in types else sizes.n_layers
     windows = {"use_sliding_window": sizes.window is not None, "max_window_layers": first_sliding}

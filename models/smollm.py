@@ -1,13 +1,11 @@
 """SmolLM3 (Bakouch et al. 2025, https://huggingface.co/blog/smollm3): every fourth layer has no positional encoding.
 Dimensions: config.json of the published model."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import HuggingFace, first, with_layer_types, write_layer_types
+from models.huggingface import Config, HuggingFace, first, with_layer_types, write_layer_types
 from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
 
@@ -44,7 +42,7 @@ def smollm3(sizes: SmolLM3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, qkv_bias=bias, out_bias=bias))
 
 
-def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _adapt(config: Config) -> Config:
     layers, interval = config["num_hidden_layers"], first(config.get("no_rope_layer_interval"), 4)
     require("no_rope_layer_interval", interval, int)
     rotated = first(config.get("no_rope_layers"), [(i + 1) % interval != 0 for i in range(layers)])
@@ -57,7 +55,7 @@ def _adapt(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, "sliding_window": window, "no_rope_layers": [bool(has_rope) for has_rope in rotated]}
 
 
-def _extra(sizes: SmolLM3Sizes) -> dict[str, Any]:
+def _extra(sizes: SmolLM3Sizes) -> Config:
     rotated = [int(has_rope) for has_rope in repeated(sizes.no_rope_layers, sizes.n_layers)]
     windows = {"use_sliding_window": sizes.window is not None, **write_layer_types(sizes)}
     return windows | {"no_rope_layers": rotated}
