@@ -46,15 +46,15 @@ def _adapt(config: Config) -> Config:
     return with_layer_types(config, lambda i: i >= full)
 
 
-_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
-
-
 def _extra(sizes: QwenSizes) -> Config:
     types = sizes.all_layer_types
     first_sliding = types.index("sliding") if "sliding" in types else sizes.n_layers
     windows = {"use_sliding_window": sizes.window is not None, "max_window_layers": first_sliding}
     return write_layer_types(sizes) | windows
 
+
+_huggingface = partial(HuggingFace, adapt=_adapt, extra=_extra)
+_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
 
 _medium = partial(QwenSizes, head_dim=128, vocab_size=152064)
 _large = partial(_medium, n_kv_heads=8, norm_eps=1e-5)
@@ -71,13 +71,8 @@ QWEN2_5 = ModelSpec(
         "32b": _large(dim=5120, n_layers=64, n_heads=40, hidden_dim=27648),
         "72b": _large(dim=8192, n_layers=80, n_heads=64, hidden_dim=29568),
     },
-    huggingface=HuggingFace(
-        model_type="qwen2",
-        architecture="Qwen2ForCausalLM",
-        sizes_type=QwenSizes,
-        defaults=_DEFAULTS,
-        adapt=_adapt,
-        extra=_extra,
+    huggingface=_huggingface(
+        model_type="qwen2", architecture="Qwen2ForCausalLM", sizes_type=QwenSizes, defaults=_DEFAULTS
     ),
 )
 
@@ -94,12 +89,10 @@ QWEN3 = ModelSpec(
         "14b": _qwen3(dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
         "32b": _qwen3(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
     },
-    huggingface=HuggingFace(
+    huggingface=_huggingface(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         sizes_type=Qwen3Sizes,
         defaults=_DEFAULTS | {"head_dim": 128},
-        adapt=_adapt,
-        extra=_extra,
     ),
 )
