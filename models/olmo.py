@@ -34,17 +34,13 @@ class Olmo2Sizes(DecoderSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo3Sizes(MixedSizes):
-    norm_eps: float = 1e-6
-    rope_theta: float = 500_000.0
-    attention_bias: bool = False
-
+class Olmo3Sizes(Olmo2Sizes, MixedSizes):
     def kinds(self) -> dict[str, LayerKind]:
         full, sliding = super().kinds().values()
         return {"full": full, "sliding": replace(sliding, rope=Rope(dim=self.head_dim, theta=self.rope_theta))}
 
 
-def olmo(sizes: Olmo2Sizes | Olmo3Sizes) -> Decoder:
+def olmo(sizes: Olmo2Sizes) -> Decoder:
     norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
     all_heads = partial(AllHeadsRMSNorm, eps=sizes.norm_eps)
 
