@@ -163,20 +163,18 @@ class DecoderSizes(Sizes):
                 message = f"{f.name} {value} must be {default}, because rope_type {self.rope_type} does not use it"
                 raise SizeError(message, f.name, "rope_type")
         self._require_frequency_range()
-        rotated = self.rotary_dim
+        rotated, theta, original = self.rotary_dim, self.rope_theta, self.rope_original_seq_len
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             message = (
                 f"the number of rotated dims of a head, {rotated}, must be even, and from 2 to head_dim {self.head_dim}"
             )
             raise SizeError(message, "head_dim", "partial_rotary_factor")
         for name in ("rope_short_factors", "rope_long_factors") * (self.rope_type == "longrope"):
-            if len(getattr(self, name)) != self.rotary_dim // 2:
-                message = f"{name} must have {self.rotary_dim // 2} values, one for each pair of rotated dims"
+            if len(getattr(self, name)) != rotated // 2:
+                message = f"{name} must have {rotated // 2} values, one for each pair of rotated dims"
                 raise SizeError(message, name, "rope_type", "head_dim", "partial_rotary_factor")
-        if self.rope_type in ("yarn", "longrope") and not (self.rope_theta > 1 and self.rope_original_seq_len > 1):
-            message = (
-                f"rope_theta {self.rope_theta} and rope_original_seq_len {self.rope_original_seq_len} must be above 1"
-            )
+        if self.rope_type in ("yarn", "longrope") and not (theta > 1 and original > 1):
+            message = f"rope_theta {theta} and rope_original_seq_len {original} must be above 1"
             raise SizeError(message, "rope_theta", "rope_original_seq_len", "rope_type")
 
     def for_seq_len(self, seq_len: int) -> Self:
@@ -223,15 +221,10 @@ class MixedSizes(WindowedSizes):
     def all_layer_types(self) -> tuple[str, ...]:
         return repeated(self.layer_types, self.n_layers)
 
-    @property
-    def layer_kinds(self) -> tuple[str, ...]:
-        return self.all_layer_types
+    layer_kinds = all_layer_types
 
 
-DEBUG = {
-    **{"dim": 128, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "head_dim": 24},
-    **{"hidden_dim": 352, "vocab_size": 2048},
-}
+DEBUG = dict(dim=128, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=24, hidden_dim=352, vocab_size=2048)
 """Dimensions for a laptop, with the vocabulary of the shipped tokenizer."""
 
 
