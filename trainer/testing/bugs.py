@@ -1,7 +1,7 @@
 """Published bugs, injected into a run as negative controls of scripts/parity.py and scripts/leak_probe.py."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,6 @@ from trainer.batch import Batch
 from trainer.config import Config
 from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
-from trainer.loss import Objective
 from trainer.parallel import lora, tensor
 from trainer.parallel.attention import Mask
 from trainer.parallel.step import SpmdStep
@@ -72,24 +71,14 @@ def _count_twice(engine: Engine) -> None:
             parameter.register_hook(lambda gradient: gradient * 2)
 
 
-@contextmanager
-def _averaged_per_microbatch() -> Iterator[None]:
-    call, forward, current = SpmdStep.__call__, SpmdStep._forward, {}
+def _averaged_per_microbatch() -> AbstractContextManager:
+    """Divide the loss of each microbatch by its own number of terms."""
+    original = SpmdStep.__call__
 
-    def recording_call(step: SpmdStep, microbatches: Any, num_terms: Tensor) -> Tensor:
-        current.update(count=len(microbatches), targets=num_terms)
-        return call(step, microbatches, num_terms)
+    def call(step: SpmdStep, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
+        return sum(original(step, [b], step.objective.count(b) * len(microbatches)) for b in microbatches)
 
-    def averaged(step: SpmdStep, batch: Batch, objective: Objective, scale: Tensor | float = 1.0) -> Tensor:
-        own = objective.count(batch).clamp(min=1)
-        return forward(step, batch, objective, scale * current["targets"] / (own * current["count"]))
-
-    with patch.object(SpmdStep, "__call__", recording_call), patch.object(SpmdStep, "_forward", averaged):
-        yield
-
-
-def _has_window(config: Config, resolved: ResolvedRun) -> bool:
-    return any(kind.has_window(config.training.seq_len) for kind in resolved.plan.kinds.values())
+    return patch.object(SpmdStep, "__call__", call)
 
 
 BUGS = {
@@ -141,7 +130,9 @@ BUGS = {
     "window off by one under cp": Bug(
         ("cp=2 data.document_mask=false",),
         lambda: _after_init(Mask, lambda mask: setattr(mask, "window", mask.window and mask.window + 1)),
-        applies=_has_window,
+        applies=lambda config, resolved: any(
+            kind.has_window(config.training.seq_len) for kind in resolved.plan.kinds.values()
+        ),
         leaks=True,
     ),
 }
