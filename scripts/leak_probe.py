@@ -131,7 +131,7 @@ def run(runs: Runs, row: Row, table: Table, count: int, bug: str = "") -> bool:
     """Print a row and its leaks. Return whether the run is correct, or whether the leaks of an injected bug are found."""
     name, ranks = f"negative control: {bug}" if bug else row.layout.text, num_ranks(row.config.parallel)
     try:
-        parts = LocalRanks(ranks).run(probe, runs.flags(row.settings | {"run.name": "leak-probe"}), count, bug)
+        parts = LocalRanks(ranks).run(probe, runs.flags(row.settings), count, bug)
     except RankError as error:
         table.row(name, ranks, f"FAIL: {str(error).strip().splitlines()[-1]}")
         return False

@@ -189,6 +189,7 @@ class Runs:
         self.common = defaults | {
             "run.device": "cpu",
             "run.output_folder": str(folder),
+            "run.name": "run",
             "training.steps": "1" if with_transformers else str(steps),
             "metrics.interval_steps": "1",
             "metrics.tensorboard": "false",
@@ -204,7 +205,7 @@ class Runs:
     def run(self, settings: dict[str, str], ranks: int, bug: str = "") -> Trained:
         """Train and return the results. Raises RankError."""
         try:
-            parts = LocalRanks(ranks).run(train, self.flags(settings | {"run.name": "run"}), bug)
+            parts = LocalRanks(ranks).run(train, self.flags(settings), bug)
             records = [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
             return Trained.of_ranks(records, parts)
         finally:
@@ -221,11 +222,7 @@ class Runs:
         return self.single_rank_runs[key]
 
     def _run_transformers(self, settings: dict[str, str]) -> Trained:
-        try:
-            argv = self.flags(settings | {"run.name": "transformers"})
-            ((loss, gradients),) = LocalRanks(1).run(transformers_step, argv)
-        finally:
-            shutil.rmtree(self.folder / "transformers", ignore_errors=True)
+        ((loss, gradients),) = LocalRanks(1).run(transformers_step, self.flags(settings))
         norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
         return Trained([{"step": 1, "loss": loss, "grad_norm": norm}], (gradients, gradients))
 
