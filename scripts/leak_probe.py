@@ -39,14 +39,13 @@ from models.spec import Head
 from scripts.parity import Row, Runs, build_rows, control_row
 from trainer.batch import Batch
 from trainer.build import build_trainer
-from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Layout, Table, add_layout_option, num_ranks
+from trainer.testing.layouts import Table, add_layout_option, num_ranks
 from trainer.testing.ranks import LocalRanks, RankError
 
 LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]
@@ -155,15 +154,12 @@ def main() -> None:
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="leak-probe-", ignore_cleanup_errors=True) as folder:
         runs = Runs(argv, 1, Path(folder))
-        rows = build_rows(runs, list(map(Layout.parse, args.layout or LAYOUTS)), [1], args.layout is not None)
+        rows, misfits = build_rows(runs, args.layout, LAYOUTS, [1])
         controls = {name: row for name, bug in BUGS.items() if bug.leaks and (row := control_row(runs, bug))}
         table = Table(layout="<64", ranks=">5", probes=">6", changed=">8", may_change=">10", leaks=">6")
-        passed = []
-        for layout, row in sorted(rows, key=lambda pair: isinstance(pair[1], Row)):  # first those that do not fit
-            if isinstance(row, ConfigError):
-                table.row(layout.text, f"does not fit: {row}")
-            else:
-                passed.append(run(runs, row, table, args.probes))
+        for text, error in misfits:
+            table.row(text, f"does not fit: {error}")
+        passed = [run(runs, row, table, args.probes) for row in rows]
         passed += [run(runs, row, table, args.probes, name) for name, row in controls.items()]
     sys.exit(0 if all(passed) else 1)
 

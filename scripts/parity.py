@@ -290,42 +290,39 @@ def control_row(runs: Runs, bug: Bug) -> Row | None:
 
 
 def build_rows(
-    runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool
-) -> list[tuple[Layout, Row | ConfigError]]:
-    """Return the row of each layout and number of microbatches, or why it does not fit. Raises ConfigError if a layout does not
-    fit although it must, or if none fits."""
-    rows: list[tuple[Layout, Row | ConfigError]] = []
-    for layout, factor in itertools.product(layouts, factors):
+    runs: Runs, given: Sequence[str] | None, default: Sequence[str], factors: Sequence[int]
+) -> tuple[list[Row], list[tuple[str, ConfigError]]]:
+    """Return the row of each layout and number of microbatches, and the other layouts with the reason why they do not fit. given:
+    layouts of the command line, or None for `default`. Raises ConfigError if a given layout does not fit, or if none fits."""
+    rows, misfits = [], []
+    for text, factor in itertools.product(given or default, factors):
+        layout = Layout.parse(text)
         try:
-            rows.append((layout, Row.build(runs, layout, factor)))
+            rows.append(Row.build(runs, layout, factor))
         except ConfigError as error:
-            if must_fit:
-                raise ConfigError("", f"--layout {layout.text!r}: {error}") from None
-            rows.append((layout, error))
-    if not any(isinstance(row, Row) for _, row in rows):
-        raise rows[0][1]
-    return rows
+            if given:
+                raise ConfigError("", f"--layout {text!r}: {error}") from None
+            misfits.append((text, error))
+    if not rows:
+        raise misfits[0][1]
+    return rows, misfits
 
 
-def compare(runs: Runs, layouts: Sequence[Layout], factors: Sequence[int], must_fit: bool, num_gradients: int) -> bool:
+def compare(runs: Runs, rows: Sequence[Row], misfits: Sequence[tuple[str, ConfigError]], num_gradients: int) -> bool:
     """Print the table. Return whether all layouts pass and every negative control exceeds a limit. Raises ConfigError before the
-    first run."""
-    rows = build_rows(runs, layouts, factors, must_fit)
+    first run. rows, misfits: result of build_rows."""
     controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
     if not controls:
         message = "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"
         raise ConfigError("", message)
     table = Table(layout="<84", ranks=">5", micro=">5", loss=">8", grad_norm=">9", gradient=">8", time=">7")
-    passed = []
-    for layout, row in rows:
-        if isinstance(row, ConfigError):
-            table.row(layout.text, f"does not fit: {row}")
-        else:
-            passed.append(row.run(runs, table, num_gradients))
+    for text, error in misfits:
+        table.row(text, f"does not fit: {error}")
+    passed = [row.run(runs, table, num_gradients) for row in rows]
     caught = not any([control.run(runs, table, num_gradients, bug) for bug, control in controls.items()])
     limits = "; ".join(f"{dtype} {', '.join(f'{v:.0e}' for v in limit.values())}" for dtype, limit in LIMITS.items())
     print(f"{sum(passed)} of {len(passed)} pass (limits of loss, gradient norm and gradients: {limits})")
-    return bool(passed) and all(passed) and caught
+    return all(passed) and caught
 
 
 def main() -> None:
@@ -345,11 +342,9 @@ def main() -> None:
         with_transformers = args.reference == "transformers"
         if with_transformers and args.steps:
             parser.error(f"--steps {args.steps} has no effect: --reference transformers compares the first step")
-        layouts = [
-            Layout.parse(text) for text in args.layout or (["dp_shard=1"] if with_transformers else PARITY_MATRIX)
-        ]
         runs = Runs(argv, args.steps or 20, Path(folder), with_transformers)
-        passed = compare(runs, layouts, args.microbatches, args.layout is not None, args.gradients)
+        default = ["dp_shard=1"] if with_transformers else PARITY_MATRIX
+        passed = compare(runs, *build_rows(runs, args.layout, default, args.microbatches), args.gradients)
     sys.exit(0 if passed else 1)
 
 
