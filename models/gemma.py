@@ -102,15 +102,12 @@ def _adapt_gemma3(config: Config) -> Config:
     return {**_adapt(config, period), "rope_local_base_freq": theta}
 
 
-_huggingface = partial(
-    HuggingFace,
-    names=NAMES
-    | {
-        "attention_post_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "ffn_post_norm": "post_feedforward_layernorm",
-    },
-)
+_NAMES = NAMES | {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+_huggingface = partial(HuggingFace, names=_NAMES)
 _FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 # Published files of Gemma 3 rely on these defaults of transformers.
 _DEFAULTS = {
@@ -127,9 +124,7 @@ GEMMA2 = ModelSpec(
     model=gemma2,
     sizes={
         "debug": _gemma2(
-            **DEBUG | {"query_pre_attn_scalar": 24, "window": 40},
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=5.0,
+            **DEBUG, query_pre_attn_scalar=24, window=40, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
         ),
         "2b": _gemma2(dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=9216),
         "9b": _gemma2(dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, head_dim=256, hidden_dim=14336),
@@ -147,9 +142,7 @@ GEMMA2 = ModelSpec(
 )
 
 _gemma3 = partial(
-    Gemma3Sizes,
-    **{"head_dim": 256, "query_pre_attn_scalar": 256, "vocab_size": 262144},
-    **{"layer_types": ("sliding",) * 5 + ("full",)},
+    Gemma3Sizes, head_dim=256, query_pre_attn_scalar=256, vocab_size=262144, layer_types=("sliding",) * 5 + ("full",)
 )
 _small = partial(_gemma3, n_heads=4, n_kv_heads=1, window=512)
 _large = partial(_gemma3, window=1024, vocab_size=262208, rope_type="linear", rope_factor=8.0)
@@ -157,9 +150,7 @@ _largest = partial(_large, head_dim=128, query_pre_attn_scalar=168)
 GEMMA3 = ModelSpec(
     model=gemma3,
     sizes={
-        "debug": _gemma3(
-            **DEBUG | {"query_pre_attn_scalar": 24}, window=40, layer_types=("sliding", "sliding", "sliding", "full")
-        ),
+        "debug": _gemma3(**DEBUG, query_pre_attn_scalar=24, window=40, layer_types=("sliding",) * 3 + ("full",)),
         "270m": _small(dim=640, n_layers=18, hidden_dim=2048),
         "1b": _small(dim=1152, n_layers=26, hidden_dim=6912),
         "4b": _large(dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, hidden_dim=10240),

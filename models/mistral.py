@@ -92,10 +92,9 @@ def _extra(sizes: Ministral3Sizes) -> Config:
     return {"rope_parameters": {"rope_theta": sizes.rope_theta, **rope, **more}, "rope_scaling": None}
 
 
+_YARN = dict(rope_type="yarn", rope_factor=16.0, rope_original_seq_len=16384, rope_mscale=1.0, rope_mscale_all_dim=1.0)
 _ministral3 = partial(
-    Ministral3Sizes,
-    **{"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "vocab_size": 131072, "rope_theta": 1e6, "rope_type": "yarn"},
-    **{"rope_factor": 16.0, "rope_original_seq_len": 16384, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0},
+    Ministral3Sizes, n_heads=32, n_kv_heads=8, head_dim=128, vocab_size=131072, rope_theta=1e6, **_YARN
 )
 MINISTRAL3 = ModelSpec(
     model=ministral3,

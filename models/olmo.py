@@ -79,16 +79,14 @@ def _adapt(config: Config) -> Config:
     return with_layer_types(config, lambda i: (i + 1) % 4 != 0)
 
 
+_YARN = dict(rope_type="yarn", rope_factor=8.0, rope_original_seq_len=8192, rope_attention_factor=1.2079441541679836)
 _olmo3 = partial(
-    Olmo3Sizes,
-    **{"head_dim": 128, "vocab_size": 100278, "window": 4096, "layer_types": ("sliding", "sliding", "sliding", "full")},
-    **{"rope_type": "yarn", "rope_factor": 8.0, "rope_original_seq_len": 8192},
-    rope_attention_factor=1.2079441541679836,
+    Olmo3Sizes, head_dim=128, vocab_size=100278, window=4096, layer_types=("sliding",) * 3 + ("full",), **_YARN
 )
 OLMO3 = ModelSpec(
     model=olmo,
     sizes={
-        "debug": _olmo3(**DEBUG | {"window": 40, "rope_original_seq_len": 32}),
+        "debug": _olmo3(**DEBUG, window=40, rope_original_seq_len=32),
         "7b": _olmo3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
         "32b": _olmo3(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648),
     },
