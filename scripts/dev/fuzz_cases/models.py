@@ -72,9 +72,8 @@ def _damage_tensors(random: Random, tensors: dict[str, torch.Tensor]) -> None:
         case 1:
             tensors[random.choice((f"{name[:-6]}bias", "model.layers.9.x.weight", "x", name.upper()))] = tensor.clone()
         case 2:
-            tensors[name] = tensor.to(
-                random.choice((torch.int64, torch.uint8, torch.bool, torch.int8, torch.complex64))
-            )
+            dtype = random.choice((torch.int64, torch.uint8, torch.bool, torch.int8, torch.complex64))
+            tensors[name] = tensor.to(dtype)
         case 3:
             tensors[name] = tensor.flatten()
         case 4:
@@ -120,12 +119,9 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
         raise
     out = folder / "imported"
     import_folder(source, "llama3", out, random.choice((1, 1000, 2**30)), lambda count: None)
-    metadata = ModelMetadata.read(out)
-    _, sizes = metadata.spec_and_sizes()
-    index = model_index(out, *metadata.spec_and_sizes())
-    stored: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        stored |= load_file(path)
+    imported, sizes = ModelMetadata.read(out).spec_and_sizes()
+    index = model_index(out, imported, sizes)
+    stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     shapes = _hf_shapes(json.loads((folder / "config.json").read_text()))
     buffers = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     copies = {"lm_head.weight"} if sizes.tied_embeddings else set()
