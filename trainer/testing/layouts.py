@@ -37,12 +37,9 @@ PARITY_MATRIX = [
     "dp_shard=2 fsdp_prefetch=2",
     "dp_shard=2 cpu_offload=true",
     "dp_shard=2 training.reduce_every_microbatch=true",
-    *(
-        f"{layout} activation_checkpoint.{setting}"
-        for layout in ("dp_shard=2", "tp=2", "cp=2", "tp=2 pp=2")
-        for setting in ("mode=full", "mode=selective", "recompute_all_gather=false")
-        if not (layout == "dp_shard=2" and setting == "recompute_all_gather=false")
-    ),
+    *(f"{layout} activation_checkpoint.mode=full" for layout in ("dp_shard=2", "tp=2", "cp=2", "tp=2 pp=2")),
+    *(f"{layout} activation_checkpoint.mode=selective" for layout in ("dp_shard=2", "tp=2", "cp=2", "tp=2 pp=2")),
+    *(f"{layout} activation_checkpoint.recompute_all_gather=false" for layout in ("tp=2", "cp=2", "tp=2 pp=2")),
     "dp_shard=2 tp=2 activation_checkpoint.mode=full activation_checkpoint.every_n_blocks=2",
     "tp=2 activation_checkpoint.mode=selective activation_checkpoint.save_every_nth_matmul=2",
     "pp=2 pipeline_schedule=ZBVZeroBubble activation_checkpoint.mode=full",
