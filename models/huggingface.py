@@ -128,10 +128,10 @@ class HuggingFace:
 
     def join(self, parameters: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
         """Return name of a stored tensor -> tensor. parameters: by native name."""
-        tensors = {}
-        for stored, names in self.tensors(parameters).items():
-            tensors[stored] = torch.cat([self.reorder(name, parameters[name], head_dim) for name in names])
-        return tensors
+        return {
+            stored: torch.cat([self.reorder(name, parameters[name], head_dim) for name in names])
+            for stored, names in self.tensors(parameters).items()
+        }
 
     def split(
         self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], head_dim: int
@@ -152,9 +152,8 @@ class HuggingFace:
         defaults = _DEFAULTS | self.defaults
         nullable = {_key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
         nullable |= {"num_key_value_heads"}  # null: as many as heads
-        config = defaults | {
-            key: v for key, v in config.items() if v is not None or key in nullable or key not in defaults
-        }
+        given = {key: v for key, v in config.items() if v is not None or key in nullable or key not in defaults}
+        config = defaults | given
         own = {f for f in fields(self.sizes_type) if f.name not in _SHARED}
         common = {f for f in own if f.name in {g.name for g in fields(Sizes)}}
         _check(config, common)
