@@ -33,10 +33,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from models.spec import Head
-from scripts.parity import Row, Runs, build_rows, control_row
+from scripts.parity import Row, Runs, build_rows, control_row, full
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.config.command_line import Arguments, positive_int, run_to_end
@@ -57,7 +56,7 @@ class _Hidden:
     """An objective whose head returns the hidden state, (batch, seq / cp, dim), instead of a loss."""
 
     def head(self, *args: object) -> Head:
-        return lambda hidden, weight, softcap=None: hidden.full_tensor() if isinstance(hidden, DTensor) else hidden
+        return lambda hidden, weight, softcap=None: full(hidden)
 
 
 @dataclass(frozen=True)

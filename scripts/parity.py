@@ -75,7 +75,6 @@ LIMITS = {
 """compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error. In bf16, the gradient norm of the
 debug run on one rank deviates from that in fp32 by 0.1 % in most steps, but by up to 2 % in a single step."""
 
-
 NEGLIGIBLE = 1e-4
 """Fraction of the gradient norm below which the gradient of a parameter is rounding error. The deviations of smaller gradients
 are relative to this fraction. For example, the gradient of the bias of keys without positional encoding is zero."""
@@ -152,7 +151,7 @@ def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[s
         def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if next(steps) in (1, config.training.steps):
                 trained = {name: p for name, p in engine.parameters.items() if p.requires_grad}
-                gradients.append({name: _full(p.grad).float().clone() for name, p in trained.items()})
+                gradients.append({name: full(p.grad).float().clone() for name, p in trained.items()})
             return clip(*args, **kwargs)
 
         with patch.object(engine.optimizer, "clip", record_and_clip):
@@ -161,8 +160,8 @@ def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[s
     return (gradients[0], gradients[-1]) if is_first_of_stage else ({}, {})
 
 
-def _full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Runs:
