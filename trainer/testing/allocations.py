@@ -99,9 +99,8 @@ def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
 
     def batch() -> Batch:
         tokens = torch.randint(resolved.sizes.vocab_size, shape)
-        return Batch(
-            tokens, tokens.clone(), torch.arange(training.seq_len).repeat(shape[0], 1), torch.zeros_like(tokens)
-        )
+        positions = torch.arange(training.seq_len).repeat(shape[0], 1)
+        return Batch(tokens, tokens.clone(), positions, torch.zeros_like(tokens))
 
     def step() -> None:
         batches = [batch() for _ in range(resolved.grad_accum)]

@@ -28,9 +28,8 @@ def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
     hf, head_dim = resolved.spec.huggingface, resolved.sizes.head_dim
     transformers = require_package("transformers", "")
     values = hf.config(resolved.sizes, config.training.seq_len) | {"pad_token_id": None}
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**values), attn_implementation="eager"
-    )
+    hf_config = transformers.AutoConfig.for_model(**values)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
     parameters = {name: p.detach() for name, p in trainer.engine.parameters.items()}
     keys = model.load_state_dict(hf.join(parameters, head_dim), strict=False)  # tied weights may be missing
     assert not keys.unexpected_keys, keys.unexpected_keys
