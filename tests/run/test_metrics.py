@@ -183,12 +183,14 @@ def test_durations():
 
 
 def test_a_full_disk_delays_records_and_does_not_end_the_run(tmp_path, capsys):
-    metrics = open_metrics(tmp_path, tensorboard=True)
+    metrics, names = open_metrics(tmp_path, tensorboard=True), [f"{'metric' * 10}{i}" for i in range(20)]
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, unlimited[1]))
     try:
         for step in range(20):
-            metrics.log_event({"kind": "eval", "step": step, "loss": 1.0})
+            metrics.log_event(
+                {"kind": "eval", "step": step, "loss": 1.0, "text": "a" * 1000, **dict.fromkeys(names, 1.0)}
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert (tmp_path / "metrics.jsonl").stat().st_size == 300, "the last record is incomplete"

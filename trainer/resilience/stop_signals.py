@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+from trainer.system import logging
+
 _SAME_REQUEST_S = 1.0
 """Seconds within which several signals count as one request. A process may receive a scheduler's signal twice: directly, and
 forwarded by its launcher."""
@@ -37,5 +39,9 @@ class StopRequest:
             if now > first + _SAME_REQUEST_S:
                 print(f"a second {signal.Signals(signum).name} ends this process", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
+            if not self.requested:
+                logging.info(
+                    f"{signal.Signals(signum).name}: the run stops after this step; a second signal ends it immediately"
+                )
             first = min(first, now)
             self.requested = True

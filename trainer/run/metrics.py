@@ -23,6 +23,8 @@ from trainer.system.files import atomic_write, read_json_lines
 from trainer.system.units import GIB
 
 _FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
+_BUFFER_BYTES = 2**22
+"""Size of a file's buffer. While a disk is full, the buffer keeps the records that cannot be written."""
 _NOT_TRAINING = ("evaluation", "checkpoint", "profiling")
 """Phases that are not part of a step's duration."""
 _NOT_PLOTTED = ("step", "first_step", "global_batch_size", "cursor", "tokens_seen")
@@ -56,13 +58,13 @@ class Metrics:
         if self.folder:
             with self._warn_on_write_error(_FILE):
                 _remove_records_after(step, self.folder / _FILE)
-                self.records = (self.folder / _FILE).open("a", buffering=1)
+                self.records = (self.folder / _FILE).open("ab", _BUFFER_BYTES)
         if self.folder and self.config.tensorboard:
             # Imported here, because only one rank writes, and only if TensorBoard is enabled.
             from trainer.run.tensorboard import EventFile
 
             with self._warn_on_write_error(_TENSORBOARD):
-                self.events = EventFile(self.folder / "tb", first_step=step + 1)
+                self.events = EventFile(self.folder / "tb", step + 1, _BUFFER_BYTES)
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -158,7 +160,8 @@ class Metrics:
             # JSON cannot represent NaN and infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             with self._warn_on_write_error(_FILE):
-                self.records.write(json.dumps(finite) + "\n")
+                self.records.write(json.dumps(finite).encode() + b"\n")
+                self.records.flush()
         if self.events:
             group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
             plotted = {

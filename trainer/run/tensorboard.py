@@ -12,12 +12,12 @@ class EventFile:
     """File of scalars. Each step is written at once, and without TensorBoard's thread: the training loop would wait longer for
     that thread to release Python's lock than it waits for the write."""
 
-    def __init__(self, folder: Path, first_step: int):
-        """first_step: TensorBoard ignores the values of this step and of later ones in older files. Raise OSError if the file
-        cannot be created."""
+    def __init__(self, folder: Path, first_step: int, buffer_bytes: int):
+        """first_step: TensorBoard ignores the values of this step and of later ones in older files. buffer_bytes: size of the
+        file's buffer. Raise OSError if the file cannot be created."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._file = RecordWriter(path.open("xb"))
+        self._file = RecordWriter(path.open("xb", buffer_bytes))
         self._add(Event(file_version="brain.Event:2"))
         self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 

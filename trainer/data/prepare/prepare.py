@@ -62,7 +62,7 @@ def writing(stores: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise ConfigError("data.store_folder", f"this folder cannot be written ({error.strerror})") from None
         if error.filename is None or not Path(error.filename).is_relative_to(stores):
             raise
