@@ -40,8 +40,7 @@ class StopRequest:
                 print(f"a second {signal.Signals(signum).name} ends this process", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
             if not self.requested:
-                logging.info(
-                    f"{signal.Signals(signum).name}: the run stops after this step; a second signal ends it immediately"
-                )
+                name = signal.Signals(signum).name
+                logging.info(f"{name}: the run stops after this step or the next; a second signal ends it immediately")
             first = min(first, now)
             self.requested = True
