@@ -136,7 +136,7 @@ def parity(session: Session) -> Iterator[tuple[str, Task]]:
     for name, changes in variants.items():
 
         def run(name: str = name, changes: Mapping[str, str] = changes) -> Row:
-            settings = session.settings("1b", **_TINY, **steps, **{"training.compute_dtype": "fp32"} | changes)
+            settings = session.settings("1b", **_TINY | steps | {"training.compute_dtype": "fp32"} | changes)
             losses = []
             for device in ("auto", "cpu"):
                 folder = session.train(f"parity {name} {device}", settings | {"run.device": device})
