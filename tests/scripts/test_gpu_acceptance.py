@@ -4,6 +4,7 @@ import pytest
 
 from scripts.dev import gpu_acceptance
 from scripts.dev.gpu_acceptance import PARTS, Failed, Session, markdown, read_results, run_part
+from trainer.config.load import load_config
 
 
 def part_of(monkeypatch, tasks):
@@ -48,6 +49,20 @@ def test_a_command_that_fails_is_reported_with_its_last_line(tmp_path):
 def test_every_part_has_rows_whose_names_differ(part, tmp_path):
     rows = [row for row, _ in PARTS[part](Session(tmp_path, tiny=False))]
     assert rows and len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_every_row_starts_a_command_and_trains_with_valid_settings(part, tiny, tmp_path, monkeypatch):
+    def start(session, *words, **variables):
+        if words[0] == "train.py":
+            load_config(words[1:])
+        raise Failed("started")
+
+    monkeypatch.setattr(Session, "run", start)
+    for _, task in PARTS[part](Session(tmp_path, tiny)):
+        with pytest.raises(Failed, match="started"):
+            task()
 
 
 def test_throughput_and_memory_are_those_of_a_real_run(tmp_path, corpus):
