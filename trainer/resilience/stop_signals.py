@@ -35,12 +35,11 @@ class StopRequest:
             (signum,) = os.read(pipe, 1)
             if signum not in (signal.SIGTERM, signal.SIGINT):
                 continue  # another module handles this signal, such as SIGCHLD of torch's data loader
-            now = time.monotonic()
+            now, name = time.monotonic(), signal.Signals(signum).name
             if now > first + _SAME_REQUEST_S:
-                print(f"a second {signal.Signals(signum).name} ends this process", file=sys.stderr, flush=True)
+                print(f"a second {name} ends this process", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
             if not self.requested:
-                name = signal.Signals(signum).name
                 logging.info(f"{name}: the run stops after this step or the next; a second signal ends it immediately")
             first = min(first, now)
             self.requested = True
