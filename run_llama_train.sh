@@ -17,7 +17,7 @@ case " $* " in
 esac
 if [ -z "${NGPU:-}" ]; then
     NGPU=0
-    if command -v nvidia-smi >/dev/null; then
+    if command -v nvidia-smi >/dev/null || [ -e /dev/kfd ]; then # NVIDIA's or AMD's driver
         NGPU="$(cd "$ROOT" && "$PYTHON" -c 'from trainer.runtime import device; print(device.gpu_count())')"
     fi
     if [ "$NGPU" = 0 ]; then NGPU=1; fi

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from scripts.dev.contenders import CONTENDERS
-from scripts.dev.peers import MODELS, print_peers, print_start
+from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.config import DataConfig, TokenizerConfig
@@ -243,10 +243,11 @@ def _add_peers_options(peers: Arguments) -> None:
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of forward and backward")
     add("--device", choices=["cpu", "gpu"], default="cpu", help="device of the contenders, which share a GPU's memory")
     add("--compiled", action="store_true", help="compile every contender's model")
-    add(
-        "--log", action="store_true", help="log every step to the console, JSON and TensorBoard, as each contender does"
-    )
-    add("--tolerance", type=positive_float, default=1e-4, metavar="X", help="largest relative deviation of losses")
+    log_help = "log every step to the console and, except the plain loops, to TensorBoard; with accelerate, to JSON too"
+    add("--log", action="store_true", help=log_help)
+    tolerances = ", ".join(f"{x:g} in {dtype}" for dtype, x in TOLERANCES.items())
+    tolerance_help = f"largest relative deviation of losses (default: {tolerances})"
+    add("--tolerance", type=positive_float, default=None, metavar="X", help=tolerance_help)
     add(
         "--json",
         type=Path,

@@ -208,10 +208,12 @@ def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
         project_dir=task.folder,
     )
     accelerator.init_trackers("accelerate")
+    records = (task.folder / "accelerate.jsonl").open("a")
 
     def write(values: dict[str, float], step: int) -> None:
-        with (task.folder / "accelerate.jsonl").open("a") as file:
-            file.write(json.dumps(values | {"step": step}) + "\n")
+        if accelerator.is_main_process:
+            records.write(json.dumps(values | {"step": step}) + "\n")
+            records.flush()
         accelerator.log(values, step)
 
     model = _model(task, pacer.device)

@@ -1,7 +1,8 @@
 """Test and measure on a GPU, in parts that end within eight minutes each.
 
-Every row is appended to results.jsonl as soon as it is measured, and rows that the file already has are not repeated. So the
-script can be continued in another session. The last lines are tables for docs/performance.md. It downloads nothing.
+Every row is appended to results.jsonl as soon as it is measured. Rows that were measured at the same commit, on the same device
+and with the same version of torch are not repeated, so the script can be continued in another session. The last lines are tables
+for docs/performance.md. It downloads nothing.
 
 exit codes: 0: every row was measured; 1: a row failed, or a part ran out of time; 2: an argument is wrong
 
@@ -10,13 +11,14 @@ exit codes: 0: every row was measured; 1: a row failed, or a part ran out of tim
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ from trainer.system.units import GIB
 from trainer.testing.layouts import flags
 
 PART_SECONDS = 480
+# In a process of its own, because this process would otherwise occupy memory of the GPU.
+_PRINT_DEVICE = "from trainer.runtime import device; print(device.name(device.select_device('auto')))"
 _MODES = ("none", "selective", "full")
 _BF16 = {"training.parameter_dtype": "bf16", "optimizer.state_dtype": "bf16"}
 _MODELS = {
@@ -62,22 +66,37 @@ def _records(run: Path, kind: str) -> list[Row]:
     return [record for record in read_json_lines(run / "metrics.jsonl") if record["kind"] == kind]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """The options of a call and the commands that the parts share."""
 
     out: Path
     tiny: bool
+    label: Row = field(default_factory=dict)
+    """What the rows of one table have in common."""
+    end: float = math.inf
+    """Time at which the current part ends, as a result of time.monotonic."""
+
+    @property
+    def results(self) -> Path:
+        return self.out / "results.jsonl"
+
+    def read_rows(self, part: str) -> list[Row]:
+        """Return the results of a part that have the label of this session."""
+        label = {"part": part} | self.label
+        rows = read_json_lines(self.results) if self.results.exists() else []
+        return [row for row in rows if label.items() <= row.items()]
 
     def run(self, *words: object, **variables: str) -> str:
         """Run a command of the repository and return its output. Raise Failed."""
         command = [sys.executable, *map(str, words)]
+        timeout = None if self.end == math.inf else max(1.0, self.end - time.monotonic())
         try:
             done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=PART_SECONDS, env=os.environ | variables
+                command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=os.environ | variables
             )
         except subprocess.TimeoutExpired:
-            raise Failed(f"did not end within {PART_SECONDS} s") from None
+            raise Failed(f"did not end within the remaining {timeout:.0f} s") from None
         if done.returncode:
             raise Failed((done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1])
         return done.stdout
@@ -199,7 +218,7 @@ def saves(session: Session) -> Iterator[tuple[str, Task]]:
 
 def peers(session: Session) -> Iterator[tuple[str, Task]]:
     """Compare the throughput with that of transformers' Trainer, which needs the packages transformers and accelerate."""
-    shape = ("--model", "1b", "--device", "gpu", "--dtype", "bf16", "--tolerance", 2.5e-3)
+    shape = ("--model", "1b", "--device", "gpu", "--dtype", "bf16")
     if session.tiny:
         shape = ("--model", "host-2", "--steps", 2, "--repeats", 1)
     for mode in ("eager", "compiled"):
@@ -241,14 +260,14 @@ PARTS: dict[str, Callable[[Session], Iterator[tuple[str, Task]]]] = {
 }
 
 
-def run_part(part: str, session: Session, results: Path) -> bool:
+def run_part(part: str, session: Session) -> bool:
     """Measure the rows of a part that the results do not have yet. Return whether all rows of the part were measured."""
-    finished = {r["row"] for r in read_results(results) if r["part"] == part and "error" not in r}
-    end, complete = time.monotonic() + PART_SECONDS, True
+    finished = {row["row"] for row in session.read_rows(part) if "error" not in row}
+    session.end, complete = time.monotonic() + PART_SECONDS, True
     for row, task in PARTS[part](session):
         if row in finished:
             continue
-        if time.monotonic() > end:
+        if time.monotonic() > session.end:
             print(f"{part}: no time is available for {row}; call the script again", flush=True)
             return False
         try:
@@ -256,18 +275,15 @@ def run_part(part: str, session: Session, results: Path) -> bool:
         except (Failed, OSError, KeyError, ValueError, ArithmeticError) as error:
             values, complete = {"error": str(error) or repr(error)}, False
         print(f"{part}, {row}: {values}", flush=True)
-        with results.open("a") as file:
-            file.write(json.dumps({"part": part, "row": row} | values) + "\n")
+        with session.results.open("a") as file:
+            file.write(json.dumps({"part": part, "row": row} | session.label | values) + "\n")
     return complete
 
 
-def read_results(path: Path) -> list[Row]:
-    return [r for r in read_json_lines(path) if "part" in r] if path.exists() else []
-
-
-def markdown(part: str, results: Sequence[Row]) -> str:
+def markdown(part: str, session: Session) -> str:
     """Return the rows of a part as a table. The last result of a row counts."""
-    rows = {r["row"]: {k: v for k, v in r.items() if k not in ("part", "row")} for r in results if r["part"] == part}
+    label = {"part", "row", *session.label}
+    rows = {row["row"]: {k: v for k, v in row.items() if k not in label} for row in session.read_rows(part)}
     columns = list(dict.fromkeys(key for values in rows.values() for key in values))
     lines = [f"| {' | '.join([part, *columns])} |", "|---" * (len(columns) + 1) + "|"]
     for row, values in rows.items():
@@ -286,11 +302,17 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="use the debug model for everything")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    session, results = Session(args.out.resolve(), args.tiny), args.out / "results.jsonl"
-    if not results.exists():
-        results.write_text(json.dumps({"environment": environment(ROOT), "tiny": args.tiny}) + "\n")
-    complete = [run_part(part, session, results) for part in args.parts]
-    print("\n\n".join(markdown(part, read_results(results)) for part in args.parts))
+    session, now = Session(args.out.resolve(), args.tiny), environment(ROOT)
+    try:
+        device = session.run("-c", _PRINT_DEVICE).strip()
+    except Failed as error:
+        parser.error(str(error))
+    session.label |= {"tiny": args.tiny, "device": device}
+    session.label |= {"commit": now["git_commit"], "torch": now["packages"]["torch"]}
+    with session.results.open("a") as file:
+        file.write(json.dumps({"environment": now} | session.label) + "\n")
+    complete = [run_part(part, session) for part in args.parts]
+    print("\n\n".join(markdown(part, session) for part in args.parts))
     sys.exit(0 if all(complete) else 1)
 
 

@@ -22,7 +22,7 @@ from scripts.dev.contenders import Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
 from trainer.config.schema import DeviceChoice
-from trainer.runtime.device import gpu_count
+from trainer.runtime.device import gpu_count, require_enough_gpus
 from trainer.system.children import children_ignore_interrupts
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write
@@ -41,6 +41,9 @@ MODELS = {
     "1b": (FAMILIES["llama3.2"].sizes["1b"], 1, 4096),
 }
 """Name -> sizes, samples of a step on each rank, and tokens of a sample. In host-N, the host is the bottleneck."""
+
+TOLERANCES = {"fp32": 1e-4, "bf16": 2.5e-3}
+"""Precision -> largest relative deviation of losses."""
 
 
 def _defaults(ranks: int, device: DeviceChoice) -> list[str]:
@@ -63,8 +66,9 @@ def _check(contenders: Sequence[str], ranks: int, device: DeviceChoice) -> None:
         if name in ("accelerate", "transformers"):
             require_package("accelerate", "")  # transformers' Trainer needs it too
             require_package(name, "")
+    require_enough_gpus(device, 1)
     if device == "gpu" and gpu_count() < ranks:
-        raise ConfigError("", f"--device gpu: {ranks} ranks need a GPU each, and torch finds {gpu_count()} GPUs")
+        raise ConfigError("", f"--ranks {ranks}: every rank needs a GPU, and this node has {gpu_count()}")
 
 
 class Processes:
@@ -125,16 +129,26 @@ def require_equal_losses(losses: dict[str, list[float]], tolerance: float) -> fl
     return largest
 
 
+def median_difference(times: Sequence[float], baseline: Sequence[float], steps: int) -> float:
+    """Return by how many seconds a step is longer than the baseline's: the median over all turns of the difference between the
+    medians of a turn, because the machine's speed changes between turns. times, baseline: seconds of the steps of all turns."""
+    turns = range(0, len(times), steps)
+    return statistics.median(
+        statistics.median(times[i : i + steps]) - statistics.median(baseline[i : i + steps]) for i in turns
+    )
+
+
 def print_peers(
     model: str,
     contenders: Sequence[str],
     steps: int,
     repeats: int,
-    tolerance: float,
+    tolerance: float | None,
     results: Path | None,
     **options: Any,
 ) -> None:
-    """Let the contenders train in turn and compare the times of their steps. options: further fields of Task."""
+    """Let the contenders train in turn and compare the times of their steps. tolerance: None stands for that of the dtype.
+    options: further fields of Task."""
     sizes, batch, seq = MODELS[model]
     contenders = contenders or _defaults(options["ranks"], options["device"])
     _check(contenders, options["ranks"], options["device"])
@@ -153,22 +167,30 @@ def print_peers(
                 if repeat:  # the first repeat is a warm-up
                     times[processes.name] += durations
                     cpu_seconds[processes.name] += cpu / (steps * repeats)
+    tolerance = tolerance or TOLERANCES[options["dtype"]]
     deviation = require_equal_losses({name: values for name, values in losses.items() if values}, tolerance)
     print(f"the losses of all contenders agree within {deviation:.1e}")
     table = Table(
-        contender="<22", median=">11", min_to_max=">19", CPU_time=">11", of_first=">9", tokens_per_second=">18"
+        contender="<22",
+        median=">11",
+        min_to_max=">19",
+        CPU_time=">11",
+        of_first=">9",
+        added=">11",
+        tokens_per_second=">18",
     )
     medians = {name: statistics.median(of_steps) for name, of_steps in times.items()}
     rates = {name: batch * seq * task.ranks / median for name, median in medians.items()}
     for name, median in medians.items():
         spread = f"{1e3 * min(times[name]):.1f} - {1e3 * max(times[name]):.1f} ms"
-        ratio = median / medians[contenders[0]]
+        ratio, added = median / medians[contenders[0]], median_difference(times[name], times[contenders[0]], steps)
         table.row(
             name,
             f"{1e3 * median:.1f} ms",
             spread,
             f"{cpu_seconds[name]:.3f} s",
             f"{ratio:.3f} x",
+            f"{1e3 * added:.2f} ms",
             f"{rates[name]:,.0f}",
         )
     if results is not None:

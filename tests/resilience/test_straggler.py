@@ -81,3 +81,12 @@ def test_a_straggler_is_reported_once_while_it_stays_slow(ranks):
     assert ranks(4).run(compare_several_times, 1.5) == [([None, 1, 1, None, None], [warning])] * 4
     assert ranks(2).run(compare_several_times, None) == [([None] * 5, [])] * 2
     assert ranks(1).run(compare_several_times, 1.5) == [([None] * 5, [])]
+
+
+def test_the_timestamps_of_a_long_window_are_limited(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    detector, block = StragglerDetector(1.5, torch.device("cpu")), nn.Identity()
+    detector.time_blocks_of(nn.ModuleList([block]))
+    for _ in range(1500):
+        block(torch.zeros(1))
+    assert len(detector.forwards) == 1024

@@ -125,6 +125,20 @@ def test_a_resumed_run_continues_the_file_without_records_of_later_steps(tmp_pat
     assert [record["step"] for record in lines(tmp_path)] == [1, 5, 6]
 
 
+def test_files_that_could_not_be_opened_are_opened_at_the_next_record(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "tb").touch()
+    metrics = open_metrics(tmp_path, tensorboard=True)
+    log_step(metrics, 1)
+    (tmp_path / "metrics.jsonl").rmdir()
+    (tmp_path / "tb").unlink()
+    for step in (2, 3):
+        log_step(metrics, step)
+    metrics.close()
+    assert [record["step"] for record in lines(tmp_path)] == [2, 3]
+    assert [event.step for event in read_board(tmp_path).Scalars("train/loss")] == [2, 3]
+
+
 def test_memory_is_the_resident_memory_of_this_process(tmp_path):
     before = devices.memory_now(CPU)
     ballast = torch.ones(256 * 2**20 // 4)

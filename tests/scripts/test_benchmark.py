@@ -6,14 +6,15 @@ import sys
 
 import pytest
 
-from scripts.dev import benchmark
+from scripts.dev import benchmark, peers
 from scripts.dev.benchmark import main
 from scripts.dev.contenders import Task
-from scripts.dev.peers import MODELS, require_equal_losses, seconds_to_first_loss
+from scripts.dev.peers import MODELS, median_difference, require_equal_losses, seconds_to_first_loss
 from tests.commands import run_script
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.run.resolve import resolve
+from trainer.runtime import device as devices
 
 
 def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
@@ -98,12 +99,25 @@ def test_impossible_contenders_are_an_error_of_one_line(words, line):
     assert (done.returncode, done.stderr) == (2, line)
 
 
+def test_every_rank_needs_a_gpu(monkeypatch, capsys):
+    for module in (peers, devices):
+        monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--ranks 2: every rank needs a GPU, and this node has 1"):
+        lines_of(monkeypatch, capsys, "peers", "--contenders", "ddp", "--ranks", "2", "--device", "gpu")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_the_trainer_gets_the_sizes_of_the_other_contenders(model, tmp_path):
     sizes, batch, seq = MODELS[model]
     task = Task(sizes, batch, seq, 1, 1, "fp32", compiled=False, device="cpu", log=False, folder=tmp_path)
     (tmp_path / "tokens.npy").touch()
     assert resolve(load_config(task.flags()), 1).sizes == sizes
+
+
+def test_the_added_time_is_compared_within_each_turn():
+    baseline = [1.0, 1.0, 5.0, 5.0, 9.0, 9.0]  # the machine slows down from turn to turn
+    assert median_difference([1.5, 1.5, 5.25, 5.75, 9.0, 10.0], baseline, steps=2) == 0.5
+    assert median_difference(baseline, baseline, steps=2) == 0.0
 
 
 def test_no_time_counts_if_the_losses_differ():

@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.dev import gpu_acceptance
-from scripts.dev.gpu_acceptance import PARTS, Failed, Session, markdown, read_results, run_part
+from scripts.dev.gpu_acceptance import PARTS, Failed, Session, markdown, run_part
 from trainer.config.load import load_config
 
 
@@ -16,15 +16,15 @@ def fail():
 
 
 def test_rows_accumulate_and_failed_rows_are_repeated(tmp_path, monkeypatch):
-    results, session = tmp_path / "results.jsonl", Session(tmp_path, tiny=True)
+    session = Session(tmp_path, tiny=True)
     part_of(monkeypatch, {"a": lambda: {"x": 1.0}, "b": fail})
-    assert not run_part("fake", session, results)
+    assert not run_part("fake", session)
     part_of(monkeypatch, {"a": fail, "b": lambda: {"x": 12345.678}, "c": lambda: {"y": "z"}})
-    assert run_part("fake", session, results)
-    assert [(r["row"], r.get("error")) for r in read_results(results)] == [
+    assert run_part("fake", session)
+    assert [(r["row"], r.get("error")) for r in session.read_rows("fake")] == [
         *(("a", None), ("b", "out of memory"), ("b", None), ("c", None))
     ]
-    assert markdown("fake", read_results(results)).splitlines() == [
+    assert markdown("fake", session).splitlines() == [
         "| fake | x | y |",
         "|---|---|---|",
         "| a | 1 |  |",
@@ -33,11 +33,26 @@ def test_rows_accumulate_and_failed_rows_are_repeated(tmp_path, monkeypatch):
     ]
 
 
+def test_rows_of_another_size_or_commit_are_measured_again(tmp_path, monkeypatch):
+    label = {"commit": "one", "tiny": True}
+    part_of(monkeypatch, {"a": lambda: {"x": 1.0}})
+    assert run_part("fake", Session(tmp_path, True, label))
+    part_of(monkeypatch, {"a": fail})
+    assert run_part("fake", Session(tmp_path, True, label))
+    assert not run_part("fake", Session(tmp_path, True, label | {"tiny": False}))
+    assert not run_part("fake", Session(tmp_path, True, label | {"commit": "two"}))
+
+
 def test_a_part_stops_when_its_time_is_used_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_acceptance, "PART_SECONDS", -1)
     part_of(monkeypatch, {"a": lambda: {"x": 1.0}})
-    assert not run_part("fake", Session(tmp_path, tiny=True), tmp_path / "results.jsonl")
+    assert not run_part("fake", Session(tmp_path, tiny=True))
     assert capsys.readouterr().out == "fake: no time is available for a; call the script again\n"
+
+
+def test_a_command_ends_with_its_part(tmp_path):
+    with pytest.raises(Failed, match="did not end within the remaining 1 s"):
+        Session(tmp_path, tiny=True, end=0.0).run("-c", "import time; time.sleep(60)")
 
 
 def test_a_command_that_fails_is_reported_with_its_last_line(tmp_path):

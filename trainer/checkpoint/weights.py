@@ -1,7 +1,7 @@
 """Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -117,7 +117,7 @@ def resolve_checkpoint(folder: Path) -> Path:
     return steps[0] if steps else folder
 
 
-def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
+def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
     """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
     if not config.init_from:
         return set()
@@ -125,7 +125,7 @@ def names_loaded(config: CheckpointConfig, names: Sequence[str]) -> set[str]:
 
 
 def init_weights_from(
-    config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Sequence[str]
+    config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Collection[str]
 ) -> WeightSource:
     """Load this rank's parameters from checkpoint.init_from, collectively, and return the source. names: those of the complete
     model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains

@@ -39,7 +39,7 @@ class StopRequest:
             if now > first + _SAME_REQUEST_S:
                 print(f"a second {name} ends this process", file=sys.stderr, flush=True)
                 os._exit(128 + signum)
-            if not self.requested:
+            first, requested = min(first, now), self.requested
+            self.requested = True  # before the message, which may have to wait for its reader
+            if not requested:
                 logging.info(f"{name}: the run stops after this step or the next; a second signal ends it immediately")
-            first = min(first, now)
-            self.requested = True

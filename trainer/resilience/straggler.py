@@ -1,6 +1,7 @@
 """Straggler detection."""
 
 import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from trainer.system import logging
 
 _MIN_STEPS = 5
 """Minimum number of steps before ranks are compared. With fewer steps, the shortest time is too noisy to compare."""
+_MAX_FORWARDS = 1024
 
 
 class StragglerDetector:
@@ -34,8 +36,8 @@ class StragglerDetector:
     def start(self) -> None:
         """Start a new window of steps."""
         self.steps, self.data_s, self.since = 0, 0.0, time.perf_counter()
-        self.forwards: list[tuple[Any, Any]] = []
-        """Start and end timestamps of each forward of the timed block."""
+        self.forwards: deque[tuple[Any, Any]] = deque(maxlen=_MAX_FORWARDS)
+        """Start and end timestamps of the last forwards of the timed block."""
 
     def time_blocks_of(self, blocks: nn.Module) -> None:
         """Time the forward of the first block, if `blocks` has any. Call this after compilation, sharding and FSDP wrapping."""

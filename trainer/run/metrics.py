@@ -58,13 +58,19 @@ class Metrics:
         if self.folder:
             with self._warn_on_write_error(_FILE):
                 _remove_records_after(step, self.folder / _FILE)
+        self._open()
+
+    def _open(self) -> None:
+        """Open the files that are not open. If this fails, the next record tries it again."""
+        if self.folder and not self.records:
+            with self._warn_on_write_error(_FILE):
                 self.records = (self.folder / _FILE).open("ab", _BUFFER_BYTES)
-        if self.folder and self.config.tensorboard:
+        if self.folder and self.config.tensorboard and not self.events:
             # Imported here, because only one rank writes, and only if TensorBoard is enabled.
             from trainer.run.tensorboard import EventFile
 
             with self._warn_on_write_error(_TENSORBOARD):
-                self.events = EventFile(self.folder / "tb", step + 1, _BUFFER_BYTES)
+                self.events = EventFile(self.folder / "tb", self.first_step + 1, _BUFFER_BYTES)
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -156,6 +162,7 @@ class Metrics:
 
     def log_event(self, record: dict[str, Any]) -> None:
         """Write a record, which must have the keys "kind" and "step"."""
+        self._open()
         if self.records:
             # JSON cannot represent NaN and infinity.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}

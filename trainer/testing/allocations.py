@@ -75,7 +75,8 @@ def _wait_for_collective(func: OpOverload, result: object) -> None:
 
 class _WaitForRelease(TorchDispatchMode):
     """Dispatch mode that waits for each collective, and then until the communication thread no longer refers to its buffers.
-    Otherwise, on a busy machine or if another rank is late, that thread could release them: late, and without an event."""
+    Otherwise, that thread releases them later if the machine is busy or another rank is late, and the profiler records no
+    release."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
