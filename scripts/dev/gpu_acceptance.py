@@ -73,7 +73,7 @@ class Session:
     out: Path
     tiny: bool
     label: Row = field(default_factory=dict)
-    """What the rows of one table have in common."""
+    """Values that the rows of one table have in common."""
     end: float = math.inf
     """Time at which the current part ends, as a result of time.monotonic."""
 
