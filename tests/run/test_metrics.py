@@ -14,7 +14,6 @@ from trainer.config import Config, MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StepOutcome
 from trainer.run.metrics import Metrics, duration
 from trainer.run.resolve import resolve
-from trainer.run.tensorboard import crc32c
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.runtime.phases import PhaseTimer
@@ -169,20 +168,6 @@ def test_tensorboard_gets_the_same_values(tmp_path):
     board = read_board(tmp_path)
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 3.25)]
     assert [(e.step, e.value) for e in board.Scalars("eval/held_out/loss")] == [(5, 2.5)]
-
-
-@pytest.mark.parametrize(
-    ("data", "checksum"),
-    [
-        (b"123456789", 0xE3069283),
-        (bytes(32), 0x8A9136AA),
-        (b"\xff" * 32, 0x62A8AB43),
-        (bytes(range(32)), 0x46DD794E),
-        (bytes(range(31, -1, -1)), 0x113FDB5C),
-    ],
-)
-def test_checksums_are_those_of_rfc_3720(data, checksum):
-    assert crc32c(data) == checksum
 
 
 def test_tensorboard_hides_the_steps_that_are_repeated(tmp_path):

@@ -3,14 +3,10 @@
 import socket
 import struct
 import time
-from functools import cache
 from pathlib import Path
 
-import numpy as np
+import google_crc32c
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-_POLYNOMIAL = 0x82F63B78
-"""Polynomial of CRC-32C, with its bits reversed."""
 
 
 class EventFile:
@@ -44,28 +40,7 @@ class EventFile:
         self._file.close()
 
 
-def crc32c(data: bytes) -> int:
-    """Return the CRC-32C (RFC 3720, appendix B.4) of at least four bytes."""
-    values = np.frombuffer(data, np.uint8).copy()
-    values[:4] ^= 0xFF  # the same as the initial value of the CRC
-    following = np.arange(len(values))[::-1]
-    return int(np.bitwise_xor.reduce(_contributions(1 << len(values).bit_length())[following, values])) ^ 0xFFFFFFFF
-
-
-@cache
-def _contributions(count: int) -> np.ndarray:
-    """Return what a byte contributes to the CRC, (count, 256): by the number of bytes that follow, and by its value."""
-    last = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        last = (last >> 1) ^ np.where(last & 1, _POLYNOMIAL, 0).astype(np.uint32)
-    table, rows = last, [last]
-    for _ in range(count - 1):
-        last = (last >> 8) ^ table[last & 0xFF]
-        rows.append(last)
-    return np.stack(rows)
-
-
 def _checksum(data: bytes) -> bytes:
-    """Return the checksum of a record's length or data: the CRC, rotated and with an offset, in four bytes."""
-    crc = crc32c(data)
+    """Return the four bytes after the length or data of a TFRecord: its CRC-32C, rotated and with an offset."""
+    crc = google_crc32c.value(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
