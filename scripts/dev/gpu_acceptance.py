@@ -113,7 +113,8 @@ class Session:
             "metrics.interval_steps": "1",
             "checkpoint.enabled": "false",
         }
-        return common | (_TINY | {"training.steps": "3"} if self.tiny else _MODELS[model]) | changes
+        tiny = {"training.steps": "3", "training.compute_dtype": "fp32"}  # many CPUs have no fast bf16
+        return common | (_TINY | tiny if self.tiny else _MODELS[model]) | changes
 
     def train(self, name: str, settings: Mapping[str, str]) -> Path:
         """Train and return the run folder."""
