@@ -37,7 +37,14 @@ from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.config.command_line import Arguments, existing_folder, positive_float, positive_int, run_to_end
+from trainer.config.command_line import (
+    Arguments,
+    existing_folder,
+    file_to_write,
+    positive_float,
+    positive_int,
+    run_to_end,
+)
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
@@ -236,7 +243,6 @@ def _add_peers_options(peers: Arguments) -> None:
         "--contenders",
         nargs="+",
         choices=list(CONTENDERS),
-        default=[],
         metavar="NAME",
         help=f"training loops to compare, the baseline first: {', '.join(CONTENDERS)} (default: those for this number of ranks)",
     )
@@ -250,7 +256,7 @@ def _add_peers_options(peers: Arguments) -> None:
     add("--tolerance", type=positive_float, default=None, metavar="X", help=tolerance_help)
     add(
         "--json",
-        type=Path,
+        type=file_to_write,
         dest="results",
         metavar="FILE",
         help="also write all times and the environment to this file",

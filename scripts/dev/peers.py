@@ -140,15 +140,15 @@ def median_difference(times: Sequence[float], baseline: Sequence[float], steps: 
 
 def print_peers(
     model: str,
-    contenders: Sequence[str],
+    contenders: Sequence[str] | None,
     steps: int,
     repeats: int,
     tolerance: float | None,
     results: Path | None,
     **options: Any,
 ) -> None:
-    """Let the contenders train in turn and compare the times of their steps. tolerance: None stands for that of the dtype.
-    options: further fields of Task."""
+    """Let the contenders train in turn and compare the times of their steps. contenders, tolerance: None stands for those of the
+    number of ranks and of the dtype. options: further fields of Task."""
     sizes, batch, seq = MODELS[model]
     contenders = contenders or _defaults(options["ranks"], options["device"])
     _check(contenders, options["ranks"], options["device"])
@@ -197,7 +197,6 @@ def print_peers(
         measured = {"model": model, "step_time_s": times, "cpu_time_s": cpu_seconds, "tokens_per_second": rates}
         measured["deviation"] = deviation
         record = {**measured, "options": options, "environment": environment(ROOT)}
-        results.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(results, json.dumps(record, indent=1))
 
 

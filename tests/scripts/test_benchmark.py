@@ -91,6 +91,8 @@ def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, n
         (["kernels"], "--contenders kernels: needs a training loop to compare with\n"),
         (["ddp"], "--contenders ddp: cannot run with --ranks 1\n"),
         (["plain", "--ranks", "2"], "--contenders plain: cannot run with --ranks 2\n"),
+        (["plain", "--json", "."], "argument --json: .: is a folder\n"),
+        (["plain", "--json", "no/such.json"], "argument --json: no: no such folder\n"),
         (["plain", "kernels", "--device", "gpu"], "--contenders kernels: can only replay the kernels of a CPU\n"),
     ],
 )

@@ -91,6 +91,14 @@ def existing_folder(text: str) -> Path:
     return Path(text)
 
 
+def file_to_write(text: str) -> Path:
+    path = Path(text)
+    existing_folder(str(path.parent))
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is a folder")
+    return path
+
+
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], Any]:
     """Return the parser of an option whose value is a number from `least` to `most`."""
 

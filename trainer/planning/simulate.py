@@ -35,9 +35,9 @@ from trainer.planning.patches import (
 from trainer.planning.recorder import MEMORY_CATEGORIES, ExecutionPoint, Recorder, Traffic
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local
-from trainer.system.children import start_fork_server
+from trainer.system.children import exit_with_parent, start_fork_server
 from trainer.system.logging import progress
-from trainer.system.process import cores, die_with_parent
+from trainer.system.process import cores
 
 CPU = torch.device("cpu")
 _TIMELINE_POINTS = 2000
@@ -92,7 +92,7 @@ def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) 
     context = start_fork_server(["trainer.planning.simulate"])
     simulations = []
     with (
-        ProcessPoolExecutor(processes, context, initializer=die_with_parent, max_tasks_per_child=1) as pool,
+        ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=1) as pool,
         progress(len(jobs), "simulation", "simulating") as bar,
     ):
         try:

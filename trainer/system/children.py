@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, util
@@ -35,6 +36,18 @@ def end_children() -> None:
     if server := forkserver._forkserver._forkserver_pid:
         os.kill(server, signal.SIGKILL)
     util._run_finalizers(0)
+
+
+def exit_with_parent() -> None:
+    """Exit when the process that started this one through multiprocessing exits for any reason. The kernel cannot do this: the
+    parent of a fork server's child is the fork server, which runs until its children exit."""
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def start_fork_server(modules: Sequence[str]) -> ForkServerContext:

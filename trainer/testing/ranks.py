@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.system.children import end_children, start_fork_server
+from trainer.system.children import end_children, exit_with_parent, start_fork_server
 
 TIMEOUT_S = 120
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
     faulthandler.enable()
+    exit_with_parent()
     torch.set_num_threads(1)  # because there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(

@@ -87,7 +87,7 @@ def _start_worker(job: TokenizeJob) -> None:
     detach_signals()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # the parent ended before die_with_parent took effect
-        raise SystemExit
+        os._exit(1)  # the pool would print the traceback of an exception
     tokenizer = load_tokenizer(job.tokenizer)
     _worker = (job, tokenizer, encoder(job.data, tokenizer))
 
