@@ -303,15 +303,15 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="use the debug model for everything")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    session, now = Session(args.out.resolve(), args.tiny), environment(ROOT)
+    out, now = args.out.resolve(), environment(ROOT)
     try:
-        device = session.run("-c", _PRINT_DEVICE).strip()
+        device = Session(out, args.tiny).run("-c", _PRINT_DEVICE).strip()
     except Failed as error:
         parser.error(str(error))
-    session.label |= {"tiny": args.tiny, "device": device}
-    session.label |= {"commit": now["git_commit"], "torch": now["packages"]["torch"]}
+    label = {"tiny": args.tiny, "device": device, "commit": now["git_commit"], "torch": now["packages"]["torch"]}
+    session = Session(out, args.tiny, label)
     with session.results.open("a") as file:
-        file.write(json.dumps({"environment": now} | session.label) + "\n")
+        file.write(json.dumps({"environment": now} | label) + "\n")
     complete = [run_part(part, session) for part in args.parts]
     print("\n\n".join(markdown(part, session) for part in args.parts))
     sys.exit(0 if all(complete) else 1)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -37,3 +38,12 @@ def test_a_request_is_confirmed_once_and_is_in_effect_before_its_message(request
     lines = []
     request_after(lines, signal.SIGINT, signal.SIGINT)
     assert lines == [("SIGINT: the run stops after this step or the next; a second signal ends it immediately", True)]
+
+
+def test_a_second_signal_ends_the_process_with_a_line(request_after, monkeypatch, capsys):
+    codes, clock = [], iter([0.0, 0.5, 2.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    request_after([], signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+    assert codes == [143]
+    assert capsys.readouterr().err == "a second SIGTERM ends this process\n"

@@ -22,7 +22,7 @@ from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.children import children_ignore_interrupts
+from trainer.system.children import children_ignore_interrupts, exit_with_parent
 from trainer.system.logging import progress
 from trainer.system.process import cores, detach_signals
 
@@ -85,9 +85,7 @@ def _start_worker(job: TokenizeJob) -> None:
     # A worker process reuses its tokenizer from chunk to chunk. A process pool can keep it only in a global variable.
     global _worker
     detach_signals()
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():  # the parent ended before die_with_parent took effect
-        os._exit(1)  # the pool would print the traceback of an exception
+    exit_with_parent()  # also if the parent ended before detach_signals was called
     tokenizer = load_tokenizer(job.tokenizer)
     _worker = (job, tokenizer, encoder(job.data, tokenizer))
 
