@@ -30,7 +30,7 @@ from trainer.config.command_line import (
 )
 from trainer.config.packages import require_package
 from trainer.data.datasets import all_dataset_configs, blame_setting
-from trainer.data.prepare.tokenize import check_bad_documents
+from trainer.data.prepare.limits import Counts, check_number, check_share
 from trainer.data.sources import BadDocument, open_source
 from trainer.data.tokenizer.backends import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.hf_json import byte_to_char
@@ -47,7 +47,7 @@ NO_TEXT = ConfigError("data.path", "contains no text to train on")
 
 def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
     """Yield the documents of every dataset and print the number of bad documents. Raises ConfigError if a dataset has no readable
-    document, or more bad documents than data.max_bad_documents."""
+    document, or more bad documents than the settings allow."""
     for _, setting, dataset in all_dataset_configs(data, {}):
         with blame_setting(setting):
             yield from _documents_of(dataset, tokenizer)
@@ -56,19 +56,22 @@ def documents(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
 def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]:
     if data.dataset == "prepared":
         raise NO_TEXT
-    bad_documents, found = [], False
-    for document in open_source(data, load_tokenizer(tokenizer)).documents():
+    source = open_source(data, load_tokenizer(tokenizer))
+    bad_documents, found = [], 0
+    for document in source.documents():
         if isinstance(document, BadDocument):
             bad_documents.append(document)
-            check_bad_documents(data, len(bad_documents), iter(bad_documents))
+            check_number(data, Counts(found, len(bad_documents)), iter(bad_documents))
         elif isinstance(document, str):
-            found = True
+            found += 1
             yield document
         else:
             raise NO_TEXT
     if not found:
         reason = f"; {bad_documents[0]}" if bad_documents else ""
         raise ConfigError("data.path", f"contains no readable document{reason}")
+    damaged = sum(document.ends_file for document in bad_documents)
+    check_share(data, Counts(found, len(bad_documents), len(source.files), damaged), iter(bad_documents))
     if bad_documents:
         print(f"skipped {len(bad_documents)} bad documents; the first: {bad_documents[0]}", file=sys.stderr)
 

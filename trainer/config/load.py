@@ -1,7 +1,6 @@
 """Loading of a Config from a TOML file and the command line. An error message is one line: the setting, its value and origin,
 the broken rule, and a likely fix if one is found."""
 
-import glob
 import itertools
 import os
 import re
@@ -15,6 +14,7 @@ import tomli
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
+from trainer.system.paths import exists
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -254,7 +254,7 @@ def _check_files(config: Config) -> None:
     if tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", "no such file")
     for key, reader, path in _datasets(config):
-        if path and reader in _FILE_READERS and not os.path.exists(path) and not any(glob.iglob(path, recursive=True)):
+        if path and reader in _FILE_READERS and not exists(path):
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")
 
 

@@ -153,6 +153,11 @@ class DataConfig:
         int, Constraint(min=0, max=10**15, unit="documents", used_with="[data] on_bad_document = skip")
     ] = 1000
     """Maximum number of unreadable documents that preparation skips. If there are more, preparation fails."""
+    max_bad_documents_percent: Annotated[
+        float, Constraint(min=0, max=100, unit="percent", used_with="[data] on_bad_document = skip")
+    ] = 1.0
+    """Maximum share of unreadable documents among all documents of a dataset, and of damaged files among its files. A dataset
+    that exceeds this share is not used."""
     max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
     """Maximum length of a readable document. Each process that prepares data needs memory for a few documents of this length."""
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01

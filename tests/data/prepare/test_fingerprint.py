@@ -6,12 +6,24 @@ from trainer.data.prepare import fingerprint
 from trainer.data.sources.source import Source
 
 
+@pytest.fixture(autouse=True)
+def cached_at_once(monkeypatch):
+    """The digest of a new file is cached without waiting until its change time is certain."""
+    monkeypatch.setattr(fingerprint, "_RECENT_S", -60.0)
+
+
 @pytest.fixture
 def hashed(monkeypatch) -> list[str]:
     """Names of the files that were hashed."""
     names, original = [], fingerprint.digest_of
     monkeypatch.setattr(fingerprint, "digest_of", lambda path: names.append(path.name) or original(path))
     return names
+
+
+def key_of(source: Source, caches, shape=()) -> str:
+    key, problem = fingerprint.fingerprint(source, list(shape), caches)
+    assert problem == ""
+    return key
 
 
 @pytest.fixture
@@ -24,32 +36,32 @@ def source(tmp_path) -> Source:
 
 
 def test_unchanged_files_are_not_hashed_again(source, tmp_path, hashed):
-    first = fingerprint.fingerprint(source, [], tmp_path)
+    first = key_of(source, tmp_path)
     assert hashed == ["a", "b", "c", "d"]
     hashed.clear()
-    assert fingerprint.fingerprint(source, [], tmp_path) == first
+    assert key_of(source, tmp_path) == first
     assert hashed == []
     (tmp_path / "corpus" / "b").write_text("longer")
     (tmp_path / "corpus" / "bb").write_text("new")
     changed_source = Source(source.root, (*source.files, str(tmp_path / "corpus" / "bb")), False, None)
     changed_source = Source(changed_source.root, tuple(sorted(changed_source.files)), False, None)  # without c
-    changed = fingerprint.fingerprint(changed_source, [], tmp_path)
+    changed = key_of(changed_source, tmp_path)
     assert hashed == ["b", "bb"] and changed != first
     hashed.clear()
-    assert fingerprint.fingerprint(changed_source, [], tmp_path) == changed
+    assert key_of(changed_source, tmp_path) == changed
     assert hashed == []
 
 
 def test_the_fingerprint_depends_on_the_other_inputs_of_a_store(source, tmp_path):
-    assert fingerprint.fingerprint(source, [1], tmp_path) != fingerprint.fingerprint(source, [2], tmp_path)
+    assert key_of(source, tmp_path, [1]) != key_of(source, tmp_path, [2])
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '["a"]', "[1, 2, 3, 4]", "", "\n", '["a", 1, 1, 5]'])
 def test_a_damaged_cache_is_rewritten(source, tmp_path, content):
-    first = fingerprint.fingerprint(source, [], tmp_path)
+    first = key_of(source, tmp_path)
     (cache,) = tmp_path.glob("digests-*.jsonl")
     complete = cache.read_text()
     cache.write_text(content)
-    assert fingerprint.fingerprint(source, [], tmp_path) == first
+    assert key_of(source, tmp_path) == first
     assert cache.read_text() == complete
     assert len(list(tmp_path.glob("digests-*"))) == 1

@@ -34,6 +34,7 @@ def text_dataset(folder, num_documents) -> DataConfig:
         store_folder=str(folder / "stores"),
         held_out_fraction=0.2,
         prepare_workers=1,
+        max_bad_documents_percent=10.0,
     )
 
 
@@ -163,8 +164,9 @@ def test_bad_documents_are_counted_listed_and_logged(data, tmp_path, capsys):
     expected = f"warning: skipped 2 bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}"
     assert expected in capsys.readouterr().err
     assert [json.loads(line) for line in (folder / "bad_documents.jsonl").open()] == [
-        {"file": f"{tmp_path}/corpus/a_bad.txt", "line": 1, "reason": "the file is not UTF-8 text (byte 0)"},
-        {"file": f"{tmp_path}/corpus/empty.txt", "line": 0, "reason": "the document is empty"},
+        {"file": f"{tmp_path}/corpus/a_bad.txt", "line": 1, "reason": "the file is not UTF-8 text (byte 0)"}
+        | {"ends_file": False},
+        {"file": f"{tmp_path}/corpus/empty.txt", "line": 0, "reason": "the document is empty", "ends_file": False},
     ]
 
 
@@ -209,7 +211,9 @@ def test_a_corpus_without_documents_is_an_error(data, tmp_path):
     with pytest.raises(ConfigError, match=r"contains no readable document; .*bad\.txt: the document is empty"):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
-    with pytest.raises(ConfigError, match="contains no readable document; found 1 files of blank lines"):
+    with pytest.raises(
+        ConfigError, match="contains no readable document; found 1 files without lines or elements of an array"
+    ):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
 
 

@@ -177,7 +177,8 @@ def test_the_limit_of_bad_documents_applies_to_a_concatenated_store(stores, tmp_
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "a.txt").touch()
     (tmp_path / "bad" / "b.txt").write_text("b")
-    prepare(replace(data, dataset="text", path=str(tmp_path / "bad"), store_folder=data.path), DEFAULT)
+    half = {"max_bad_documents_percent": 50.0, "store_folder": data.path}
+    prepare(replace(data, dataset="text", path=str(tmp_path / "bad"), **half), DEFAULT)
     assert read_description(prepare(data, DEFAULT))["bad_documents"] == 1
     message = f"1 or more documents are unreadable; the first: {tmp_path}/bad/a.txt: the document is empty"
     assert refused(prepare, replace(data, on_bad_document="stop"), DEFAULT) == ("data.on_bad_document", message)

@@ -12,14 +12,24 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
-from trainer.data.prepare.runs import chunk_file, read_bad_documents
+from trainer.data.prepare.limits import Counts, check_number, check_share
+from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents
 from trainer.data.prepare.shuffle import write_split
 from trainer.data.sources import BadDocument, Source, open_source
-from trainer.data.store.store import SPLITS, VERSION, concat_stores, read_description, token_dtype, write_description
+from trainer.data.store.store import (
+    SPLITS,
+    VERSION,
+    concat_stores,
+    member_folders,
+    read_description,
+    token_dtype,
+    write_description,
+)
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
 from trainer.system.files import HashingFile, atomic_folder, file_lock
@@ -36,10 +46,8 @@ def prepare(
     """
     stores = Path(data.store_folder)
     with writing(stores):
-        stores.mkdir(parents=True, exist_ok=True)
         if data.dataset == "prepared":
-            with file_lock(stores / "stores.lock"):
-                folder = concat_stores(data, tokenizer)
+            folder = concat_stores(data, tokenizer)
         else:
             source = open_source(data, tokenizer)
             files = source.files[file_shard[0] :: file_shard[1]]
@@ -47,12 +55,21 @@ def prepare(
                 message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
                 raise ConfigError("data.path", message)
             source = replace(source, files=files)
-            folder = stores / f"{data.dataset}-{_key(source, data, tokenizer, stores)}"
+            key, not_cached = _key(source, data, tokenizer, stores)
+            folder = stores / f"{data.dataset}-{key}"
+            # A complete store may be in a folder that cannot be written: it needs no lock.
             if not folder.exists():
                 with file_lock(folder.with_suffix(".lock")):
                     if not folder.exists():
-                        _build(source, data, tokenizer_config, tokenizer, folder)
-    tokenize.check_bad_documents(data, read_description(folder)["bad_documents"], _bad_documents(folder))
+                        _build(source, data, tokenizer_config, tokenizer, folder, key)
+            if not_cached:
+                message = (
+                    f"{stores} cannot be written ({not_cached}), so that each start reads all files of the dataset"
+                )
+                logging.warning(message)
+    counts = _counts(read_description(folder))
+    check_number(data, counts, _bad_documents(folder))
+    check_share(data, counts, _bad_documents(folder))
     return folder
 
 
@@ -71,8 +88,9 @@ def writing(stores: Path) -> Iterator[None]:
         ) from None
 
 
-def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> str:
-    """Return a hash of the names and contents of the files, the tokenizer, and every setting that affects the store."""
+def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> tuple[str, str]:
+    """Return a hash of the names and contents of the files, the tokenizer, and every setting that affects the store. Also return
+    the reason why the digests of the files could not be cached, or ""."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
     chat = chat_format(data, tokenizer).fingerprint if data.dataset in CHAT_DATASETS else ""
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
@@ -80,32 +98,67 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
 
 def _bad_documents(folder: Path) -> Iterator[BadDocument]:
     """Yield the bad documents of a store or, if it is a concatenation of stores, of all its members."""
-    members = [Path(member["folder"]) for member in read_description(folder)["members"]]
-    return read_bad_documents(store / "bad_documents.jsonl" for store in members or [folder])
+    return read_bad_documents(store / "bad_documents.jsonl" for store in member_folders(folder) or [folder])
+
+
+def _counts(description: dict[str, Any]) -> Counts:
+    documents = sum(description["splits"][split]["documents"] for split in SPLITS)
+    # Stores of earlier versions of the trainer have no numbers of files.
+    return Counts(
+        documents, description["bad_documents"], description.get("files_read", 0), description.get("damaged_files", 0)
+    )
 
 
 def _build(
-    source: Source, data: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: Tokenizer, folder: Path
+    source: Source,
+    data: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    key: str,
 ) -> None:
+    """Build a store. key: the result of `_key`."""
     chunk_folder = folder.with_name(f"{folder.name}.tmp-chunks")
     chunk_folder.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
     logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
     job = tokenize.TokenizeJob(source, data, tokenizer_config, chunk_folder)
     chunks = tokenize.tokenize_chunks(job, tokenizer, total)
+    if _key(source, data, tokenizer, folder.parent)[0] != key:
+        shutil.rmtree(chunk_folder)  # it may contain documents of both versions
+        newest = max(source.files, key=lambda path: os.stat(path).st_ctime_ns)
+        message = f"the dataset has changed while it was prepared: {newest} is the file that changed last; start again"
+        raise ConfigError("data.path", message)
     bad_documents = [chunk_file(chunk_folder, i, "bad_documents") for i in range(len(chunks))]
-    if not any(chunk.runs for chunk in chunks):
-        first = next(read_bad_documents(bad_documents), f"{len(source.files)} files of blank lines")
+    counts = Counts(
+        documents=sum(chunk.documents for chunk in chunks),
+        bad_documents=sum(chunk.bad_documents for chunk in chunks),
+        files=len(source.files),
+        damaged_files=sum(chunk.damaged_files for chunk in chunks),
+    )
+    if not counts.documents:
+        first = next(
+            read_bad_documents(bad_documents), f"{len(source.files)} files without lines or elements of an array"
+        )
         raise ConfigError("data.path", f"this dataset contains no readable document; found {first}")
+    check_share(data, counts, read_bad_documents(bad_documents))
+    _write_store(data, tokenizer, folder, chunk_folder, chunks, counts)
+    shutil.rmtree(chunk_folder)
+    _log_store(folder)
 
+
+def _write_store(
+    data: DataConfig, tokenizer: Tokenizer, folder: Path, chunk_folder: Path, chunks: list[Chunk], counts: Counts
+) -> None:
+    """Write the second pass: the documents of all chunks in one shuffled order, and the description of the store."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for chunk in chunks for run in chunk.runs)
     with atomic_folder(folder) as unfinished:
         with logging.progress(tokens, " tokens", "shuffling") as bar:
             written = {s: write_split(unfinished, s, chunk_folder, chunks, dtype, bar.update) for s in SPLITS}
         with contextlib.closing(HashingFile(unfinished / "bad_documents.jsonl")) as out:
-            for path in bad_documents:
-                with path.open("rb") as file:
+            for i in range(len(chunks)):
+                with chunk_file(chunk_folder, i, "bad_documents").open("rb") as file:
                     shutil.copyfileobj(file, out)
         files = {"bad_documents.jsonl": out.close()}
         for _, split_files in written.values():
@@ -114,14 +167,14 @@ def _build(
             unfinished,
             data.dataset,
             tokenizer,
-            splits={split: counts for split, (counts, _) in written.items()},
-            bad_documents=sum(chunk.bad_documents for chunk in chunks),
+            splits={split: split_counts for split, (split_counts, _) in written.items()},
+            bad_documents=counts.bad_documents,
+            files_read=counts.files,
+            damaged_files=counts.damaged_files,
             targets="train.targets" in files,
             files=files,
             members=[],
         )
-    shutil.rmtree(chunk_folder)
-    _log_store(folder)
 
 
 def _log_store(folder: Path) -> None:

@@ -52,6 +52,12 @@ class Chunk:
 
     runs: tuple[SortedRun, ...]
     bad_documents: int
+    damaged_files: int = 0
+    """Number of files of which a part could not be read. Each is also a bad document."""
+
+    @property
+    def documents(self) -> int:
+        return sum(run.documents for run in self.runs)
 
 
 def chunk_file(folder: Path, index: int, suffix: str) -> Path:
@@ -66,7 +72,8 @@ def read_chunk(folder: Path, index: int) -> Chunk | None:
             path = chunk_file(folder, index, suffix)
             if values["files"][suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
                 return None
-        return Chunk(tuple(SortedRun(*run) for run in values["runs"]), values["bad_documents"])
+        runs = tuple(SortedRun(*run) for run in values["runs"])
+        return Chunk(runs, values["bad_documents"], values["damaged_files"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -90,12 +97,13 @@ def write_chunk(
     runs_file, bad_file = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
     runs: list[SortedRun] = []
     documents: list[tuple[Encoded, bool]] = []
-    tokens = bad_documents = 0
+    tokens = bad_documents = damaged_files = 0
     with contextlib.closing(runs_file), contextlib.closing(bad_file):
         for result in results:
             if isinstance(result, BadDocument):
                 bad_file.write(json.dumps(asdict(result)).encode() + b"\n")
                 bad_documents += 1
+                damaged_files += result.ends_file
                 if bad_documents > max_bad_documents:
                     return Chunk((), bad_documents)
                 continue
@@ -109,10 +117,11 @@ def write_chunk(
     values = {
         "runs": [astuple(run) for run in runs],
         "bad_documents": bad_documents,
+        "damaged_files": damaged_files,
         "files": {"runs": runs_file.close(), "bad_documents": bad_file.close()},
     }
     atomic_write(chunk_file(folder, index, "json"), json.dumps(values), durable=False)
-    return Chunk(tuple(runs), bad_documents)
+    return Chunk(tuple(runs), bad_documents, damaged_files)
 
 
 def _write_runs(file: HashingFile, chunk: int, first: int, documents: list[tuple[Encoded, bool]]) -> list[SortedRun]:

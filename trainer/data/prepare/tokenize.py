@@ -17,6 +17,7 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare.encode import encoder
+from trainer.data.prepare.limits import Counts, allowed_bad_documents, check_number
 from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents, read_chunk, write_chunk
 from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
@@ -32,22 +33,7 @@ _MAX_CHUNKS = 1024
 """Approximate maximum number of chunks, unless chunks would then exceed _MAX_CHUNK_BYTES of the source. A chunk is the unit of
 parallel work. If the process is killed, only the chunks in progress are lost."""
 
-_SHOWN_BAD_DOCUMENTS = 3
-
 Encode = Callable[[Document], Encoded]
-
-
-def allowed_bad_documents(data: DataConfig) -> int:
-    return data.max_bad_documents if data.on_bad_document == "skip" else 0
-
-
-def check_bad_documents(data: DataConfig, count: int, bad_documents: Iterator[BadDocument]) -> None:
-    """Raise ConfigError if `count` bad documents are more than the settings allow. The message lists the first of them."""
-    if count <= allowed_bad_documents(data):
-        return
-    key = "data.max_bad_documents" if data.on_bad_document == "skip" else "data.on_bad_document"
-    shown = "; ".join(map(str, itertools.islice(bad_documents, _SHOWN_BAD_DOCUMENTS)))
-    raise ConfigError(key, f"{count} or more documents are unreadable; the first: {shown}")
 
 
 # ---------------------------------------------------------------- one chunk
@@ -145,7 +131,7 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
     num_workers = (job.data.prepare_workers or cores()) if len(first) > 1 else 1
     tasks = itertools.chain(first, tasks)
     chunks: list[Chunk] = []
-    bad_documents = 0
+    documents = bad_documents = 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(progress(total, "B", "tokenizing"))
         if num_workers == 1:
@@ -159,9 +145,10 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
             results = _in_order(pool, tasks, max_pending=4 * num_workers)
         for num_bytes, chunk in results:
             chunks.append(chunk)
+            documents += chunk.documents
             bad_documents += chunk.bad_documents
             listed = (chunk_file(job.folder, i, "bad_documents") for i in range(len(chunks)))
-            check_bad_documents(job.data, bad_documents, read_bad_documents(listed))
+            check_number(job.data, Counts(documents, bad_documents), read_bad_documents(listed))
             bar.update(num_bytes)
     return chunks
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from trainer.config import DataConfig
 from trainer.data.sources import tables, text, tokens
+from trainer.data.sources.files import require_distinct
 from trainer.data.sources.source import BadDocument, Document, Source, Span
 from trainer.data.tokenizer.protocol import Tokenizer
 
@@ -22,8 +23,11 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
 
 
 def open_source(config: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Return the source of one dataset. Raises ConfigError when no file matches or a file has the wrong format.
+    """Return the source of one dataset. Raises ConfigError if no file matches, a file has the wrong format, or two paths lead to
+    the same file.
 
     tokenizer: the tokenizer that produced the tokens, if the dataset consists of token files.
     """
-    return DATASETS[config.dataset](config, tokenizer)
+    source = DATASETS[config.dataset](config, tokenizer)
+    require_distinct(source.files)
+    return source

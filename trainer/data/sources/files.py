@@ -1,13 +1,18 @@
 """Resolution of data.path to files. The path is a file, a folder, a glob pattern, or a manifest that lists such paths."""
 
-import glob
-import itertools
 import os
-from collections.abc import Iterator
-from typing import NoReturn
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from trainer.config import ConfigError
+from trainer.data.sources.contents import advice_for, ending_of, list_endings
 from trainer.data.sources.streams import COMPRESSED
+from trainer.system import logging
+from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
 
 MANIFEST = ".manifest"
 
@@ -16,42 +21,111 @@ def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
     return suffixes + tuple(suffix + compressed for compressed in COMPRESSED for suffix in suffixes)
 
 
-def find_files(path: str, suffixes: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+@dataclass
+class _Search(Remarks):
+    """The search for the files of one dataset."""
+
+    suffixes: tuple[str, ...] = ()
+    other_endings: Counter[str] = field(default_factory=Counter)
+    """Number of files in folders, by the ending of their names, that do not end in one of the suffixes."""
+    folders: list[str] = field(default_factory=list)
+    """Folders that a pattern matches. They are not searched."""
+
+
+def find_files(path: str, suffixes: tuple[str, ...], dataset: str) -> tuple[str, tuple[str, ...]]:
     """Return the root folder and the sorted files of data.path. Raises ConfigError if no file matches.
 
-    suffixes: in folders, only files whose names end in one of these suffixes are selected.
+    Args:
+        path: a file, a folder, a pattern or a manifest.
+        suffixes: in folders, only files whose names end in one of these suffixes are selected.
+        dataset: type of the dataset, for messages.
     """
-    root, files = _from_manifest(path, suffixes) if path.endswith(MANIFEST) else _find(path, suffixes)
+    search = _Search(suffixes=suffixes)
+    is_manifest = path.endswith(MANIFEST) and not os.path.isdir(path)
+    try:
+        root, files = _from_manifest(path, search) if is_manifest else _find(path, "", search)
+    except OSError as error:
+        raise ConfigError("data.path", unreadable(error)) from None
     if not files:
-        raise ConfigError("data.path", f"this path holds no file ending in {' or '.join(suffixes)}")
+        message = f"this path holds no file ending in {' or '.join(suffixes)}"
+        raise ConfigError("data.path", "; ".join([message, *_describe(search, dataset)]))
+    _log(path, search)
     return root, tuple(sorted(files))
 
 
-def _find(path: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
-    if os.path.isdir(path):
-        root, files = path, (file for file in _walk(path) if file.endswith(suffixes))
-    elif os.path.isfile(path):
-        root, files = os.path.dirname(path), iter([path])
-    else:
-        # The root consists of the folders before the first wildcard.
-        fixed = itertools.takewhile(lambda name: not glob.has_magic(name), os.path.dirname(path).split("/"))
-        root, files = "/".join(fixed) or ("/" if path.startswith("/") else ""), glob.iglob(path, recursive=True)
-    return root, [file for file in files if os.path.isfile(file)]
+def _find(path: str, base: str, search: _Search) -> tuple[str, list[str]]:
+    """Return the root folder and the files of one path, relative to the folder `base`."""
+    fixed, names = split_pattern(path, base, search)
+    if names:
+        files = []
+        for match in dict.fromkeys(expand(fixed, names, search)):
+            if not os.path.isdir(match):
+                files.append(match)
+            elif "**" not in names:
+                search.folders.append(match)
+        return fixed, files
+    if os.path.isdir(fixed):
+        return fixed, list(_selected(fixed, search))
+    return os.path.dirname(fixed), list(expand(fixed, [], search))
 
 
-def _walk(folder: str) -> Iterator[str]:
-    for root, _, names in os.walk(folder, onerror=_raise_unreadable):
-        for path in (os.path.join(root, name) for name in names):
-            if os.path.islink(path) and not os.path.exists(path):
-                raise ConfigError("data.path", f"{path} is a broken link")
-            yield path
+def _selected(folder: str, search: _Search) -> Iterator[str]:
+    """Yield the files below a folder that end in one of the suffixes, except the metadata of the package datasets."""
+    for inner, names in walk(folder, search):
+        metadata = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+        if "dataset_info.json" in names:
+            metadata.add("state.json")
+        for name in names:
+            if name in metadata:
+                continue
+            if name.endswith(search.suffixes):
+                yield os.path.join(inner, name)
+            else:
+                search.other_endings[ending_of(name)] += 1
 
 
-def _raise_unreadable(error: OSError) -> NoReturn:
-    raise ConfigError("data.path", f"{error.filename} cannot be read ({error.strerror})")
+def describe_folder(folder: str, dataset: str) -> str:
+    """Return which files are in a folder, and what the user can do with them, as the continuation of a message."""
+    search = _Search()
+    try:
+        assert not list(_selected(folder, search))
+    except OSError as error:
+        return f"; {unreadable(error)}"
+    return "".join(f"; {part}" for part in _describe(search, dataset))
 
 
-def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
+def _describe(search: _Search, dataset: str) -> Iterator[str]:
+    if search.other_endings:
+        yield f"its files: {list_endings(search.other_endings)}"
+        if advice := advice_for(search.other_endings, dataset):
+            yield advice
+    if search.folders:
+        yield f"the pattern matches only folders, such as {search.folders[0]}; append /** to select the files below them"
+    if hidden := _hidden(search):
+        yield f"hidden files and folders are ignored, such as {hidden[0]}"
+
+
+def _hidden(search: _Search) -> list[str]:
+    return [path for path in search.hidden if path.endswith(search.suffixes) or os.path.isdir(path)]
+
+
+def _log(path: str, search: _Search) -> None:
+    if hidden := _hidden(search):
+        logging.info(f"{path}: ignored {len(hidden)} hidden files and folders, such as {hidden[0]}")
+    if search.other_endings:
+        count, endings = search.other_endings.total(), list_endings(search.other_endings)
+        logging.info(f"{path}: ignored {count} files with other endings: {endings}")
+    if search.folders:
+        logging.info(
+            f"{path}: ignored {len(search.folders)} folders that match the pattern, such as {search.folders[0]}"
+        )
+    for link in search.loops:
+        logging.info(f"{path}: {link} is not followed, because it leads to a folder that contains it")
+    for name in search.literal:
+        logging.warning(f"{name} exists, so it is not a pattern, which would match other names too")
+
+
+def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
     """Return the common parent folder and the paths of the files that a manifest lists.
 
     Each line holds a path or pattern, relative to the manifest's folder. Lines that begin with # are comments.
@@ -61,18 +135,51 @@ def _from_manifest(manifest: str, suffixes: tuple[str, ...]) -> tuple[str, list[
             lines = file.read().splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError("data.path", f"{manifest} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        _raise_unreadable(error)
     listed: dict[str, int] = {}  # file -> line of the manifest
     for number, line in enumerate(lines, start=1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
             continue
-        _, files = _find(os.path.join(os.path.dirname(manifest), entry), suffixes)
+        _, files = _find(entry, os.path.dirname(manifest), search)
         if not files:
             raise ConfigError("data.path", f"{manifest}:{number}: {entry} matches no file")
         for name in map(os.path.abspath, files):
             if name in listed:
                 raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed on line {listed[name]}")
+            if name.endswith(MANIFEST):
+                raise ConfigError("data.path", f"{manifest}:{number}: {name} is another manifest; list its lines here")
             listed[name] = number
     return os.path.commonpath([os.path.dirname(name) for name in listed]) if listed else "", list(listed)
+
+
+def require_distinct(files: Sequence[str]) -> None:
+    """Raise ConfigError if a path is not a regular file, or if two paths lead to one file. Hard links to one file, which are
+    equal copies of a document, are logged.
+
+    The files are compared by device and inode, in 16 bytes of memory per file.
+    """
+    identities = np.empty((len(files), 2), np.uint64)
+    for i, path in enumerate(files):
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise ConfigError("data.path", unreadable(error)) from None
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError("data.path", f"{path} is not a regular file")
+        identities[i] = status.st_dev, status.st_ino
+    order = np.lexsort(identities.T)
+    equal = np.flatnonzero((identities[order[1:]] == identities[order[:-1]]).all(1))
+    hard_links: dict[str, str] = {}  # real path -> path
+    for i in np.union1d(order[equal], order[equal + 1]).tolist():
+        # A file with one name is reached twice through a link or a mounted folder, even if its real paths differ.
+        has_names = os.stat(files[i]).st_nlink > 1
+        name = os.path.realpath(files[i]) if has_names else str(identities[i])
+        if name in hard_links:
+            message = f"{files[i]} and {hard_links[name]} are the same file, whose documents would be read twice"
+            raise ConfigError("data.path", f"{message}; remove one of them, or list the files in a manifest")
+        hard_links[name] = files[i]
+    if hard_links:
+        first, second = list(hard_links.values())[:2]
+        logging.warning(
+            f"{len(hard_links)} files are hard links, such as {first} and {second}: their documents are read repeatedly"
+        )

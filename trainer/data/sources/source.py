@@ -32,6 +32,8 @@ class BadDocument:
     line: int
     """Number of the line, table row or indexed document, counted from 1. 0 means the entire file or an unknown number."""
     reason: str
+    ends_file: bool = False
+    """Whether the rest of the file, which may hold any number of documents, could not be read either."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}" if self.line else f"{self.file}: {self.reason}"

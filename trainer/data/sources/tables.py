@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
 from trainer.config.packages import require_package
-from trainer.data.sources.files import find_files
+from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
+from trainer.data.sources.files import describe_folder, find_files
 from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
 from trainer.system.files import folder_error, read_json_object
 
@@ -22,6 +23,8 @@ _BATCH_ROWS = 256
 class Tables:
     """Reader of tables. Each row is a document. A span contains the row groups that begin in it."""
 
+    dataset: str
+    """Type of the dataset."""
     format: str
     """Name of the file format in messages, with an article, such as "a parquet file"."""
     row_groups: Callable[[Span, "Tables"], Iterator[tuple[int, int, Iterable]]]
@@ -48,7 +51,17 @@ class Tables:
             if isinstance(error, OSError) and error.errno:
                 raise  # this is a file system error
             if start >= span.start:  # otherwise an earlier span reports the error
-                yield BadDocument(span.path, row, f"this is not {self.format}, or it is damaged ({_first_line(error)})")
+                reason = self._other_format(span.path) or f"{self.format}, or it is damaged ({_first_line(error)})"
+                yield BadDocument(span.path, row, f"this is not {reason}", ends_file=True)
+
+    def _other_format(self, path: str) -> str:
+        """Return what a file is that was not recognized as a table, or "" if it is unknown or a damaged table."""
+        with open(path, "rb") as file:
+            head = file.read(HEAD_BYTES)
+        kind = recognize(head) or recognize_json(head)
+        if kind is None or kind.reader == self.dataset:
+            return ""
+        return f"{self.format}, but {kind.name}; {kind.advice(self.dataset)}"
 
     def require_text(self, path: str, schema: Any) -> None:
         """Raise ConfigError unless the table has the column `self.column` and the column holds text."""
@@ -123,8 +136,8 @@ def _first_line(error: Exception) -> str:
 
 def parquet(config: DataConfig) -> Source:
     require_package("pyarrow", "data.dataset")  # raises before any worker starts
-    root, files = find_files(config.path, (".parquet",))
-    read = Tables("a parquet file", _parquet_row_groups, config.text_field, config.max_document_bytes)
+    root, files = find_files(config.path, (".parquet",), config.dataset)
+    read = Tables(config.dataset, "a parquet file", _parquet_row_groups, config.text_field, config.max_document_bytes)
     return Source(root, files, True, read)
 
 
@@ -136,7 +149,7 @@ def huggingface(config: DataConfig) -> Source:
         raise ConfigError("data.path", folder_error(config.path))
     else:
         files = _cached_files(config)
-    read = Tables("an Arrow stream", _arrow_batches, config.text_field, config.max_document_bytes)
+    read = Tables(config.dataset, "an Arrow stream", _arrow_batches, config.text_field, config.max_document_bytes)
     return Source(os.path.commonpath([os.path.dirname(f) for f in files]), tuple(files), True, read)
 
 
@@ -150,7 +163,8 @@ def _saved_files(config: DataConfig) -> list[str]:
         folder = os.path.join(folder, config.split)
     state = os.path.join(folder, "state.json")
     if not os.path.isfile(state):
-        raise ConfigError("data.path", f"{folder} has no state.json, so it was not written by save_to_disk")
+        held = describe_folder(folder, "huggingface")
+        raise ConfigError("data.path", f"{folder} has no state.json, so it was not written by save_to_disk{held}")
     try:
         names = [entry["filename"] for entry in _json(state)["_data_files"]]
         if not names or any(os.path.basename(name) != name for name in names):

@@ -1,6 +1,7 @@
-"""Sources of documents in text files and JSON lines files, which may be compressed."""
+"""Sources of documents in text files and JSON files, which may be compressed."""
 
 import codecs
+import contextlib
 import json
 import math
 import sysconfig
@@ -9,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.config import DataConfig
+from trainer.config import ConfigError, DataConfig
+from trainer.data.sources.contents import HEAD_BYTES, LFS_POINTER, is_lfs_pointer, recognize, recognize_table
 from trainer.data.sources.files import find_files, with_compressed
+from trainer.data.sources.json_array import BrokenArray, is_array, read_array
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Source, Span, too_long
 from trainer.data.sources.streams import BrokenStream, is_compressed, open_stream
 from trainer.data.tokenizer.protocol import has_lone_surrogate
@@ -34,22 +37,77 @@ def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Ite
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content:
             raise InvalidDocument("the document is empty")
+        if is_lfs_pointer(content):
+            raise InvalidDocument(f"this is {LFS_POINTER.name}; {LFS_POINTER.advice('text')}")
         yield transform(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        yield BadDocument(span.path, line, f"the file is not UTF-8 text (byte {error.start})")
+        kind = recognize(content)
+        line = 0 if kind else content.count(b"\n", 0, error.start) + 1
+        reason = f"this is {kind.name}, not UTF-8 text; {kind.advice('text')}" if kind else ""
+        yield BadDocument(span.path, line, reason or f"the file is not UTF-8 text (byte {error.start})")
     except (InvalidDocument, BrokenStream) as reason:
         yield BadDocument(span.path, 0, str(reason))
 
 
-class JsonLines:
-    """Reader of JSON lines: each line is one record. Blank lines are ignored."""
+class JsonRecords:
+    """Reader of records in JSON: one per line (blank lines are ignored), or the elements of one array."""
 
-    def __init__(self, extract: Callable[[Any], Document], max_bytes: int):
-        """extract: function that returns a record's document or raises InvalidDocument."""
+    def __init__(self, extract: Callable[[Any], Document], fields: tuple[str, ...], config: DataConfig):
+        """extract: function that returns a record's document or raises InvalidDocument. fields: names, of which a record has at
+        least one, for messages."""
         self._extract = extract
-        self._max_bytes = max_bytes
+        self._fields = set(fields)
+        self._dataset, self._max_bytes = config.dataset, config.max_document_bytes
         self._counted = ("", 0, 0)  # file, number of its bytes, number of newlines in them
+        self._head = ("", b"")  # file, its first bytes
+
+    def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
+        head = self._read_head(span.path)
+        kind = recognize(head) or recognize_table(span.path)
+        if not kind and not is_array(head):
+            yield from self._read_lines(span, transform)
+        elif span.start:
+            return  # the first span contains the entire file
+        elif kind:
+            reason = f"this is {kind.name}, not JSON; {kind.advice(self._dataset)}"
+            yield BadDocument(span.path, 0, reason, ends_file=True)
+        else:
+            yield from self._read_array(span.path, transform)
+
+    def _read_head(self, path: str) -> bytes:
+        """Return the first bytes of a file, up to the first one that is not white space or HEAD_BYTES."""
+        if self._head[0] != path:
+            head = b""
+            with contextlib.suppress(BrokenStream), open_stream(path) as file:  # a reader reports damaged data
+                head = file.read(HEAD_BYTES)
+                while head.isspace():
+                    head = file.read(HEAD_BYTES)
+            self._head = (path, head)
+        return self._head[1]
+
+    def _read_array(self, path: str, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
+        try:
+            with open_stream(path) as file:
+                for number, element in enumerate(read_array(file, self._max_bytes), start=1):
+                    try:
+                        if element.is_too_long:
+                            raise InvalidDocument(too_long(self._max_bytes))
+                        yield self._convert(_parse(element.content, "element"), transform)
+                    except InvalidDocument as reason:
+                        yield BadDocument(path, element.line, f"element {number}: {reason}")
+        except (BrokenArray, BrokenStream) as reason:
+            # Any number of documents may be missing, so this is not one bad document.
+            raise ConfigError("data.path", f"{path} is not one complete JSON array: {reason}") from None
+
+    def _convert(self, record: Any, transform: Callable[[Document], T]) -> T:
+        try:
+            return transform(self._extract(record))
+        except InvalidDocument as reason:
+            for name, value in record.items() if isinstance(record, dict) else ():
+                if isinstance(value, list) and any(isinstance(v, dict) and self._fields & v.keys() for v in value):
+                    hint = f"field {name!r} holds a list of {len(value)} records; the file must hold this list only"
+                    raise InvalidDocument(f"{reason}; {hint}") from None
+            raise
 
     def _count_newlines(self, path: str, stop: int) -> int:
         """Return the number of newlines in the first `stop` bytes of a file. Reuse the previous call's count if possible."""
@@ -63,14 +121,14 @@ class JsonLines:
         self._counted = (path, stop, count)
         return count
 
-    def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
+    def _read_lines(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         with open_stream(span.path) as file:
             first = offset = _seek_line(file, span.start)
             lines_read = 0  # number of lines read in this span
 
-            def bad_document(reason: str) -> BadDocument:
+            def bad_document(reason: object, ends_file: bool = False) -> BadDocument:
                 lines_before = self._count_newlines(span.path, first) if first else 0
-                return BadDocument(span.path, lines_before + lines_read, reason)
+                return BadDocument(span.path, lines_before + lines_read, str(reason), ends_file)
 
             stop = math.inf if is_compressed(span.path) else span.stop
             try:
@@ -82,13 +140,14 @@ class JsonLines:
                         yield bad_document(too_long(self._max_bytes))
                     elif not (line := line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line).isspace() and line:
                         try:
-                            yield transform(self._extract(_parse(line)))
+                            yield self._convert(_parse(line.rstrip(b"\r\n"), "line"), transform)
                         except InvalidDocument as reason:
-                            yield bad_document(str(reason))
+                            is_split = offset == 0 and isinstance(reason, _IncompleteValue)
+                            yield bad_document(f"{reason}{_SPLIT if is_split else ''}")
                     offset += num_bytes
             except BrokenStream as reason:
                 lines_read += 1
-                yield bad_document(str(reason))
+                yield bad_document(reason, ends_file=True)
 
 
 def _seek_line(file: Any, start: int) -> int:
@@ -109,16 +168,27 @@ def _skip_line(file: Any) -> int:
     return num_bytes
 
 
-def _parse(line: bytes) -> Any:
+_SPLIT = "; a file must hold one complete object per line, or one array"
+
+
+class _IncompleteValue(InvalidDocument):
+    """The reason is the end of the JSON text."""
+
+
+def _parse(content: bytes, unit: str) -> Any:
+    """Parse a JSON value. unit: what the content is, for messages."""
     try:
-        # json.loads(line) without decoding would interpret bytes that contain zeros as UTF-16.
-        return json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+        # json.loads(content) without decoding would interpret bytes that contain zeros as UTF-16.
+        return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise InvalidDocument(f"the line is not UTF-8 text (byte {error.start})") from None
+        raise InvalidDocument(f"the {unit} is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise InvalidDocument(f"the line is not valid JSON: {error.msg} (column {error.colno})") from None
+        place = f"column {error.colno}" if unit == "line" else f"character {error.pos + 1}"
+        is_incomplete = error.pos >= len(error.doc.rstrip())
+        exception = _IncompleteValue if is_incomplete else InvalidDocument
+        raise exception(f"the {unit} is not valid JSON: {error.msg} ({place})") from None
     except (ValueError, RecursionError):  # an integer with thousands of digits, thousands of nested brackets
-        raise InvalidDocument("the line is not valid JSON") from None
+        raise InvalidDocument(f"the {unit} is not valid JSON") from None
 
 
 _TYPE_NAMES = {
@@ -143,21 +213,23 @@ def _text_field(name: str, record: Any) -> str:
 
 
 def python_stdlib(config: DataConfig) -> Source:
-    """Return the Python standard library's files as a Source. Installed packages are excluded: they may differ between nodes."""
+    """Return the Python standard library's files as a Source. Installed packages are excluded, because they may differ between
+    nodes, and so are empty files and links, which differ between distributions."""
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "__pycache__"}
     files = (p for p in root.rglob("*.py") if not excluded.intersection(p.relative_to(root).parts))
+    files = (p for p in files if p.stat().st_size and not p.is_symlink())
     return Source(str(root), tuple(sorted(map(str, files))), False, partial(_read_text, config.max_document_bytes))
 
 
 def text(config: DataConfig) -> Source:
-    root, files = find_files(config.path, with_compressed((".txt", ".md")))
+    root, files = find_files(config.path, with_compressed((".txt", ".md")), config.dataset)
     return Source(root, files, False, partial(_read_text, config.max_document_bytes))
 
 
 def jsonl(config: DataConfig) -> Source:
-    root, files = find_files(config.path, with_compressed((".jsonl", ".json")))
-    return Source(root, files, True, JsonLines(partial(_text_field, config.text_field), config.max_document_bytes))
+    root, files = find_files(config.path, with_compressed((".jsonl", ".json")), config.dataset)
+    return Source(root, files, True, JsonRecords(partial(_text_field, config.text_field), (config.text_field,), config))
 
 
 def _entire_record(record: Any) -> Any:
@@ -165,5 +237,8 @@ def _entire_record(record: Any) -> Any:
 
 
 def records(config: DataConfig) -> Source:
-    root, files = find_files(config.path or str(SHIPPED[config.dataset]), with_compressed((".jsonl", ".json")))
-    return Source(root, files, True, JsonLines(_entire_record, config.max_document_bytes))
+    root, files = find_files(
+        config.path or str(SHIPPED[config.dataset]), with_compressed((".jsonl", ".json")), config.dataset
+    )
+    fields = ("messages", "conversations", "prompt", "chosen")
+    return Source(root, files, True, JsonRecords(_entire_record, fields, config))

@@ -4,7 +4,6 @@ A concatenation of stores is itself a store. It lists its member stores and cont
 """
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
@@ -18,7 +17,16 @@ import numpy as np
 from trainer.config import ConfigError, DataConfig
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import logging
-from trainer.system.files import HashingFile, atomic_folder, digest, digest_of, is_temporary, read_json_object
+from trainer.system.files import (
+    HashingFile,
+    atomic_folder,
+    digest,
+    digest_of,
+    file_lock,
+    is_temporary,
+    read_json_object,
+)
+from trainer.system.paths import Remarks, expand, split_pattern, unreadable
 
 VERSION = 3
 SPLITS = ("train", "held_out")
@@ -127,7 +135,7 @@ def open_store(folder: Path, split: str) -> TokenStore:
         offsets = _map(folder / f"{split}.documents", "<i8", documents + 1)
         has_targets = bool(description["targets"])
         if description["members"]:
-            stores = [_open_member(member, split) for member in description["members"]]
+            stores = [_open_member(*member, split) for member in _members(folder, description)]
             masks = [np.broadcast_to(np.uint8(1), len(s.tokens)) if s.targets is None else s.targets for s in stores]
             mask = ConcatArray(masks) if has_targets else None
             return TokenStore(ConcatArray([store.tokens for store in stores]), offsets, mask)
@@ -137,9 +145,18 @@ def open_store(folder: Path, split: str) -> TokenStore:
         raise _damaged(folder, "store.json cannot be read") from None
 
 
-def _open_member(member: dict[str, str], split: str) -> TokenStore:
-    folder = Path(member["folder"])
-    if not (folder / "store.json").is_file() or store_digest(folder) != member["digest"]:
+def _members(folder: Path, description: dict[str, Any]) -> list[tuple[Path, str]]:
+    """Return the folder and the digest of each member of a store, or an empty list if the store is not a concatenation."""
+    return [((folder.parent / member["folder"]).resolve(), member["digest"]) for member in description["members"]]
+
+
+def member_folders(folder: Path) -> list[Path]:
+    """Return the folders of the members of a store, or an empty list if the store is not a concatenation."""
+    return [member for member, _ in _members(folder, read_description(folder))]
+
+
+def _open_member(folder: Path, digest: str, split: str) -> TokenStore:
+    if not (folder / "store.json").is_file() or store_digest(folder) != digest:
         raise ConfigError("data.path", f"{folder} has changed since the run started")
     return open_store(folder, split)
 
@@ -158,8 +175,8 @@ def check_content(folder: Path) -> None:
     for name, file in description["files"].items():
         if digest_of(folder / name) != file["digest"]:
             raise _damaged(folder, f"{name} does not match its digest in store.json")
-    for member in description["members"]:
-        check_content(Path(member["folder"]))
+    for member in member_folders(folder):
+        check_content(member)
 
 
 def _map(path: Path, dtype: str, length: int) -> np.ndarray:
@@ -188,14 +205,31 @@ def concat_stores(data: DataConfig, tokenizer: Tokenizer) -> Path:
             "data.path", f"only some of these stores consist of preference pairs, such as {with_pairs[0]}"
         )
     digests = [store_digest(folder) for folder in folders]
+    by_digest: dict[str, Path] = {}
+    for member, key in zip(folders, digests, strict=True):
+        if key in by_digest:
+            message = (
+                f"{member} and {by_digest[key]} are the same store, whose documents would be read twice; remove one"
+            )
+            raise ConfigError("data.path", message)
+        by_digest[key] = member
     content = json.dumps([VERSION, [folder.name for folder in folders], digests])
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
     folder = Path(data.store_folder) / f"prepared-{key}"
-    members = [{"folder": str(f.resolve()), "digest": d} for f, d in zip(folders, digests, strict=True)]
     # Stores that have moved are the same data, so only the list of members is rewritten.
-    if not folder.exists() or read_description(folder)["members"] != members:
-        _write_concatenation(folder, members, descriptions, tokenizer)
+    members = [(member.resolve(), d) for member, d in zip(folders, digests, strict=True)]
+    if not _has_members(folder, members):
+        with file_lock(folder.parent / "stores.lock"):
+            if not _has_members(folder, members):
+                _write_concatenation(folder, members, descriptions, tokenizer)
     return folder
+
+
+def _has_members(folder: Path, members: list[tuple[Path, str]]) -> bool:
+    try:
+        return folder.exists() and _members(folder, read_description(folder)) == members
+    except (KeyError, TypeError):
+        raise _damaged(folder, "store.json cannot be read") from None
 
 
 def _member_folders(path: str) -> list[Path]:
@@ -203,7 +237,11 @@ def _member_folders(path: str) -> list[Path]:
         if read_description(Path(path))["members"]:
             raise ConfigError("data.path", "this store is a concatenation; give the paths of its members instead")
         return [Path(path)]
-    matches = glob.glob(os.path.join(path, "*") if os.path.isdir(path) else path, recursive=True)
+    try:
+        fixed, names = split_pattern(path, "", Remarks())
+        matches = dict.fromkeys(expand(fixed, names or ["*"], Remarks()))
+    except OSError as error:
+        raise ConfigError("data.path", unreadable(error)) from None
     folders = [Path(folder) for folder in matches if os.path.isfile(os.path.join(folder, "store.json"))]
     # Concatenations and unfinished stores may be in the same folder.
     folders = [folder for folder in folders if not is_temporary(folder) and not read_description(folder)["members"]]
@@ -212,8 +250,14 @@ def _member_folders(path: str) -> list[Path]:
     return sorted(folders, key=lambda folder: (folder.name, str(folder)))
 
 
+def _location(member: Path, stores: Path) -> str:
+    """Return a member's path: relative if it is in the same folder of stores, so that this folder can be moved or mounted
+    elsewhere, otherwise absolute."""
+    return str(member.relative_to(stores.resolve()) if member.is_relative_to(stores.resolve()) else member)
+
+
 def _write_concatenation(
-    folder: Path, members: list[dict[str, str]], descriptions: list[dict[str, Any]], tokenizer: Tokenizer
+    folder: Path, members: list[tuple[Path, str]], descriptions: list[dict[str, Any]], tokenizer: Tokenizer
 ) -> None:
     splits, files = {}, {}
     with atomic_folder(folder) as unfinished:
@@ -221,14 +265,17 @@ def _write_concatenation(
             tokens = 0
             with contextlib.closing(HashingFile(unfinished / f"{split}.documents")) as out:
                 out.write(np.zeros(1, "<i8").data)
-                for member in members:
-                    store = open_store(Path(member["folder"]), split)
+                for member, _ in members:
+                    store = open_store(member, split)
                     out.write((store.documents[1:] + tokens).astype("<i8").data)
                     tokens += len(store.tokens)
             splits[split] = {"tokens": tokens, "documents": out.size // 8 - 1}
             files[f"{split}.documents"] = out.close()
         bad_documents, targets = sum(d["bad_documents"] for d in descriptions), any(d["targets"] for d in descriptions)
         counts = {"splits": splits, "bad_documents": bad_documents, "targets": targets}
+        for number in ("files_read", "damaged_files"):  # stores of earlier versions do not have them
+            counts[number] = sum(d.get(number, 0) for d in descriptions)
         dataset = "preference" if descriptions[0]["dataset"] == "preference" else "prepared"
-        write_description(unfinished, dataset, tokenizer, **counts, files=files, members=members)
+        listed = [{"folder": _location(member, folder.parent), "digest": digest} for member, digest in members]
+        write_description(unfinished, dataset, tokenizer, **counts, files=files, members=listed)
     logging.info(f"concatenated {len(members)} stores into {folder}")

@@ -1,0 +1,118 @@
+"""Search for paths: the files below a folder, and the paths that match a pattern. Links are followed, each folder once."""
+
+import fnmatch
+import glob
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_NEVER_DATA = ("__MACOSX", "_temporary")
+"""Folders with another program's files: attributes of files in archives of macOS, unfinished output of Spark and Hadoop."""
+
+
+@dataclass
+class Remarks:
+    """Decisions of a search that its caller may want to log."""
+
+    hidden: list[str] = field(default_factory=list)
+    """Paths that were ignored because their name begins with a dot or is in _NEVER_DATA."""
+    loops: list[str] = field(default_factory=list)
+    """Links that were not followed, because they lead to a folder that contains them."""
+    literal: list[str] = field(default_factory=list)
+    """Existing paths whose name, as a pattern, would match other names too."""
+
+
+def unreadable(error: OSError) -> str:
+    """Return the reason why a search or a read failed, with the path."""
+    if os.path.islink(error.filename) and not os.path.exists(error.filename):
+        return f"{error.filename} is a broken link"
+    return f"{error.filename} cannot be read ({error.strerror})"
+
+
+def walk(folder: str, remarks: Remarks, above: tuple[os.stat_result, ...] = ()) -> Iterator[tuple[str, list[str]]]:
+    """Yield a folder and all folders below it, each with the names of its files. Hidden names are ignored.
+
+    Args:
+        folder: its path; "" means the current folder.
+        remarks: receives the ignored paths.
+        above: the folders that lead to this one. A link to one of them would be followed forever.
+
+    Raises:
+        OSError: a folder cannot be read, or a link is broken.
+    """
+    status = os.stat(folder or ".")
+    if any(os.path.samestat(status, other) for other in above):
+        remarks.loops.append(folder)
+        return
+    files, folders = [], []
+    with os.scandir(folder or ".") as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            path = os.path.join(folder, entry.name)
+            if entry.name.startswith(".") or entry.name in _NEVER_DATA:
+                remarks.hidden.append(path)
+            elif entry.is_dir():
+                folders.append(path)
+            else:
+                if entry.is_symlink():
+                    os.stat(path)  # raises OSError if the link is broken
+                files.append(entry.name)
+    yield folder, files
+    for inner in folders:
+        yield from walk(inner, remarks, (*above, status))
+
+
+def split_pattern(path: str, base: str, remarks: Remarks) -> tuple[str, list[str]]:
+    """Split a path, relative to the folder `base`, into its fixed beginning and the names from the first wildcard on.
+
+    A name that exists is fixed, even if it contains a wildcard.
+    """
+    fixed = "/" if path.startswith("/") else base
+    names = [name for name in path.split("/") if name]
+    while names:
+        inner = os.path.join(fixed, names[0])
+        if glob.has_magic(names[0]):
+            if not os.path.lexists(inner):
+                break
+            if set(fnmatch.filter(os.listdir(fixed or "."), names[0])) - {names[0]}:
+                remarks.literal.append(inner)
+        fixed = inner
+        del names[0]
+    if names and path.endswith("/"):
+        names.append("")  # only folders match
+    return fixed, names
+
+
+def expand(folder: str, names: list[str], remarks: Remarks) -> Iterator[str]:
+    """Yield the existing paths that match a pattern, in the result of `split_pattern`, possibly more than once.
+
+    *, ? and [...] match within a name, ** matches any number of folders. As in a shell, a wildcard does not match a name that
+    begins with a dot. Raises OSError if a folder cannot be read, or a link is broken.
+    """
+    if not names:
+        if os.path.lexists(folder):
+            os.stat(folder)  # raises OSError if this is a broken link
+            yield folder
+        return
+    name, *rest = names
+    if glob.has_magic(name) and not os.path.isdir(folder or "."):
+        return
+    if name == "**":
+        for inner, files in walk(folder, remarks):
+            yield from expand(inner, rest, remarks) if rest else (os.path.join(inner, file) for file in files)
+    elif not glob.has_magic(name):
+        yield from expand(os.path.join(folder, name), rest, remarks)
+    else:
+        found = fnmatch.filter(sorted(os.listdir(folder or ".")), name)
+        for match in found if name.startswith(".") else (n for n in found if not n.startswith(".")):
+            path = os.path.join(folder, match)
+            os.stat(path)
+            if not rest or os.path.isdir(path):
+                yield from expand(path, rest, remarks)
+
+
+def exists(path: str) -> bool:
+    """Return whether a path exists, or a path matches this pattern. If a folder cannot be read, return True: its reader fails."""
+    try:
+        return any(True for _ in expand(*split_pattern(path, "", Remarks()), Remarks()))
+    except OSError:
+        return True
