@@ -23,9 +23,11 @@ def matches(pattern: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["*", "*.txt", "x*", "x*/*", "x/?/a.txt", "**/*.txt", "x/**/a.txt", "[!b].txt", "**/y/*", ".g*/*", "none*/*", "none/**/x"]
-    + ["./*.txt", "x/../*.md", "*/", "x//*.txt", "**/**/a.txt"],
-)  # fmt: skip
+    [
+        *("*", "*.txt", "x*", "x*/*", "x/?/a.txt", "**/*.txt", "x/**/a.txt", "[!b].txt", "**/y/*", ".g*/*"),
+        *("none*/*", "none/**/x", "./*.txt", "x/../*.md", "*/", "x//*.txt", "**/**/a.txt"),
+    ],
+)
 @pytest.mark.parametrize("is_absolute", [False, True])
 def test_a_pattern_matches_like_glob(tree, pattern, is_absolute):
     pattern = f"{tree}/{pattern}" if is_absolute else pattern

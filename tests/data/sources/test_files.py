@@ -256,16 +256,19 @@ def test_a_manifest_cannot_list_a_manifest(folder):
 # ---------------------------------------------------------------- files of another type
 
 
+CONVERT = "convert such files to JSON lines, for example with to_json of the package datasets"
+
+
 @pytest.mark.parametrize(
     ("dataset", "name", "expected"),
     [
         ("jsonl", "x.parquet", 'its files: 1 .parquet; dataset = "parquet" reads such files'),
         ("parquet", "x.jsonl", 'its files: 1 .jsonl; dataset = "jsonl" reads such files'),
         ("text", "x.JSON", 'its files: 1 .json; dataset = "jsonl" reads such files'),
-        ("jsonl", "deep/x.csv", "its files: 1 .csv; convert such files to JSON lines, for example with to_json of the package datasets"),
+        ("jsonl", "deep/x.csv", f"its files: 1 .csv; {CONVERT}"),
         ("jsonl", "x.tar.gz", "its files: 1 .tar.gz; unpack such files"),
         ("jsonl", "x.jsonl.bz2", "its files: 1 .bz2; decompress such files, or let their names end in .gz or .zst"),
-        ("chat", "x.parquet", "its files: 1 .parquet; convert such files to JSON lines, for example with to_json of the package datasets"),
+        ("chat", "x.parquet", f"its files: 1 .parquet; {CONVERT}"),
         ("chat", "x.ndjson", "its files: 1 .ndjson; let the names of such files end in .jsonl"),
         ("tokens", "x.pt", "its files: 1 .pt"),
     ],

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 _CHUNK_BYTES = 2**20
-_TOKEN = re.compile(rb'\\.|["\[\]{},]', re.DOTALL)
-"""An escape sequence of a string, or a character that can begin or end a string or an element."""
+_BETWEEN_ELEMENTS = re.compile(rb'["\[\]{},]')
+_IN_ELEMENT = re.compile(rb'["\[\]{}]')
+"""The characters outside strings at which a string, an element or the array can begin or end."""
 _SPACE = b" \t\r\n"
 
 
@@ -66,37 +67,53 @@ def read_array(file: BinaryIO, max_bytes: int) -> Iterator[Element]:
     of the array cannot be found, or if more text follows. max_bytes: maximum length of an element."""
     element, count, depth, in_string, has_ended = _Collector(max_bytes), 0, 0, False, False
     for chunk in _chunks(file):
-        start = 0
-        for match in () if has_ended else _TOKEN.finditer(chunk):
-            token = match[0]
-            if in_string or token == b'"':
-                in_string = in_string != (token == b'"')
+        start = position = 0
+        while not has_ended:
+            if in_string:
+                position = _end_of_string(chunk, position)
+                in_string = not position
+                if in_string:
+                    break
+            match = (_IN_ELEMENT if depth > 1 else _BETWEEN_ELEMENTS).search(chunk, position)
+            if match is None:
+                break
+            token, position = match[0], match.end()
+            if token == b'"':
+                in_string = True
             elif token in (b"[", b"{"):
                 depth += 1
                 if depth == 1:
                     element.add(chunk[start : match.start()])  # white space, for the number of the line
-                    start = match.end()
+                    start = position
             elif depth == 1 and token != b"}":
                 element.add(chunk[start : match.start()])
-                start = match.end()
+                start = position
                 has_ended = token == b"]"
                 if element.length or not has_ended:  # a comma after the last element is accepted
                     count += 1
                     yield element.take()
-                if has_ended:
-                    break
             elif token != b",":
                 depth -= 1
                 if not depth:
-                    raise BrokenArray(
-                        f"element {count + 1} of the array, in line {element.line}, ends with one }} too many"
-                    )
+                    raise BrokenArray(f"element {count + 1}, in line {element.line}, is followed by }} instead of ]")
         if not has_ended:
             element.add(chunk[start:])
         elif chunk[start:].strip(_SPACE):
             raise BrokenArray(f"more text follows the array, which ends in line {element.line}")
     if not has_ended:
         raise BrokenArray(f"the array has no end: element {count + 1}, in line {element.line}, is incomplete")
+
+
+def _end_of_string(chunk: bytes, position: int) -> int:
+    """Return the position after the next quote that is not escaped, or 0 if there is none."""
+    while quote := chunk.find(b'"', position) + 1:
+        first = quote - 1
+        while first > position and chunk[first - 1] == ord("\\"):
+            first -= 1
+        if (quote - 1 - first) % 2 == 0:
+            return quote
+        position = quote
+    return 0
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:
