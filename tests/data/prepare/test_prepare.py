@@ -1,6 +1,7 @@
 """Token stores: complete, reused, rebuilt when an input changes, and never incomplete."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 
 from tests.faults.harness import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data.datasets import prepare_datasets
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare import prepare as prepare_module
 from trainer.data.sources import text
@@ -225,6 +227,86 @@ def test_a_store_folder_that_cannot_be_written_is_an_error(data, tmp_path):
         "data.store_folder",
         f"this folder cannot be written (File exists: {tmp_path}/file)",
     )
+
+
+@pytest.mark.parametrize("change", ["content", "removed"])
+def test_a_file_that_changes_while_the_store_is_built_is_an_error(data, tmp_path, monkeypatch, change):
+    file, original = tmp_path / "corpus" / "0003.txt", tokenize.tokenize_chunks
+    intact = file.read_text()
+
+    def changed_meanwhile(*args):
+        file.write_text("other") if change == "content" else None
+        chunks = original(*args)
+        file.unlink() if change == "removed" else None
+        return chunks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize, "tokenize_chunks", changed_meanwhile)
+        message = {
+            "content": "the dataset has changed while it was prepared: "
+            f"{file} is the file that changed last; start again",
+            "removed": f"{file} cannot be read (No such file or directory)",
+        }
+        assert refused(data) == ("data.path", message[change])
+    file.write_text(intact)
+    folder = prepare(data, DEFAULT)
+    assert sorted(documents(folder, "train") + documents(folder, "held_out")) == corpus_texts(data)
+
+
+# ---------------------------------------------------------------- folders that cannot be written
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Function that makes a folder read-only, also for root, who ignores permissions: every open for writing, mkdir and rename
+    below the folder fails."""
+
+    def lock(folder: Path, code: int = errno.EROFS) -> None:
+        def guard(function, writes):
+            def guarded(path, *args, **kwargs):
+                if writes(*args, **kwargs) and Path(os.fsdecode(path)).absolute().is_relative_to(folder):
+                    raise OSError(code, os.strerror(code), str(path))
+                return function(path, *args, **kwargs)
+
+            return guarded
+
+        def opens_for_writing(mode="r", *_, **__):
+            return bool(set(mode) & set("wax+"))
+
+        monkeypatch.setattr(io, "open", guard(io.open, opens_for_writing))
+        monkeypatch.setattr(os, "mkdir", guard(os.mkdir, lambda *_, **__: True))
+
+    return lock
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_complete_store_in_a_folder_that_cannot_be_written_is_used(data, monkeypatch, locked, capsys, code):
+    packed = replace(data, packing="best-fit")
+    folders = json.loads(prepare_datasets(packed, {}, DEFAULT, load_tokenizer(DEFAULT), 32, False))
+    monkeypatch.setattr(fingerprint, "_RECENT_S", -60.0)
+    prepare(data, DEFAULT)
+    before = sorted(Path(data.store_folder).rglob("*"))
+    capsys.readouterr()
+    locked(Path(data.store_folder), code)
+    assert json.loads(prepare_datasets(packed, {}, DEFAULT, load_tokenizer(DEFAULT), 32, False)) == folders
+    assert capsys.readouterr() == ("", ""), "all digests are cached"
+    for cache in Path(data.store_folder).glob("digests-*"):
+        cache.unlink()
+    assert json.loads(prepare_datasets(packed, {}, DEFAULT, load_tokenizer(DEFAULT), 32, False)) == folders
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("warning: ")[2] for line in lines] == [
+        f"{data.store_folder} cannot be written ({os.strerror(code)}), so that each start reads all files of the dataset"
+    ]
+    assert {path for path in before if not path.name.startswith("digests-")} == set(Path(data.store_folder).rglob("*"))
+
+
+def test_a_missing_store_in_a_folder_that_cannot_be_written_is_an_error(data, tmp_path, locked, capsys):
+    locked(tmp_path / "stores")
+    for folder in (tmp_path / "stores", tmp_path / "stores" / "deep"):
+        key, message = refused(replace(data, store_folder=str(folder)))
+        assert key == "data.store_folder"
+        assert message.startswith("this folder cannot be written (Read-only file system: ")
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("suffix", ["runs", "json", "bad_documents"])

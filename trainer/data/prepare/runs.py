@@ -51,13 +51,10 @@ class Chunk:
     """Content of a finished chunk."""
 
     runs: tuple[SortedRun, ...]
+    documents: int
     bad_documents: int
-    damaged_files: int = 0
+    damaged_files: int
     """Number of files of which a part could not be read. Each is also a bad document."""
-
-    @property
-    def documents(self) -> int:
-        return sum(run.documents for run in self.runs)
 
 
 def chunk_file(folder: Path, index: int, suffix: str) -> Path:
@@ -73,7 +70,7 @@ def read_chunk(folder: Path, index: int) -> Chunk | None:
             if values["files"][suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
                 return None
         runs = tuple(SortedRun(*run) for run in values["runs"])
-        return Chunk(runs, values["bad_documents"], values["damaged_files"])
+        return Chunk(runs, values["documents"], values["bad_documents"], values["damaged_files"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -97,7 +94,7 @@ def write_chunk(
     runs_file, bad_file = (HashingFile(chunk_file(folder, index, suffix)) for suffix in _FILES)
     runs: list[SortedRun] = []
     documents: list[tuple[Encoded, bool]] = []
-    tokens = bad_documents = damaged_files = 0
+    tokens = read = bad_documents = damaged_files = 0
     with contextlib.closing(runs_file), contextlib.closing(bad_file):
         for result in results:
             if isinstance(result, BadDocument):
@@ -105,8 +102,9 @@ def write_chunk(
                 bad_documents += 1
                 damaged_files += result.ends_file
                 if bad_documents > max_bad_documents:
-                    return Chunk((), bad_documents)
+                    return Chunk((), read, bad_documents, damaged_files)
                 continue
+            read += 1
             document, held_out = result
             documents.append((Encoded(document.tokens.astype(dtype), document.targets), held_out))
             tokens += len(document.tokens)
@@ -116,12 +114,13 @@ def write_chunk(
         runs += _write_runs(runs_file, index, sum(run.documents for run in runs), documents)
     values = {
         "runs": [astuple(run) for run in runs],
+        "documents": read,
         "bad_documents": bad_documents,
         "damaged_files": damaged_files,
         "files": {"runs": runs_file.close(), "bad_documents": bad_file.close()},
     }
     atomic_write(chunk_file(folder, index, "json"), json.dumps(values), durable=False)
-    return Chunk(tuple(runs), bad_documents, damaged_files)
+    return Chunk(tuple(runs), read, bad_documents, damaged_files)
 
 
 def _write_runs(file: HashingFile, chunk: int, first: int, documents: list[tuple[Encoded, bool]]) -> list[SortedRun]:
