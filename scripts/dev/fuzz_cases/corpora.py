@@ -114,6 +114,20 @@ def _write(
             records = [damage_json(random, record) if damaged else record for record in records]
             content = b"\n".join(json.dumps(record).encode() for record in records)
             return str(folder / "a.jsonl"), _json_lines(write("a.jsonl", content))
+        case "array":
+            records = [{"text": text, "id": i} for i, text in enumerate(texts)]
+            records = [
+                damage_json(random, record) if damaged and random.random() < 0.5 else record for record in records
+            ]
+            content = json.dumps(records, indent=random.choice((None, 0, 2)), ensure_ascii=random.random() < 0.5)
+            content = write("a.json", content.encode("utf-8", "surrogatepass"))
+            try:
+                elements = json.loads(content.decode())
+            except (ValueError, RecursionError):
+                return str(folder), None
+            if not isinstance(elements, list):
+                return str(folder), None
+            return str(folder), [text for element in elements for text in _json_line(json.dumps(element).encode())]
         case "gzip":
             content = write("a.jsonl.gz", gzip.compress(b"\n".join(json.dumps({"text": t}).encode() for t in texts)))
             try:
@@ -154,7 +168,7 @@ def _write(
             return str(folder / "a.jsonl"), None
 
 
-_DATASETS = {"text": "text", "jsonl": "jsonl", "gzip": "jsonl", "parquet": "parquet", "chat": "chat"}
+_DATASETS = {"text": "text", "jsonl": "jsonl", "array": "jsonl", "gzip": "jsonl", "parquet": "parquet", "chat": "chat"}
 _DATASETS |= dict.fromkeys(("npy", "bin", "megatron"), "tokens")
 
 
@@ -165,7 +179,13 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     corpus.mkdir()
     path, expected = _write(random, kind, damaged, tokenizer, corpus)
     stores, held_out = str(folder / "stores"), random.choice((0.0, 0.3))
-    data = DataConfig(dataset=_DATASETS[kind], path=path, store_folder=stores, held_out_fraction=held_out)
+    data = DataConfig(
+        dataset=_DATASETS[kind],
+        path=path,
+        store_folder=stores,
+        held_out_fraction=held_out,
+        max_bad_documents_percent=100.0,
+    )
     try:
         store = prepare(data, _TOKENIZER, tokenizer)
     except ConfigError as error:

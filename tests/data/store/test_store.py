@@ -11,6 +11,7 @@ from tests.data.prepare.test_prepare import DEFAULT, documents, prepare, text_da
 from tests.faults.harness import write_corpus
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import tokenize
+from trainer.data.store import store as store_module
 from trainer.data.store.store import ConcatArray, Encoded, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 
@@ -197,3 +198,44 @@ def test_a_member_that_changes_during_the_run_is_an_error(stores):
     (folders[1] / "store.json").write_text("{}")
     message = f"{folders[1]} has changed since the run started"
     assert refused(open_store, folder, "train") == ("data.path", message)
+
+
+def test_stores_in_folders_whose_names_look_like_patterns(stores, tmp_path):
+    data, folders = stores
+    for name in ("s[t]", "st", "what?"):
+        (tmp_path / name).mkdir()
+        folder = folders.pop()
+        shutil.move(folder, tmp_path / name / folder.name)
+        for path in (tmp_path / name, tmp_path / name / "*", tmp_path / name / folder.name):
+            members = read_description(prepare(replace(data, path=str(path)), DEFAULT))["members"]
+            assert [member["folder"] for member in members] == [str(tmp_path / name / folder.name)]
+    store_folder = replace(data, path=str(tmp_path / "s[t]"), store_folder=str(tmp_path / "new[1]" / "*"))
+    assert prepare(store_folder, DEFAULT).parent == tmp_path / "new[1]" / "*"
+
+
+@pytest.mark.parametrize("copy", ["link", "copy"])
+def test_a_store_that_is_found_twice_is_an_error(stores, copy):
+    data, folders = stores
+    first, again = min(folders), min(folders).with_name("text-zzz")
+    again.symlink_to(first) if copy == "link" else shutil.copytree(first, again)
+    message = f"{again} and {first} are the same store, whose documents would be read twice; remove one"
+    assert refused(prepare, data, DEFAULT) == ("data.path", message)
+
+
+def test_a_broken_link_among_stores_is_an_error(stores):
+    data, folders = stores
+    (folders[0].parent / "text-lost").symlink_to("nowhere")
+    assert refused(prepare, data, DEFAULT) == ("data.path", f"{folders[0].parent}/text-lost is a broken link")
+
+
+def test_a_concatenation_in_the_folder_of_its_members_moves_with_them(stores, tmp_path, monkeypatch):
+    data, _ = stores
+    folder = prepare(replace(data, store_folder=data.path), DEFAULT)
+    before = (folder / "store.json").read_bytes()
+    moved = shutil.move(data.path, tmp_path / "moved")
+    monkeypatch.setattr(store_module, "_write_concatenation", lambda *_: pytest.fail("written"))
+    monkeypatch.setattr(store_module, "file_lock", lambda *_: pytest.fail("locked"))
+    again = prepare(replace(data, path=str(moved), store_folder=str(moved)), DEFAULT)
+    assert (again / "store.json").read_bytes() == before
+    assert len(documents(again, "train")) > 20
+    check_content(again)

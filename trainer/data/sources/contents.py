@@ -130,5 +130,10 @@ def list_endings(endings: Counter[str]) -> str:
 
 
 def advice_for(endings: Counter[str], dataset: str) -> str:
-    """Return what the user can do with files that a dataset does not read, given their most frequent known ending, or ""."""
-    return next((_ENDINGS[ending].advice(dataset) for ending, _ in endings.most_common() if ending in _ENDINGS), "")
+    """Return what the user can do with files that a dataset does not read, given their most frequent known ending, or "".
+
+    Text files beside files of another kind describe those.
+    """
+    kinds = [_ENDINGS[ending] for ending, _ in endings.most_common() if ending in _ENDINGS]
+    kind = next((kind for kind in kinds if kind.reader != "text"), kinds[0] if kinds else None)
+    return kind.advice(dataset) if kind else ""

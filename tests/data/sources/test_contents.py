@@ -1,0 +1,168 @@
+"""Files that another type of dataset reads: one clear line instead of many bad documents."""
+
+import gzip
+import io
+import json
+import tarfile
+import zipfile
+
+import datasets
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from tests.data.sources.helpers import error_of, messages, open_dataset, read
+from trainer.data.sources.source import InvalidDocument, Span
+
+TABLE = pa.table({"text": ["a", "b"], "messages": [[{"role": "user", "content": "q"}]] * 2})
+TO_JSON = "convert such files to JSON lines, for example with to_json of the package datasets"
+
+
+def parquet_bytes() -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(TABLE, out)
+    return out.getvalue()
+
+
+def arrow_bytes() -> bytes:
+    out = io.BytesIO()
+    with pa.ipc.new_file(out, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+    return out.getvalue()
+
+
+def zip_bytes() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("x.jsonl", '{"text": "a"}')
+    return out.getvalue()
+
+
+def tar_bytes() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("x.jsonl"))
+    return out.getvalue()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"0" * 64)
+CONTENTS = {
+    "a Parquet table": (parquet_bytes, f'dataset = "parquet" reads such files/{TO_JSON}'),
+    "an Arrow table": (arrow_bytes, f'dataset = "huggingface" reads such files/{TO_JSON}'),
+    "an archive": (zip_bytes, "unpack such files"),
+    "an archive (tar)": (tar_bytes, "unpack such files"),
+    "compressed data": (
+        lambda: gzip.compress(b"{}"),
+        "decompress such files, or let their names end in .gz or .zst",
+    ),
+    "an HTML page": (lambda: b"\n<!DOCTYPE html><html>\n404\n</html>", "download the file itself"),
+    "a Git LFS pointer instead of the file": (lambda: LFS, "download such files with: git lfs pull"),
+    "UTF-16 text": (lambda: '{"text": "a"}'.encode("utf-16"), "convert such files to UTF-8"),
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [30, 2**40])
+@pytest.mark.parametrize("dataset", ["jsonl", "chat", "preference"])
+@pytest.mark.parametrize("name", CONTENTS)
+def test_json_that_is_something_else_is_one_bad_document(tmp_path, name, dataset, chunk_bytes):
+    file = tmp_path / "x.jsonl"
+    content, advice = CONTENTS[name]
+    file.write_bytes(content())
+    (bad,) = read(dataset, file, chunk_bytes)
+    text, _, conversations = advice.partition("/")
+    expected = text if dataset == "jsonl" else conversations or text
+    assert str(bad) == f"{file}: this is {name.removesuffix(' (tar)')}, not JSON; {expected}"
+    assert bad.ends_file, "any number of documents may be missing"
+
+
+def test_compressed_tables_are_recognized_too(tmp_path):
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(parquet_bytes()))
+    assert messages(read("jsonl", tmp_path))[0].startswith(f"{tmp_path}/x.jsonl.gz: this is a Parquet table, not JSON")
+
+
+def test_a_csv_file_that_is_named_is_one_bad_document(tmp_path):
+    (tmp_path / "x.csv").write_text("text\na\nb\n")
+    for dataset in ("jsonl", "chat"):
+        assert messages(read(dataset, tmp_path / "x.csv")) == [
+            f"{tmp_path}/x.csv: this is a table of comma-separated values, not JSON; {TO_JSON}"
+        ]
+
+
+def test_a_text_that_is_something_else_is_a_bad_document(tmp_path):
+    file = tmp_path / "x.txt"
+    file.write_bytes(parquet_bytes())
+    expected = f'{file}: this is a Parquet table, not UTF-8 text; dataset = "parquet" reads such files'
+    assert messages(read("text", file)) == [expected]
+    file.write_bytes(LFS)
+    expected = f"{file}: this is a Git LFS pointer instead of the file; download such files with: git lfs pull"
+    assert messages(read("text", file)) == [expected]
+    file.write_bytes(LFS + b"This text quotes a pointer. " * 50)
+    assert not messages(read("text", file))
+    file.write_text("<html>A page may be a document.</html>")
+    assert not messages(read("text", file))
+
+
+def test_a_table_that_is_something_else_is_a_bad_document(tmp_path):
+    file = tmp_path / "x.parquet"
+    for content, expected in (
+        (b'{"text": "a"}\n', 'but JSON; dataset = "jsonl" reads such files'),
+        (arrow_bytes(), 'but an Arrow table; dataset = "huggingface" reads such files'),
+        (zip_bytes(), "but an archive; unpack such files"),
+        (LFS, "but a Git LFS pointer instead of the file; download such files with: git lfs pull"),
+    ):
+        file.write_bytes(content)
+        assert messages(read("parquet", file)) == [f"{file}: this is not a parquet file, {expected}"]
+
+
+def test_a_folder_of_save_to_disk_is_described_and_its_metadata_is_not_data(tmp_path):
+    folder = tmp_path / "saved"
+    datasets.Dataset(TABLE).save_to_disk(str(folder))
+    assert sorted(path.suffix for path in folder.iterdir()) == [".arrow", ".json", ".json"]
+    for dataset, advice in (
+        ("chat", TO_JSON),
+        ("preference", TO_JSON),
+        ("jsonl", 'dataset = "huggingface" reads such files'),
+        ("parquet", 'dataset = "huggingface" reads such files'),
+    ):
+        key, message = error_of(dataset, folder)
+        assert key == "data.path" and message.endswith(f"; its files: 1 .arrow; {advice}"), message
+    datasets.DatasetDict(train=datasets.Dataset(TABLE)).save_to_disk(str(tmp_path / "splits"))
+    assert error_of("chat", tmp_path / "splits")[1].endswith(f"; its files: 1 .arrow; {TO_JSON}")
+    (folder / "x.jsonl").write_text('{"text": "a"}\n')
+    assert read("jsonl", folder) == ["a"]
+    (tmp_path / "state.json").write_text('{"text": "a state"}')
+    assert read("jsonl", tmp_path / "state.json") == ["a state"]
+    (tmp_path / "usa").mkdir()
+    (tmp_path / "usa" / "state.json").write_text('{"text": "another state"}')
+    assert read("jsonl", tmp_path / "usa") == ["another state"], "only beside dataset_info.json, it is metadata"
+
+
+def test_a_pattern_that_matches_tables_and_metadata_names_the_tables(tmp_path):
+    datasets.Dataset(TABLE).save_to_disk(str(tmp_path / "saved"))
+    found = messages(read("chat", f"{tmp_path}/saved/*.arrow"))
+    assert found == [f"{tmp_path}/saved/data-00000-of-00001.arrow: this is an Arrow table, not JSON; {TO_JSON}"]
+
+
+def test_a_folder_that_save_to_disk_did_not_write_is_described(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.parquet").write_bytes(parquet_bytes())
+    (tmp_path / "README.md").touch()
+    assert error_of("huggingface", tmp_path)[1] == (
+        f"{tmp_path} has no state.json, so it was not written by save_to_disk; its files: 1 .md, 1 .parquet; "
+        'dataset = "parquet" reads such files'
+    )
+
+
+def test_conversations_in_a_wrapping_object_are_a_bad_document_that_names_the_list(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"data": [{"messages": []}] * 3}))
+
+    def reject(record):
+        raise InvalidDocument("no conversation")
+
+    (bad,) = open_dataset("chat", file).read(Span(str(file), 0, 2**40), reject)
+    assert (
+        str(bad)
+        == f"{file}:1: no conversation; field 'data' holds a list of 3 records; the file must hold this list only"
+    )
