@@ -101,6 +101,11 @@ def test_an_invalid_shard_is_one_line(shard):
 def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff")
     path = tmp_path / "my.tiktoken"
+    refused = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
+    assert refused.returncode == 2
+    assert "max_bad_documents_percent 1" in refused.stderr or "max_bad_documents_percent = 1" in refused.stderr
+    assert "1 of 41 documents are unreadable (2.44 %); the first: " in refused.stderr
+    settings += ["--data.max_bad_documents_percent", "3"]
     trained = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: the file is not UTF-8 text (byte 0)"
