@@ -19,6 +19,7 @@ def run(config: Config) -> int:
     from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
     from trainer.checkpoint.export import export_run
+    from trainer.data.sampling.workers import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.resilience.stop_signals import StopRequest
     from trainer.run.resolve import resolve
@@ -52,6 +53,9 @@ def run(config: Config) -> int:
         return 2
     except (TrainingDiverged, SaveFailed) as error:
         distributed.print_once_per_node(str(error))
+        return 1
+    except LoadingFailed as error:
+        distributed.print_once_per_node(f"[rank {os.environ.get('RANK', '0')}] {error}")
         return 1
     except (DistNetworkError, DistStoreError) as error:
         print(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}", file=sys.stderr)

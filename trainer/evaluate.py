@@ -78,8 +78,9 @@ class Evaluator:
     def due(self, step: int) -> bool:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
 
-    def run(self, dataset: EvalSet, step: Step) -> dict[str, float]:
-        """Evaluate the model on one dataset. This is a collective call, and it returns the same metrics on all ranks. The loss is
+    def run(self, dataset: EvalSet, step: Step, after_batch: Callable[[], None]) -> dict[str, float]:
+        """Evaluate the model on one dataset. after_batch: called after each group of microbatches. This is a collective call, and
+        it returns the same metrics on all ranks. The loss is
         the mean over all target tokens or pairs. Loss and unigram entropy are in nats. bits_per_byte is the loss in bits per byte
         of the targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text."""
         batches = (
@@ -88,6 +89,7 @@ class Evaluator:
         sums = []
         while microbatches := list(islice(batches, self.partition.grad_accum)):
             sums.append(step.evaluate(microbatches))
+            after_batch()
         objective = step.objective
         num_terms = int(torch.stack([count for _, count in sums]).sum().item())
         loss_sum, *others = torch.stack([result for result, _ in sums]).double().sum(0).tolist()

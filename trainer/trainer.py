@@ -46,17 +46,22 @@ class Trainer:
     watchdog: Watchdog
 
     def train(self, stop: StopRequest | None = None) -> None:
-        """Train until training.steps are completed or any rank is asked to stop. Raise TrainingDiverged or SaveFailed."""
+        """Train until training.steps are completed or any rank is asked to stop. Raise TrainingDiverged, SaveFailed or
+        LoadingFailed."""
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
-        batches = self._start()
+
+        def asked_to_stop() -> bool:
+            return stop is not None and stop.requested
+
+        batches = self._start(asked_to_stop)
         stopped = False
         try:
             while state.step < steps and not stopped:
-                outcome, *results = self.train_step(batches, stop is not None and stop.requested)
+                outcome, *results = self.train_step(batches, asked_to_stop)
                 due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
                 latest, failed, stopping = self.monitor.observe(state, outcome, now=due)
                 if failed:
-                    batches = self.roll_back(failed)
+                    batches = self.roll_back(failed, asked_to_stop)
                     continue
                 stopped = stopping
                 self._after_step(latest, *results, last=stopped or state.step == steps)
@@ -84,15 +89,16 @@ class Trainer:
             export_run(folder)
         logging.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
-    def train_step(self, batches: Iterator[Batch], stop: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one optimizer step and return the results of `Engine.step`. stop: whether this rank was asked to stop."""
+    def train_step(self, batches: Iterator[Batch], asked_to_stop: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """Run one optimizer step and return the results of `Engine.step`. asked_to_stop: whether this rank was asked to stop."""
         training = self.config.training
         if self.profiler.starts_at(self.state.step + 1):
             self._profile(self.profiler.start)
-        with self.metrics.section("data") as seconds:
+        with self.metrics.section("data") as seconds, self.watchdog.loading(asked_to_stop):
             microbatches = list(islice(batches, self.data.partition.grad_accum))
         self.stragglers.after_data(seconds())
-        results = self.engine.step(microbatches, self._lr(self.state.step + 1), stop, self.checkpoints.before_update)
+        lr, before_update = self._lr(self.state.step + 1), self.checkpoints.before_update
+        results = self.engine.step(microbatches, lr, asked_to_stop(), before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
@@ -126,10 +132,10 @@ class Trainer:
         if self.checkpoints.best.dataset:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
-        with self.watchdog.paused():
+        with self.watchdog.evaluating() as after_batch:
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
-                    result = self.evaluator.run(dataset, self.engine.forward_backward)
+                    result = self.evaluator.run(dataset, self.engine.forward_backward, after_batch)
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
                 self.checkpoints.best.update(dataset.name, result["loss"])
@@ -143,7 +149,7 @@ class Trainer:
             saves = self.checkpoints.save(self.state, suspect=outcome.suspect, last=last)
         self.metrics.log_saves(saves)
 
-    def roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
+    def roll_back(self, outcome: StepOutcome, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
         """Restore the latest checkpoint. Return the batches that follow it, without the samples of the skipped steps."""
         state = self.state
         self._wait_for_saves()
@@ -163,12 +169,12 @@ class Trainer:
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)
         self.metrics.rewind(state.step)
-        return self._start()
+        return self._start(asked_to_stop)
 
-    def _start(self) -> Iterator[Batch]:
+    def _start(self, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
         self.metrics.start(time.perf_counter())
         self.stragglers.start()
-        return self.data.batches(self.state)
+        return self.data.batches(self.state, asked_to_stop)
 
     def _profile(self, work: Callable[[], None]) -> None:
         devices.synchronize(self.engine.device)  # the section must not include the work of the step

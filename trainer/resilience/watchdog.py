@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -17,6 +17,12 @@ from trainer.runtime.distributed import clone_store
 
 _LONGEST_STEPS = 5
 """Minimum ratio of a hang's duration to the longest step so far. A hang also lasts longer than the timeout."""
+_COMPILING = 12
+"""Ratio of the limit of a step that may compile to the timeout."""
+_MIN_COMPILING_S = 3600.0
+"""Minimum limit of a step that may compile."""
+_STOP_S = 20.0
+"""Seconds that a rank waits for training data after a stop request. Schedulers kill processes about 30 s after SIGTERM."""
 _MIN_SILENCE_S = 15.0
 """Minimum heartbeat timeout in seconds. A process under load may send no heartbeat for several seconds."""
 
@@ -28,8 +34,9 @@ class Watchdog:
     """Detector of hangs. If no step completes in time, it prints every thread's stack and the state of the other ranks, and
     ends the process.
 
-    Three phases are not timed: the first step (it may compile), the code under `paused`, and the end of the run. In these
-    phases the watchdog checks the heartbeat of the next rank, because this rank would wait forever for a rank that has ended.
+    The first step and evaluations may compile, so their limit is longer. The code under `paused` and the end of the run are not
+    timed. In all of these phases, the watchdog checks the heartbeat of the next rank, because this rank would wait for a rank
+    that has ended.
     """
 
     def __init__(self, timeout_s: float):
@@ -40,6 +47,11 @@ class Watchdog:
         self.longest_s = 0.0
         self.since: float | None = None
         """Start time of the current step, or None while no step is timed."""
+        self.may_compile = True
+        """Whether the current step may compile."""
+        self.is_loading = False
+        """Whether this rank waits for training data."""
+        self.asked_to_stop: Callable[[], bool] = lambda: False
         self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
         self.closed = False
         if self.store is not None:
@@ -51,9 +63,39 @@ class Watchdog:
 
     def after_step(self, step: int) -> None:
         now = time.monotonic()
-        if self.since is not None:
+        if self.since is not None and not self.may_compile:
             self.longest_s = max(self.longest_s, now - self.since)
-        self.since, self.step = now, step
+        self.since, self.step, self.may_compile = now, step, False
+
+    @contextmanager
+    def loading(self, asked_to_stop: Callable[[], bool]) -> Iterator[None]:
+        """Context manager for the time in which this rank waits for training data. Before the first step, this time is a step of
+        its own that cannot compile. asked_to_stop: whether this rank was asked to stop. If so, the process ends after _STOP_S."""
+        is_first = self.may_compile
+        if is_first:
+            self.since, self.may_compile = time.monotonic(), False
+        self.asked_to_stop, self.is_loading = asked_to_stop, True
+        try:
+            yield
+        finally:
+            self.is_loading = False
+            if is_first:
+                self.since, self.may_compile = time.monotonic(), True
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[[], None]]:
+        """Context manager that times the steps of an evaluation. It yields a function that must be called after each of them."""
+        before, may_compile = self.since, self.may_compile
+
+        def start() -> None:
+            self.since = time.monotonic()
+
+        start()
+        self.may_compile = True
+        try:
+            yield start
+        finally:
+            self.since, self.may_compile = None if before is None else time.monotonic(), may_compile
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -72,18 +114,28 @@ class Watchdog:
         """Return the seconds since the current step began if this time exceeds the limit, otherwise 0."""
         since = self.since
         waited_s = 0.0 if since is None else time.monotonic() - since
-        return waited_s if waited_s > max(self.timeout_s, _LONGEST_STEPS * self.longest_s) else 0.0
+        limit_s = max(self.timeout_s, _LONGEST_STEPS * self.longest_s)
+        if self.may_compile:
+            limit_s = max(_COMPILING * self.timeout_s, _MIN_COMPILING_S)
+        return waited_s if waited_s > limit_s else 0.0
 
     def _watch(self) -> None:
-        beats = 0
+        beats, asked_step, asked_at = 0, None, 0.0
         while not self.closed or self.store is not None:
             if self.store is not None:
                 try:
-                    self.store.set(f"heartbeat/{dist.get_rank()}", f"{self.step} {beats}")
+                    state = "loading" if self.is_loading else ""
+                    self.store.set(f"heartbeat/{dist.get_rank()}", f"{self.step} {beats} {state}")
                 except RuntimeError:
                     self.store = None  # the process that hosts the store has ended
             if waited_s := self.overdue_s():
                 self._end(waited_s)
+            if not (self.is_loading and self.asked_to_stop()):
+                asked_step = None
+            elif asked_step != self.step:
+                asked_step, asked_at = self.step, time.monotonic()
+            elif time.monotonic() - asked_at > _STOP_S:
+                self._end_without_data()
             time.sleep(self.beat_s)
             beats += 1
 
@@ -98,10 +150,11 @@ class Watchdog:
         while True:
             time.sleep(self.beat_s)
             try:
-                current = store.get(f"heartbeat/{neighbour}") if self.since is None else b""
+                is_timed = self.since is not None and not self.may_compile
+                current = b"" if is_timed else store.get(f"heartbeat/{neighbour}")
             except RuntimeError:
                 return  # the process that hosts the store has ended
-            if current != last or self.since is not None:
+            if current != last or is_timed:
                 last, changed = current, time.monotonic()
             elif (silent_s := time.monotonic() - changed) > max(self.timeout_s, _MIN_SILENCE_S):
                 text = f"[rank {rank}] rank {neighbour} has sent no heartbeat for {silent_s:.0f} s"
@@ -110,6 +163,10 @@ class Watchdog:
 
     def _end(self, waited_s: float) -> None:
         lines = [f"[rank {dist.get_rank()}] no step has completed for {waited_s:.0f} s, since step {self.step}"]
+        if self.is_loading:
+            lines.append(
+                "this rank waits for training data: a process of data.num_workers or the token store's disk hangs"
+            )
         for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # a build of torch has those of its backends
             if recorder := getattr(torch._C._distributed_c10d, name, None):
                 lines += parse_collectives(recorder())
@@ -126,8 +183,15 @@ class Watchdog:
         print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
         os._exit(1)
 
+    def _end_without_data(self) -> None:
+        text = f"no training data for step {self.step + 1} within {_STOP_S:.0f} s of the stop request"
+        advice = "the run ends without saving; rerun the same command to resume from the latest checkpoint, if any"
+        print(f"[rank {dist.get_rank()}] {text}: {advice}", file=sys.stderr, flush=True)
+        os._exit(1)
+
     def _stalled_ranks(self) -> list[str]:
-        """Return one line for each rank without a heartbeat, and one line that lists the ranks behind the latest step."""
+        """Return one line for each other rank that has no heartbeat or waits for training data, and one line that lists the ranks
+        behind the latest step."""
         if self.store is None:
             return []
         ranks = range(dist.get_world_size())
@@ -144,6 +208,7 @@ class Watchdog:
             for rank in ranks
             if before[rank] == after[rank] and rank != dist.get_rank()
         ]
+        lines += [f"rank {r} waits for training data" for r in ranks if b"loading" in after[r] and r != dist.get_rank()]
         behind = [f"{rank} (step {step})" for rank, step in enumerate(steps) if step < max(steps)]
         return lines + ([f"ranks behind step {max(steps)}: {', '.join(behind[:8])}"] if behind else [])
 

@@ -1,6 +1,6 @@
 """The training data of a run: the datasets, the sample order, and this rank's part of each batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -61,12 +61,19 @@ class TrainingData:
     def order(self, state: TrainState) -> SampleOrder:
         return sample_order(self.config, self.datasets, state)
 
-    def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor."""
+    def batches(self, state: TrainState, asked_to_stop: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
+        """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor. asked_to_stop:
+        whether the run was asked to stop. Raise LoadingFailed."""
         pin_memory = self.device.type != "cpu"
         cursor = state.cursor
         batches = training_batches(
-            self.datasets.training, self.order(state), self.partition, cursor, self.config.data, pin_memory
+            self.datasets.training,
+            self.order(state),
+            self.partition,
+            cursor,
+            self.config.data,
+            pin_memory,
+            asked_to_stop,
         )
         for i, batch in enumerate(batches):
             if self.numbers_samples:

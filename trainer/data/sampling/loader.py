@@ -6,21 +6,18 @@ order nor the content of a step depends on W, so the data state consists of the 
 """
 
 import itertools
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.batch import Batch
 from trainer.config import DataConfig
 from trainer.data.sampling.mixture import PERIOD, MixturePhase
 from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.samples import Samples
-from trainer.system.process import detach_signals
+from trainer.data.sampling.workers import WorkerPool, explain_read_errors
 
 _INDEX_CHUNK = 64
 """Number of microbatches whose sample indices are computed at once. Permuting a few indices is as slow as permuting hundreds."""
@@ -102,30 +99,27 @@ def _sample_indices(order: SampleOrder, partition: BatchPartition, cursor: int) 
 
 
 def training_batches(
-    samples: Samples, order: SampleOrder, partition: BatchPartition, cursor: int, config: DataConfig, pin_memory: bool
+    samples: Samples,
+    order: SampleOrder,
+    partition: BatchPartition,
+    cursor: int,
+    config: DataConfig,
+    pin_memory: bool,
+    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches.
+    """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches. asked_to_stop:
+    whether the run was asked to stop, so that it must not wait for a worker that hangs. Raise LoadingFailed.
 
-    The loader has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
+    The iterator has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
     """
     indices = _sample_indices(order, partition, cursor)
-    if config.num_workers == 0:  # torchdata's loader takes longer than reading a small batch
+    if config.num_workers:
+        batches = WorkerPool(samples, indices, config.num_workers, config.prefetch).batches(asked_to_stop)
+    else:
         batches = map(samples.__getitem__, indices)
-        return (batch.map(Tensor.pin_memory) for batch in batches) if pin_memory else batches
-    with warnings.catch_warnings():
-        # torchdata 0.11 calls a function that torch has deprecated.
-        warnings.filterwarnings("ignore", message=".*set_vital.*")
-        loader = StatefulDataLoader(
-            samples,
-            batch_size=None,
-            sampler=indices,
-            num_workers=config.num_workers,
-            prefetch_factor=config.prefetch,
-            pin_memory=pin_memory,
-            worker_init_fn=detach_signals,
-            generator=torch.Generator(),  # by default the loader would use the rank's generator, which checkpoints save
-        )
-    return iter(loader)
+    with explain_read_errors():
+        for batch in batches:
+            yield batch.map(Tensor.pin_memory) if pin_memory else batch
 
 
 def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:

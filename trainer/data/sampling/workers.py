@@ -1,0 +1,154 @@
+"""Processes that load microbatches in the background."""
+
+import errno
+import multiprocessing
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from itertools import islice
+from multiprocessing.process import BaseProcess
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.batch import Batch
+from trainer.data.sampling.samples import Samples
+from trainer.system.children import exit_with_parent
+from trainer.system.files import describe
+from trainer.system.process import detach_signals
+
+_POLL_S = 0.5
+"""Seconds between two checks whether the run was asked to stop while it waits for a microbatch."""
+_JOIN_S = 1.0
+"""Seconds to wait for the exit code of a worker that has ended."""
+
+_START_ADVICE = {
+    errno.EMFILE: "the limit of open files (ulimit -Hn) is too low",
+    errno.ENFILE: "the system's limit of open files is reached",
+    errno.EAGAIN: "the limit of processes (ulimit -u, or the container's pids.max) is too low",
+    errno.ENOMEM: "the memory is exhausted",
+    errno.ENOSPC: "/dev/shm is full",
+    errno.EACCES: "/dev/shm must be writable",
+    errno.EROFS: "/dev/shm must be writable",
+    errno.ENOENT: "/dev/shm must exist",
+    errno.ENOSYS: "/dev/shm must be a tmpfs",
+}
+"""Error of the operating system when workers are started -> its usual cause. Queues between processes need a semaphore, which
+is a file of 32 bytes in /dev/shm."""
+_DEATH_ADVICE = {
+    signal.SIGKILL: "the kernel does this if no memory is left; fewer data.num_workers need less",
+    signal.SIGBUS: "a file of the token store has become shorter, or its disk or file system cannot read it",
+}
+"""Signal that killed a worker -> its usual cause."""
+
+
+class LoadingFailed(Exception):
+    """Error that ends a run whose samples cannot be loaded. Its message is one line for the user. The exit code is 1."""
+
+
+_samples: Samples
+"""In a worker process: the samples that it loads."""
+
+
+def _start_worker(samples: Samples) -> None:
+    global _samples
+    detach_signals()
+    exit_with_parent()  # also if the parent ended before detach_signals was called
+    torch.set_num_threads(1)  # a forked process has no OpenMP threads and must not wait for them
+    _samples = samples
+
+
+def _load(index: np.ndarray) -> Batch:
+    """Return the microbatch with NumPy arrays instead of tensors. A tensor would be sent through shared memory and a socket in
+    TMPDIR. If these fail, the microbatch is lost without an error in the receiving process."""
+    return _samples[index].map(Tensor.numpy)
+
+
+@contextmanager
+def explain_read_errors() -> Iterator[None]:
+    """Context manager that turns the errors of a failed read into LoadingFailed."""
+    try:
+        yield
+    except OSError as error:
+        raise LoadingFailed(f"the training data cannot be read: {describe(error)}") from None
+    except MemoryError:
+        raise LoadingFailed(
+            "the memory is exhausted: the process that loads training data can allocate no more"
+        ) from None
+
+
+@contextmanager
+def _explain_start_errors(num_workers: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, NotImplementedError, RuntimeError) as error:  # RuntimeError: no thread can be started
+        number, text = (error.errno, error.strerror) if isinstance(error, OSError) else (errno.EAGAIN, error)
+        cause = _START_ADVICE.get(number, "the system does not allow it")
+        message = f"the {num_workers} processes of data.num_workers cannot be started ({text}): {cause}"
+        raise LoadingFailed(f"{message}; data.num_workers = 0 needs none") from None
+
+
+class WorkerPool:
+    """Processes that load microbatches in the order of their sample indices, `prefetch` microbatches for each process ahead."""
+
+    def __init__(self, samples: Samples, indices: Iterator[np.ndarray], num_workers: int, prefetch: int):
+        """Start the processes. Raise LoadingFailed if this is impossible.
+
+        Args:
+            samples: the samples of all microbatches.
+            indices: sample indices of one microbatch after the other, endless.
+            num_workers: number of processes.
+            prefetch: number of microbatches per process that are requested ahead.
+        """
+        self._samples, self._indices = samples, indices
+        # A forked process shares the memory maps of the samples. Other processes would get a copy of the tokens.
+        context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+        before = multiprocessing.active_children()
+        with _explain_start_errors(num_workers):
+            self._pool = ProcessPoolExecutor(num_workers, context, _start_worker, (samples,))
+            self._requested = deque(map(self._request, islice(indices, num_workers * prefetch)))
+        self._processes: set[BaseProcess] = {*multiprocessing.active_children()} - {*before}
+        self._is_late = False
+        """Whether the run was asked to stop while it waited for a microbatch."""
+
+    def _request(self, index: np.ndarray) -> tuple[np.ndarray, "Future[Batch]"]:
+        return index, self._pool.submit(_load, index)
+
+    def batches(self, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
+        """Yield the microbatches endlessly. asked_to_stop: whether the run was asked to stop. If so, this process loads a
+        microbatch itself rather than wait for a worker that may hang. Raise LoadingFailed if a worker ends."""
+        try:
+            while True:
+                index, future = self._requested.popleft()
+                self._requested.append(self._request(next(self._indices)))
+                yield self._result(future, asked_to_stop) or self._samples[index]
+        except BrokenProcessPool as error:
+            raise LoadingFailed(self._describe_death(error)) from None
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _result(self, future: "Future[Batch]", asked_to_stop: Callable[[], bool]) -> Batch | None:
+        """Return the microbatch, or None if the run was asked to stop and no worker has loaded it yet."""
+        while not future.done():
+            if self._is_late:
+                return None
+            with suppress(FutureTimeoutError):
+                future.exception(_POLL_S)
+            self._is_late = asked_to_stop()
+        return future.result().map(torch.from_numpy)
+
+    def _describe_death(self, error: BrokenProcessPool) -> str:
+        for process in self._processes:
+            process.join(_JOIN_S)
+            if process.exitcode is not None and process.exitcode < 0:
+                number = -process.exitcode
+                name = signal.Signals(number).name
+                cause = f": {_DEATH_ADVICE[number]}" if number in _DEATH_ADVICE else ""
+                return f"{name} killed process {process.pid}, which loads training data{cause}"
+        return f"a process that loads training data has ended: {error.__cause__ or error}"
