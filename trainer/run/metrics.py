@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
 from trainer.system import logging
-from trainer.system.files import atomic_write, read_json_lines
+from trainer.system.files import atomic_write, is_moved, parse_json_object, require_regular
 from trainer.system.units import GIB
 
 _FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
@@ -55,22 +56,25 @@ class Metrics:
         self.close()
         self.phases.clear()
         self.first_step = self.recorded_step = step
-        if self.folder:
-            with self._warn_on_write_error(_FILE):
-                _remove_records_after(step, self.folder / _FILE)
+        self.last_steps: dict[str, float] = {}  # file -> step after which it must not have records when it is opened
         self._open()
 
     def _open(self) -> None:
         """Open the files that are not open. If this fails, the next record tries it again."""
         if self.folder and not self.records:
             with self._warn_on_write_error(_FILE):
+                require_regular(self.folder / _FILE)
+                _remove_records_after(self.last_steps.get(_FILE, self.first_step), self.folder / _FILE)
                 self.records = (self.folder / _FILE).open("ab", _BUFFER_BYTES)
+                self.last_steps[_FILE] = math.inf
         if self.folder and self.config.tensorboard and not self.events:
             # Imported here, because only one rank writes, and only if TensorBoard is enabled.
             from trainer.run.tensorboard import EventFile
 
             with self._warn_on_write_error(_TENSORBOARD):
-                self.events = EventFile(self.folder / "tb", self.first_step + 1, _BUFFER_BYTES)
+                last_step = self.last_steps.get(_TENSORBOARD, self.first_step)
+                self.events = EventFile(self.folder / "tb", last_step, _BUFFER_BYTES)
+                self.last_steps[_TENSORBOARD] = math.inf
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -162,6 +166,10 @@ class Metrics:
 
     def log_event(self, record: dict[str, Any]) -> None:
         """Write a record, which must have the keys "kind" and "step"."""
+        if self.records and is_moved(self.records):
+            self._close_records()
+        if self.events and is_moved(self.events.file):
+            self._close_events()
         self._open()
         if self.records:
             # JSON cannot represent NaN and infinity.
@@ -187,18 +195,42 @@ class Metrics:
                 logging.warning(f"{file} cannot be written ({error.strerror}); the run continues")
             self.failed_files.add(file)
 
+    def _close_records(self) -> None:
+        file, self.records = self.records, None
+        with self._warn_on_write_error(_FILE):
+            file.close()
+
+    def _close_events(self) -> None:
+        file, self.events = self.events, None
+        with self._warn_on_write_error(_TENSORBOARD):
+            file.close()
+
     def close(self) -> None:
-        for name, file in ((_FILE, self.records), (_TENSORBOARD, self.events)):
-            with self._warn_on_write_error(name):
-                if file:
-                    file.close()
-        self.records = self.events = None
+        if self.records:
+            self._close_records()
+        if self.events:
+            self._close_events()
 
 
-def _remove_records_after(step: int, path: Path) -> None:
-    if path.exists():
-        kept = [r for r in read_json_lines(path) if isinstance(r.get("step"), int) and r["step"] <= step]
-        atomic_write(path, "".join(json.dumps(record) + "\n" for record in kept))
+def _remove_records_after(step: float, path: Path) -> None:
+    """Remove the records after a step, and lines that are no records."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        lines = file.readlines()
+    kept = [line for line in lines if _is_record_until(step, line)]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))  # needs no space, so it succeeds while the disk is full
+    else:
+        atomic_write(path, b"".join(kept).decode())
+
+
+def _is_record_until(step: float, line: bytes) -> bool:
+    try:
+        last = parse_json_object(line).get("step")
+    except ValueError:
+        return False
+    return isinstance(last, int) and last <= step and line.endswith(b"\n")
 
 
 def duration(seconds: float) -> str:

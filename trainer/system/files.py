@@ -1,5 +1,6 @@
 """Atomic and durable writes, content digests, file locks."""
 
+import errno
 import fcntl
 import glob
 import json
@@ -7,12 +8,13 @@ import math
 import os
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import xxhash
 
@@ -25,6 +27,31 @@ def folder_error(path: str | Path) -> str:
     if os.path.isdir(path):
         return ""
     return "is a file, not a folder" if os.path.exists(path) else "no such folder"
+
+
+def file_error(path: str | Path) -> str:
+    """Return the reason why the path cannot be written as a file, or "" if it is a file or does not exist. Opening a named pipe
+    would wait for another process."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return ""
+    kinds = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder"}
+    return "" if stat.S_ISREG(mode) else f"is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file"
+
+
+def require_regular(path: Path) -> None:
+    """Raise OSError if the path exists and is not a file."""
+    if problem := file_error(path):
+        raise OSError(errno.EINVAL, f"it {problem}", str(path))
+
+
+def is_moved(file: BinaryIO) -> bool:
+    """Return whether an open file has no longer the name with which it was opened."""
+    try:
+        return not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except OSError:
+        return True
 
 
 def sync(path: Path) -> None:
