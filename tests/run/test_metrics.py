@@ -1,5 +1,7 @@
 import json
+import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -137,6 +139,47 @@ def test_files_that_could_not_be_opened_are_opened_at_the_next_record(tmp_path):
     metrics.close()
     assert [record["step"] for record in lines(tmp_path)] == [2, 3]
     assert [event.step for event in read_board(tmp_path).Scalars("train/loss")] == [2, 3]
+
+
+@pytest.mark.parametrize("rotate", [lambda path: path.rename(path.with_suffix(".1")), Path.unlink])
+def test_a_file_that_is_moved_or_deleted_during_the_run_is_created_again(tmp_path, rotate):
+    metrics = open_metrics(tmp_path, tensorboard=True)
+    log_step(metrics, 1)
+    rotate(tmp_path / "metrics.jsonl")
+    shutil.rmtree(tmp_path / "tb")
+    log_step(metrics, 2)
+    log_step(metrics, 3)
+    metrics.close()
+    assert [record["step"] for record in lines(tmp_path)] == [2, 3]
+    assert [event.step for event in read_board(tmp_path).Scalars("train/loss")] == [2, 3]
+
+
+def test_a_named_pipe_in_the_place_of_a_file_is_a_warning_during_the_run(tmp_path, capsys):
+    metrics = open_metrics(tmp_path)
+    log_step(metrics, 1)
+    (tmp_path / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    log_step(metrics, 2)
+    log_step(metrics, 3)
+    (tmp_path / "metrics.jsonl").unlink()
+    log_step(metrics, 4)
+    warning = "warning: metrics.jsonl cannot be written (it is a named pipe, not a file); the run continues\n"
+    assert capsys.readouterr().err.partition(" ")[2] == warning
+    assert [record["step"] for record in lines(tmp_path)] == [4]
+
+
+def test_records_of_later_steps_are_removed_although_the_disk_is_full(tmp_path):
+    metrics = open_metrics(tmp_path)
+    for step in (1, 5, 10):
+        log_step(metrics, step)
+    metrics.close()
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    try:
+        open_metrics(tmp_path, first_step=5).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [record["step"] for record in lines(tmp_path)] == [1, 5]
 
 
 def test_memory_is_the_resident_memory_of_this_process(tmp_path):

@@ -1,6 +1,8 @@
 """Settings that changed since the checkpoint: each is logged, and those fixed on resume are an error."""
 
 import json
+import os
+import socket
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,11 @@ import pytest
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.config import Config, ConfigError, LoraConfig, PreferenceConfig
 from trainer.config.fields import settings
+from trainer.config.load import load_config
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
+from trainer.run.run_folder import acquire_lock
 from trainer.state import TrainState
 
 SETTINGS = settings()
@@ -93,3 +97,45 @@ def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
     larger = replace(Config().model, overrides={"n_layers": 9})
     with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; set another"):
         require_compatible(saved, resolve(replace(Config(), model=larger), 1).fingerprint)
+
+
+# ------------------------------------------------------------ what is in the place of a file
+
+
+def lock_error(argv):
+    """Return the error of locking the run folder on this rank, or ""."""
+    try:
+        acquire_lock(load_config(argv))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        folder = os.open(path.parent, os.O_RDONLY)  # the complete path may be too long for a socket
+        server.bind(f"/proc/self/fd/{folder}/{path.name}")
+        os.close(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "problem"),
+    [
+        ("metrics.jsonl", os.mkfifo, "is a named pipe, not a file"),
+        ("metrics.jsonl", make_socket, "is a socket, not a file"),
+        ("metrics.jsonl", os.mkdir, "is a folder, not a file"),
+        ("metrics.jsonl", lambda path: path.symlink_to("/dev/null"), "is a device, not a file"),
+        ("config.toml", os.mkfifo, "is a named pipe, not a file"),
+        (".lock", os.mkfifo, "is a named pipe, not a file"),
+        ("tb", os.mkfifo, "is a file, not a folder"),
+        ("checkpoints", lambda path: path.touch(), "is a file, not a folder"),
+        ("metrics.jsonl", lambda path: path.symlink_to("missing.jsonl"), ""),
+    ],
+)
+def test_what_cannot_be_a_file_of_the_run_is_refused_before_it_is_opened(ranks, tmp_path, name, make, problem):
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run / name)
+    (error,) = ranks(1).run(lock_error, ["--run.output_folder", str(tmp_path), "--run.name", "run"])
+    advice = "move it away, or choose another --run.name"
+    assert error == (problem and f"run.output_folder: {run / name} {problem}; {advice}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.system.files import digest, digest_of, drop_page_cache, sync
+from trainer.system.files import digest, digest_of, drop_page_cache, require_regular, sync
 
 NAME = "manifest.json"
 VERSION = 2
@@ -119,6 +119,7 @@ def read_text(path: Path, largest: int) -> str:
 def read_bytes(path: Path, largest: int) -> bytes:
     """Return the content of a file. Raises CorruptError if it cannot be read or has more than `largest` bytes."""
     try:
+        require_regular(path)
         with path.open("rb") as file:
             # The size is checked first, because read() allocates memory for the complete file.
             content = file.read(largest + 1) if path.stat().st_size <= largest else None

@@ -26,9 +26,9 @@ from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import logging
 from trainer.system.environment import environment
-from trainer.system.files import atomic_write, folder_error, try_lock
+from trainer.system.files import atomic_write, file_error, folder_error, try_lock
 
-_LIBRARIES = ("torch", "torchdata", "safetensors", "xxhash", "tiktoken", "sentencepiece")
+_LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
@@ -48,6 +48,7 @@ def acquire_lock(config: Config) -> TextIO | None:
         nonlocal lock
         if os.path.exists(folder) and (problem := folder_error(folder)):
             raise ConfigError("run.name", f"{folder} {problem}")
+        _check_types(folder)
         with _writing(folder):
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             result = try_lock(folder / _LOCK, timeout_s=5)
@@ -57,6 +58,18 @@ def acquire_lock(config: Config) -> TextIO | None:
 
     run_on_rank_0(work)
     return lock
+
+
+def _check_types(folder: Path) -> None:
+    """Raise ConfigError if a name in the run folder belongs to something that is not the run's file or folder. Opening a named
+    pipe would wait forever."""
+    problems = {folder / name: file_error(folder / name) for name in (_LOCK, *_FILES)}
+    folders = (folder / name for name in _FOLDERS)
+    problems |= {path: folder_error(path) for path in folders if os.path.lexists(path)}
+    for path, problem in problems.items():
+        if problem:
+            message = f"{path} {problem}; move it away, or choose another --run.name"
+            raise ConfigError("run.output_folder", message)
 
 
 @contextmanager

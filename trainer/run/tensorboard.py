@@ -1,5 +1,6 @@
 """The file that TensorBoard reads."""
 
+import os
 import re
 import socket
 import time
@@ -20,8 +21,8 @@ _UNFINISHED = "events"
 
 
 class EventFile:
-    """The only event file of a run. It contains only the steps that the run has kept, because TensorBoard's readers differ in
-    what they hide: the default one shows a value of a repeated step until its tag gets a new value.
+    """The only event file of a run that is not empty. It contains only the steps that the run has kept, because TensorBoard's
+    readers differ in what they hide: the default one shows a value of a repeated step until its tag gets a new value.
 
     Each step is written at once. TensorBoard's own writer has a thread, which loses steps while the disk is full.
     """
@@ -40,7 +41,7 @@ class EventFile:
         paths = sorted(folder.glob("*tfevents*"))  # TensorBoard reads them in this order
         kept, complete = _read(paths, last_step)
         self._wall_time = max((event.wall_time for event, _ in kept), default=0.0)
-        path = paths[0] if complete else _replace(folder, paths, [record for _, record in kept])
+        path = paths[-1] if complete else _replace(folder, paths, [record for _, record in kept])
         self.file = path.open("ab", buffer_bytes)
         self._writer = RecordWriter(self.file)
 
@@ -58,8 +59,9 @@ class EventFile:
 
 
 def _read(paths: list[Path], last_step: float) -> tuple[list[tuple[Event, bytes]], bool]:
-    """Return the events up to last_step with their records, and whether they are the content of a single, intact file."""
-    kept, complete = [], len(paths) == 1
+    """Return the events up to last_step with their records, and whether they are the content of the last file, which is intact,
+    and all other files are empty."""
+    kept, complete = [], bool(paths)
     for path in paths:
         size = 0
         for event, record in _records(path.read_bytes()):
@@ -72,7 +74,7 @@ def _read(paths: list[Path], last_step: float) -> tuple[list[tuple[Event, bytes]
                 complete = False
             elif not event.file_version:
                 kept.append((event, record))
-        complete = complete and 0 < size == path.stat().st_size
+        complete = complete and size == path.stat().st_size and (size > 0) == (path == paths[-1])
     return kept, complete
 
 
@@ -93,8 +95,8 @@ def _records(content: bytes) -> Iterator[tuple[Event, bytes]]:
 
 
 def _replace(folder: Path, paths: list[Path], records: list[bytes]) -> Path:
-    """Replace the files of a folder by one with the records, and return its path. If this process is killed, files whose content
-    is repeated in the new one remain."""
+    """Move the records of a folder's files to a new file and return its path. The other files become empty: if they were deleted,
+    a running TensorBoard would wait for them. If this process is killed, they keep records that the new file repeats."""
     timestamps = [int(match[1]) for path in paths if (match := re.search(r"tfevents\.(\d+)", path.name))]
     # A running TensorBoard ignores a new file whose name is not the last one. The clock may have been set back.
     timestamp = max(int(time.time()), max(timestamps, default=0) + 1)
@@ -112,5 +114,5 @@ def _replace(folder: Path, paths: list[Path], records: list[bytes]) -> Path:
         unfinished.unlink(missing_ok=True)
         raise
     for old in paths:
-        old.unlink()
+        os.truncate(old, 0)
     return path

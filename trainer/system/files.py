@@ -41,8 +41,9 @@ def file_error(path: str | Path) -> str:
 
 
 def require_regular(path: Path) -> None:
-    """Raise OSError if the path exists and is not a file."""
-    if problem := file_error(path):
+    """Raise OSError if the path can be neither read nor written as a file. A folder passes, because opening it is an OSError."""
+    problem = file_error(path)
+    if problem and not path.is_dir():
         raise OSError(errno.EINVAL, f"it {problem}", str(path))
 
 
@@ -177,6 +178,7 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
 
 def read_json_object(path: str | Path) -> dict[str, Any]:
     """Read a JSON file. Raise OSError if this fails, and ValueError if the content is not a JSON object."""
+    require_regular(Path(path))
     return parse_json_object(Path(path).read_bytes())
 
 
