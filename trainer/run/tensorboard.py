@@ -12,7 +12,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from trainer.system.files import temporary_path
+from trainer.system.files import require_regular, temporary_path
 
 _FRAME_BYTES = 16
 """Bytes of a record beside its event: 8 of the length, 4 of the length's checksum, 4 of the event's checksum."""
@@ -63,6 +63,7 @@ def _read(paths: list[Path], last_step: float) -> tuple[list[tuple[Event, bytes]
     and all other files are empty."""
     kept, complete = [], bool(paths)
     for path in paths:
+        require_regular(path)
         size = 0
         for event, record in _records(path.read_bytes()):
             size += len(record)

@@ -24,7 +24,7 @@ from trainer.system.files import describe
 from trainer.system.process import detach_signals
 
 _POLL_S = 0.5
-"""Seconds between two checks whether the run was asked to stop while it waits for a microbatch."""
+"""Seconds between two checks, while a microbatch is awaited, whether a worker has ended or the run was asked to stop."""
 _JOIN_S = 1.0
 """Seconds to wait for the exit code of a worker that has ended."""
 
@@ -140,6 +140,10 @@ class WorkerPool:
                 return None
             with suppress(FutureTimeoutError):
                 future.exception(_POLL_S)
+                break
+            if any(process.exitcode is not None for process in self._processes):
+                # The pool waits forever for the rest of a result whose worker was killed while it sent the result.
+                raise BrokenProcessPool("no further result")
             self._is_late = asked_to_stop()
         return future.result().map(torch.from_numpy)
 
