@@ -48,5 +48,6 @@ CASES: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]]
     ),
     42: ("every mesh on up to 64 ranks: valid or refused", values.case_42),
     46: ("secrets of the environment: in no output", values.case_46),
+    49: ("batches that do not arrive: rank reported, or stopped without a loss; same result", processes.case_49),
     48: ("random faults, one a minute, unattended: same result with little delay", soak.case_48),
 }

@@ -184,6 +184,13 @@ def is_pending(pid: int, number: int) -> bool:
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether SIGSTOP has stopped a process."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def have_ended(pids: Sequence[int], within_s: float) -> bool:
     def is_running(pid: int) -> bool:
         try:

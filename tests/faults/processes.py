@@ -17,6 +17,7 @@ from tests.faults.harness import (
     expect_few_lines,
     have_ended,
     is_pending,
+    is_stopped,
     kill,
 )
 from trainer.checkpoint.commit import latest_per_step, step_of
@@ -218,7 +219,7 @@ def case_14(harness: FaultHarness, rng: SeededRandom) -> None:
 
 
 def case_38(harness: FaultHarness, rng: SeededRandom) -> None:
-    """Kill a data worker, which the DataLoader reports immediately, or hang it, which the watchdog reports."""
+    """Kill a data worker, which its rank reports immediately, or hang it, which the watchdog reports."""
     number = rng.choice((signal.SIGKILL, signal.SIGSTOP))
     flags = ["--data.num_workers", "1"]
     run = harness.run(harness.fresh("case-38"), 1, [*flags, "--resilience.hang_timeout_s", "4"])
@@ -230,7 +231,8 @@ def case_38(harness: FaultHarness, rng: SeededRandom) -> None:
     result = run.wait(60)
     expect(result.code == 1, f"exited with {result.code}: {result.err[-300:]}")
     expect(time.monotonic() - start < 15, f"ended after {time.monotonic() - start:.0f} s")
-    message = "DataLoader worker" if number == signal.SIGKILL else "no step has completed for"
+    killed = f"[rank 0] SIGKILL killed process {workers[0]}, which loads training data"
+    message = killed if number == signal.SIGKILL else "this rank waits for training data"
     expect(message in result.err, f"not reported: {result.err[-500:]}")
     expect(have_ended(workers, within_s=5), "the data worker still runs")
     harness.finish("case-38", 1, flags)
@@ -244,3 +246,36 @@ def case_39(harness: FaultHarness, rng: SeededRandom) -> None:
     run.process.send_signal(signal.SIGTERM)
     expect(run.wait(60).code == 0, "the run did not stop")
     harness.finish("case-39", 1, [])
+
+
+def case_49(harness: FaultHarness, rng: SeededRandom) -> None:
+    """Hang a data worker of one rank before the first microbatch or a later one. In every second trial, stop the run then."""
+    rank, microbatch = rng.randrange(2), rng.choice((1, rng.randrange(2, 40)))
+    fault = {"kind": "hang_of_data", "rank": rank, "microbatch": microbatch}
+    long_path = harness.folder / ("x" * 100)  # too long for sockets
+    long_path.mkdir(exist_ok=True)
+    flags = ["--data.num_workers", "1", "--data.prefetch", "1"]
+    stops = rng.trial % 2 == 1
+    timeout = ["--resilience.hang_timeout_s", "60" if stops else "4"]
+    run = harness.run(harness.fresh("case-49"), 2, [*flags, *timeout], fault, TMPDIR=str(long_path))
+    if stops:
+        wait_until_stopped(run)
+        run.process.send_signal(signal.SIGTERM)
+        result = run.wait(60)
+        expect(result.code == 0, f"exited with {result.code}: {result.err[-300:]}")
+        expect("(checkpoint saved)" in result.out, f"nothing saved: {result.out[-300:]}")
+    else:
+        result = run.wait(60)
+        expect(result.code == 1, f"exited with {result.code}: {result.err[-300:]}")
+        waits = re.search(
+            rf"\[rank {rank}\] no step has completed for .*\nthis rank waits for training data", result.err
+        )
+        expect(waits or f"rank {rank} waits for training data" in result.err, f"rank not reported: {result.err}")
+    harness.finish("case-49", 2, flags)
+
+
+def wait_until_stopped(run: TrialRun) -> None:
+    """Wait until a process of the run is stopped by SIGSTOP."""
+    while not any(is_stopped(pid) for pid in run.pids()):
+        expect(time.monotonic() - run.start < 120, "no process was stopped within 120 s")
+        time.sleep(0.1)

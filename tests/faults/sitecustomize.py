@@ -10,6 +10,7 @@ import errno
 import importlib.abc
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -146,6 +147,18 @@ def twice_as_slow(function):
         return result
 
     return slow
+
+
+def inject_hang_of_data_worker(samples) -> None:
+    """Hang a data worker before it loads its FAULT["microbatch"]-th microbatch, counted from 1."""
+    loaded = [0]
+
+    def hang_at_given_microbatch(self, index):
+        loaded[0] += 1
+        if multiprocessing.parent_process() and is_on_this_rank() and loaded[0] == FAULT["microbatch"]:
+            hang()
+
+    before(samples.ConcatSamples, "__getitem__", hang_at_given_microbatch)
 
 
 def inject_bad_gradients(trainer) -> None:
@@ -310,6 +323,7 @@ KINDS = {
     "desync": {"trainer.trainer": inject_desync},
     "slow": {"trainer.trainer": inject_slow_steps},
     "straggler": {"trainer.build": inject_straggler},
+    "hang_of_data": {"trainer.data.sampling.samples": inject_hang_of_data_worker},
     "gradient": {"trainer.trainer": inject_bad_gradients},
     "on_request": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), inject_on_request),
     "crash": {
