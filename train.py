@@ -1,5 +1,6 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
+import faulthandler
 import gc
 import os
 import sys
@@ -67,6 +68,8 @@ def run(config: Config) -> int:
 def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # no rank survives a launcher that is killed
+    else:
+        faulthandler.enable(all_threads=False)  # a fatal signal, such as SIGBUS, which a launcher would report
     exit_on_interrupt()
     check_environment()
     config = config_from_command_line(sys.argv[1:])

@@ -305,6 +305,15 @@ def running_on_one_rank(tiny, tmp_path):
     yield from endless_run(tiny, tmp_path, "1", "--data.num_workers", "1")
 
 
+def test_a_store_that_is_truncated_ends_a_single_process_with_the_stack_of_the_read(tiny, tmp_path):
+    for process in endless_run(tiny, tmp_path, "1", "--data.store_folder", tmp_path / "stores"):
+        (tokens,) = (tmp_path / "stores").glob("*/train.tokens")
+        os.truncate(tokens, 0)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode in (-signal.SIGBUS, 128 + signal.SIGBUS)
+        assert "Fatal Python error: Bus error" in errors and "sampling/samples.py" in errors
+
+
 def have_ended(pids) -> bool:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ def harness(tmp_path_factory):
     return FaultHarness(tmp_path_factory.mktemp("harness"), steps=60, interval=5)
 
 
-@pytest.mark.parametrize(("case", "trial"), [(1, 0), (4, 0), (9, 0), (9, 2), (19, 0), (25, 0)])
+@pytest.mark.parametrize(("case", "trial"), [(1, 0), (4, 0), (9, 0), (9, 2), (19, 0), (25, 0), (49, 0), (49, 1)])
 def test_one_trial_passes(harness, case, trial):
     assert run_trial(harness, case, trial=999 + trial, seed=0) == ("", "")
 

@@ -458,8 +458,9 @@ class ResilienceConfig:
     median rank's by this factor, or if waiting for its data lengthens steps by this factor. "none": never warn."""
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
     """Time without a completed step after which the run prints every rank's stack and aborts. The limit is at least 5 times the
-    longest step so far. During evaluations, checkpoints and the first step, the run aborts only if a rank's heartbeat is
-    missing. 0: never abort. The time must be below [distributed] timeout_s."""
+    longest step so far. The first step and parts of evaluations, which may compile, have 12 times as long, and at least an hour.
+    During checkpoints, the run aborts only if a rank's heartbeat is missing. 0: never abort. The time must be below
+    [distributed] timeout_s."""
 
 
 @dataclass(frozen=True, kw_only=True)
