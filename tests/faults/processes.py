@@ -261,11 +261,11 @@ def case_49(harness: FaultHarness, rng: SeededRandom) -> None:
     if stops:
         wait_until_stopped(run)
         run.process.send_signal(signal.SIGTERM)
-        result = run.wait(60)
+        result = run.wait()
         expect(result.code == 0, f"exited with {result.code}: {result.err[-300:]}")
         expect("(checkpoint saved)" in result.out, f"nothing saved: {result.out[-300:]}")
     else:
-        result = run.wait(60)
+        result = run.wait()
         expect(result.code == 1, f"exited with {result.code}: {result.err[-300:]}")
         waits = re.search(
             rf"\[rank {rank}\] no step has completed for .*\nthis rank waits for training data", result.err

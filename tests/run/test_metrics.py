@@ -154,7 +154,7 @@ def test_a_file_that_is_moved_or_deleted_during_the_run_is_created_again(tmp_pat
     assert [event.step for event in read_board(tmp_path).Scalars("train/loss")] == [2, 3]
 
 
-def test_a_named_pipe_in_the_place_of_a_file_is_a_warning_during_the_run(tmp_path, capsys):
+def test_a_named_pipe_with_the_name_of_a_file_is_a_warning_during_the_run(tmp_path, capsys):
     metrics = open_metrics(tmp_path)
     log_step(metrics, 1)
     (tmp_path / "metrics.jsonl").unlink()

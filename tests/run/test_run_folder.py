@@ -99,7 +99,7 @@ def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
         require_compatible(saved, resolve(replace(Config(), model=larger), 1).fingerprint)
 
 
-# ------------------------------------------------------------ what is in the place of a file
+# ------------------------------------------------------------ named pipes and folders with a file's name
 
 
 def lock_error(argv):
