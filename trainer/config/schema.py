@@ -167,6 +167,9 @@ class DataConfig:
     """Format of conversations: "llama2", "llama3", "chatml", or a path (a .jinja file, a tokenizer_config.json or its folder)."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
+    ignored_fields: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
+    """Names of fields that are removed from documents and messages. Without it, a document with a field that may change what is
+    trained on, and that its format or template does not use, is a bad document."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
     """Assignment of documents to samples. "wrapped": concatenate all documents and split the result every seq_len tokens.
     "best-fit": fill samples with complete documents. "none": one document per sample. The last two pad samples to seq_len."""

@@ -4,12 +4,22 @@ from trainer.data.chat.conversations import (
     Conversation,
     MalformedConversation,
     PromptCompletion,
+    content_text,
     parse_conversation,
     parse_preference,
 )
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
+
+
+SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+def reason_of(document) -> str:
+    with pytest.raises(MalformedConversation) as malformed:
+        parse_conversation(document)
+    return str(malformed.value)
 
 
 def test_messages_keep_all_fields_that_a_template_may_use():
@@ -37,15 +47,19 @@ def test_a_prompt_and_its_completion_are_text_or_messages():
     assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
 
 
-def test_messages_take_precedence_over_a_prompt():
-    assert parse_conversation({"prompt": "p", "messages": [USER, ANSWER]}) == Conversation(
-        (USER, ANSWER), (False, True)
-    )
+def test_a_prompt_that_repeats_a_message_is_no_second_conversation():
+    for name, messages in (("messages", [USER, ANSWER]), ("conversations", SHAREGPT)):
+        found = parse_conversation({"prompt": "q", name: messages})
+        assert found == Conversation((USER, ANSWER), (False, True))
+        assert reason_of({"prompt": "p", name: messages}).startswith(
+            "the document has the field prompt, which may change"
+        )
 
 
-def test_text_parts_are_concatenated():
+def test_the_text_of_a_content_is_that_of_its_parts():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse_conversation({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages[0]["content"] == "ab"
+    (message, _) = parse_conversation({"messages": [{"role": "user", "content": parts}, ANSWER]}).messages
+    assert message["content"] == parts and content_text(message) == "ab"
 
 
 def test_a_tool_call_needs_no_content():
@@ -115,7 +129,11 @@ MALFORMED = [
     ),
     (turns(USER, ANSWER | {"weight": 0}), "the conversation has no assistant message to train on"),
     (turns(USER, ANSWER | {"weight": 0.5}), "message 2 has the weight 0.5; expected 0 or 1"),
-    (turns(USER, {"role": "assistant", "tool_calls": "f"}), "message 2: tool_calls is not a list"),
+    (
+        turns(USER, {"role": "assistant", "tool_calls": "f"}),
+        "message 2: tool_calls is not a list, nor the JSON text of one",
+    ),
+    (turns(USER, {"role": "assistant", "tool_calls": '"f"'}), "message 2: tool_calls is not a list"),
     (
         turns(USER | {"tool_calls": [{"name": "f"}]}, ANSWER),
         "message 1 has tool_calls, but only the assistant can call tools",
@@ -126,7 +144,9 @@ MALFORMED = [
     ),
     (turns(USER, {"role": "assistant", "tool_calls": []}), "message 2 has no content"),
     (turns(USER, ANSWER) | {"tools": {"name": "f"}}, "tools is not a list of objects"),
-    (turns(USER, ANSWER) | {"tools": ["f"]}, "tools is not a list of objects"),
+    (turns(USER, ANSWER) | {"tools": [1]}, "tools is not a list of objects"),
+    (turns(USER, ANSWER) | {"tools": ["f"]}, "a tool is not an object, nor the JSON text of one"),
+    (turns(USER, ANSWER) | {"tools": "f"}, "tools is not a list of objects, nor the JSON text of one"),
     (turns({"role": "user", "content": "\ud800"}, ANSWER), "the document contains a lone surrogate"),
     ({"conversations": ["hi"]}, "message 1 is not an object"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from"),
@@ -151,9 +171,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("document", "reason"), MALFORMED, ids=[reason for _, reason in MALFORMED])
 def test_a_malformed_conversation_yields_its_reason(document, reason):
-    with pytest.raises(MalformedConversation) as malformed:
-        parse_conversation(document)
-    assert str(malformed.value) == reason
+    assert reason_of(document) == reason
 
 
 # ---------------------------------------------------------------- preference pairs
@@ -172,20 +190,20 @@ OTHER = ANSWER | {"content": "b"}
     ids=["separate prompt", "shared messages", "UltraFeedback", "text and messages"],
 )
 def test_all_layouts_of_pairs_give_the_same_conversations(pair):
-    chosen, rejected = map(parse_conversation, parse_preference(pair))
+    chosen, rejected = map(parse_conversation, parse_preference(pair)[:2])
     assert chosen == Conversation((USER, ANSWER), (False, True))
     assert rejected == Conversation((USER, OTHER), (False, True))
 
 
 def test_a_pair_of_texts_is_two_completions_of_the_prompt():
-    chosen, rejected = parse_preference({"prompt": "p", "chosen": "c", "rejected": "r"})
+    chosen, rejected, _ = parse_preference({"prompt": "p", "chosen": "c", "rejected": "r"})
     assert parse_conversation(chosen) == PromptCompletion("p", "c")
     assert parse_conversation(rejected) == PromptCompletion("p", "r")
 
 
 def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
     talk = [USER, ANSWER, USER]
-    chosen, _ = parse_preference({"chosen": [*talk, ANSWER], "rejected": [*talk, OTHER]})
+    chosen, _, _ = parse_preference({"chosen": [*talk, ANSWER], "rejected": [*talk, OTHER]})
     assert parse_conversation(chosen).loss_mask == (False, False, False, True)
 
 
@@ -203,11 +221,15 @@ def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
         ),
         ({"prompt": "p", "chosen": "c", "rejected": ""}, "the completion is empty"),
         ({"prompt": "p", "chosen": 1, "rejected": 2}, "prompt and completion are neither both text nor both lists"),
-        ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "the conversation has no assistant message"),
+        (
+            {"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
+            "the chosen answer begins with a user message, so the",
+        ),
+        ({"prompt": [USER], "chosen": [], "rejected": [ANSWER]}, "the conversation has no assistant message"),
     ],
 )
 def test_a_malformed_pair_is_explained(pair, reason):
     with pytest.raises(MalformedConversation) as error:
-        for document in parse_preference(pair):
+        for document in parse_preference(pair)[:2]:
             parse_conversation(document)
     assert str(error.value).startswith(reason)

@@ -212,7 +212,7 @@ def test_tool_calls_are_targets_and_their_results_are_not(llama3, chatml):
 
 def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokenizer, llama3):
     chat = load_chat_format("llama2", char_tokenizer)
-    assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"}), char_tokenizer) == [
+    assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"})[0], char_tokenizer) == [
         *["<s>", "▁", "a", "▁", "+d", "+o", "+g", "+</s>"],
     ]
     assert shown(chat.encode_prompt_completion(PromptCompletion("", "dog")), char_tokenizer) == [
@@ -233,7 +233,7 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokeniz
 
 
 def test_answers_in_a_prompt_of_messages_are_not_targets(llama3):
-    tokens, targets = llama3.encode_document({"prompt": TALK[:4], "completion": TALK[4:]})
+    (tokens, targets), _ = llama3.encode_document({"prompt": TALK[:4], "completion": TALK[4:]})
     assert tokens == llama3.encode(TALK)[0]
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "Yes<|eot_id|>"
 
@@ -337,6 +337,11 @@ REJECTED = [
         "the template ends an answer without a special token, so generation would never stop",
     ),
     (
+        "{% for m in messages %}{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}{{ m.content }}"
+        "<|eot_id|>{% endfor %}",
+        "the template nests {% generation %} blocks",
+    ),
+    (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
         "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; set tokenizer.reuse_reserved_tokens = "
         '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } to add them',
@@ -355,7 +360,8 @@ HEADER = "{% for m in messages %}{{ m.role }}<|end_header_id|>{{ m.content }}<|e
 NOT_FOR_TRAINING = [
     (
         HEADER,
-        "the template writes 'assistant<|end_header_id|>' before an answer, but not when add_generation_prompt is set",
+        "the template writes 'assistant<|end_header_id|>' before an answer, but not when add_generation_prompt is set; "
+        "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template",
     ),
     (
         HEADER + "{% if add_generation_prompt %}assistant<|end_header_id|>(thinks){% endif %}",
@@ -369,11 +375,6 @@ NOT_FOR_TRAINING = [
     (
         "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %} {{ m.content }}<|eot_id|>{% endfor %}",
         "the template's {% generation %} blocks must contain each answer with its end-of-turn token",
-    ),
-    (
-        "{% for m in messages %}{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}{{ m.content }}"
-        "<|eot_id|>{% endfor %}",
-        "the template nests {% generation %} blocks",
     ),
     (
         HEADER.replace("<|eot_id|>", "{{ '<|eot_id|>' if messages | length < 3 or m.role == 'user' or not loop.last }}")

@@ -3,15 +3,17 @@ import threading
 import pytest
 
 from trainer.config import ConfigError
-from trainer.data.chat.sandbox import BEGIN_MARK, END_MARK
-from trainer.data.chat.template import ChatTemplate, TemplateFailure
+from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 
-CONVERSATION = {"messages": [], "add_generation_prompt": False}
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def render(source: str, cpu_s: float = 10, memory_mib: int = 1024, **variables) -> str:
-    template = ChatTemplate(source, cpu_s, memory_mib)
-    return template.render({**CONVERSATION, "messages": [{"role": "user", "content": "hi"}], **variables}, False)[0]
+def rendering(template: ChatTemplate, names: dict[str, str] | None = None, **arguments) -> Rendering:
+    return template.render(names or {}, {"messages": MESSAGES, "tools": None, "arguments": arguments}, False)
+
+
+def render(source: str, cpu_s: float = 10, memory_mib: int = 1024, **arguments) -> str:
+    return rendering(ChatTemplate(source, cpu_s, memory_mib), **arguments).text
 
 
 def error_of(source: str, **limits) -> str:
@@ -46,7 +48,8 @@ def test_loops_have_their_index_and_length():
 def test_generation_blocks_are_marked():
     template = ChatTemplate("a{% generation %}{% set x = 'b' %}\n{{ x }}{%- endgeneration %}c{{ x }}")
     assert template.has_generation_blocks
-    assert template.render({**CONVERSATION, BEGIN_MARK: "[", END_MARK: "]"}, False)[0] == "a[b]c"
+    rendered = rendering(template)
+    assert (rendered.text, rendered.blocks) == ("abc", [(1, 2)])
     assert not ChatTemplate("generation").has_generation_blocks
 
 
@@ -158,9 +161,9 @@ def test_other_conversations_are_rendered_after_an_endless_one():
     template = ChatTemplate("{{ 'a' * count }}{{ text }}")
     for _ in range(2):
         text = "\u00e9\U0001f642\u2028"
-        assert template.render({**CONVERSATION, "count": 2, "text": text}, False)[0] == "aa" + text
+        assert rendering(template, count=2, text=text).text == "aa" + text
         with pytest.raises(TemplateFailure, match=r"^the template takes more than 1024 MiB of memory$"):
-            template.render({**CONVERSATION, "count": 10**10}, False)
+            rendering(template, count=10**10)
 
 
 def test_a_kill_from_outside_is_not_a_failure_of_the_conversation():
@@ -169,7 +172,7 @@ def test_a_kill_from_outside_is_not_a_failure_of_the_conversation():
     threading.Timer(0.2, template._process.kill).start()
     message = r"^data\.chat_template: the process that renders the template ended with status -9$"
     with pytest.raises(ConfigError, match=message):
-        template.render({**CONVERSATION, "n": 99999}, False)
+        rendering(template, n=99999)
 
 
 def test_the_process_ends_with_its_template():

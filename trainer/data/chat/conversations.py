@@ -3,9 +3,10 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.data.chat.fields import REASONING, is_absent, unused
 from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,11 +27,17 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     messages: tuple[Message, ...]
-    """Messages. Each role is one of ROLES. The content of a message is text. A message with tool_calls may have no content."""
+    """Messages. Each role is one of ROLES. The content of a message is a text or a list of text parts; that of a tool may also be
+    another list or an object. A message with tool_calls may have no content. The arguments of a call are an object, or its JSON
+    text."""
     loss_mask: tuple[bool, ...]
     """One flag per message: whether to train on it. Only messages of the assistant can be trained on."""
     tools: tuple[Mapping[str, Any], ...] | None = None
     """Descriptions of the tools that the assistant may call. The template renders the descriptions."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, by name."""
+    unused: tuple[str, ...] = ()
+    """Names of the document's fields that have no meaning here, such as an id."""
 
 
 @dataclass(frozen=True)
@@ -39,30 +46,32 @@ class PromptCompletion:
 
     prompt: str
     completion: str
+    unused: tuple[str, ...] = ()
 
 
 class MalformedConversation(Exception):
     """Error whose message states in one line why a document is not a conversation."""
 
 
+_BESIDE_MESSAGES = ("tools", "functions", "system", "chat_template_kwargs", "weight", "train")
+"""Fields of a document that have a meaning beside its messages."""
+
+
 def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     """Parse a JSON value. Raises MalformedConversation.
 
-    Formats, in order of precedence: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]};
-    {"prompt", "completion"} with two texts or two lists of messages. An assistant message is not trained on if it has
-    "weight": 0 (OpenAI's format) or is part of a prompt.
+    Formats: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "completion"} with
+    two texts or two lists of messages. docs/chat.md describes the other fields.
     """
-    if not isinstance(document, Mapping):
-        raise MalformedConversation("the document is not a JSON object")
-    if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
-        raise MalformedConversation("the document contains a lone surrogate")
+    document = _checked(document)
+    prompt, completion = document.get("prompt"), document.get("completion")
     if document.get("messages") is not None:
-        return _conversation(_list(document["messages"], "messages"), 0, document.get("tools"))
+        messages = _list(document["messages"], "messages")
+        return _conversation(messages, 0, document, {"messages", *_repeated_prompt(prompt, messages)})
     if document.get("conversations") is not None:
         turns = _list(document["conversations"], "conversations")
         messages = [_from_sharegpt(turn, f"message {i}") for i, turn in enumerate(turns, start=1)]
-        return _conversation(messages, 0, document.get("tools"))
-    prompt, completion = document.get("prompt"), document.get("completion")
+        return _conversation(messages, 0, document, {"conversations", *_repeated_prompt(prompt, messages)})
     if prompt is None and completion is None:
         raise MalformedConversation("the document has neither messages nor conversations nor prompt and completion")
     if prompt is None:
@@ -72,28 +81,54 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise MalformedConversation("the completion is empty")
-        return PromptCompletion(prompt, completion)
+        _check_document_weight(document)
+        names = _unused(document, ("prompt", "completion", "weight", "train"))
+        for name in ("tools", "functions", "system", "chat_template_kwargs"):
+            if not is_absent(document.get(name)):
+                raise MalformedConversation(f"the document has {name}, but its prompt is text without a template")
+        return PromptCompletion(prompt, completion, names)
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation([*prompt, *completion], len(prompt), document.get("tools"))
+        return _conversation([*prompt, *completion], len(prompt), document, {"prompt", "completion"})
     raise MalformedConversation("prompt and completion are neither both text nor both lists of messages")
 
 
-def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parse a preference pair. Return two documents {"prompt", "completion", "tools"}: with the chosen and with the rejected
-    answer. Raises MalformedConversation.
+def _repeated_prompt(prompt: Any, messages: Sequence[Any]) -> tuple[str, ...]:
+    """Return ("prompt",) if the prompt is the text of a message, as in datasets that repeat the first question."""
+    return ("prompt",) if any(isinstance(m, Mapping) and m.get("content") == prompt for m in messages) else ()
+
+
+def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """Parse a preference pair. Return a document {"prompt", "completion", ...} with the chosen answer, one with the rejected
+    answer, and the names of the fields that have no meaning here. Raises MalformedConversation.
 
     Formats: {"prompt", "chosen", "rejected"} with texts, or with lists of messages. Without a list of messages as the prompt, the
     leading messages that both answers share are the prompt. If they share none, the prompt is the text of the user's message.
     """
-    if not isinstance(document, Mapping):
-        raise MalformedConversation("the document is not a JSON object")
+    document = _checked(document)
     prompt, chosen, rejected = (document.get(name) for name in ("prompt", "chosen", "rejected"))
     for name in ("chosen", "rejected"):
         if document.get(name) is None:
             raise MalformedConversation(f"the document has no {name} answer")
     if chosen == rejected:
         raise MalformedConversation("the chosen and the rejected answer are equal")
-    if isinstance(chosen, list) and isinstance(rejected, list) and not isinstance(prompt, list):
+    # Some datasets repeat the chosen conversation as messages.
+    repeated = ("messages",) if document.get("messages") in (chosen, prompt) else ()
+    names = _unused(document, ("prompt", "chosen", "rejected", *_BESIDE_MESSAGES, *repeated))
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        prompt, chosen, rejected = _split_pair(prompt, chosen, rejected)
+    if prompt is None:
+        raise MalformedConversation("the document has no prompt")
+    common = {name: document[name] for name in _BESIDE_MESSAGES if name in document}
+    pair = ({"prompt": prompt, "completion": answer} | common for answer in (chosen, rejected))
+    return (*pair, names)
+
+
+def _split_pair(prompt: Any, chosen: list, rejected: list) -> tuple[Any, list, list]:
+    """Return the messages before both answers, and the messages of each answer."""
+    if isinstance(prompt, list):
+        if prompt and all(answer[: len(prompt)] == prompt for answer in (chosen, rejected)):
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    else:
         equal = (a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False))
         shared = sum(itertools.takewhile(bool, equal))
         if shared:
@@ -104,10 +139,30 @@ def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         elif prompt is not None:
             prompt = [{"role": "user", "content": prompt}]
-    if prompt is None:
-        raise MalformedConversation("the document has no prompt")
-    tools = document.get("tools")
-    return tuple({"prompt": prompt, "completion": answer, "tools": tools} for answer in (chosen, rejected))
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        role = answer[0].get("role") if answer and isinstance(answer[0], Mapping) else None
+        if prompt is not None and role in ("system", "user"):
+            raise MalformedConversation(f"the {name} answer begins with a {role} message, so the two prompts differ")
+    return prompt, chosen, rejected
+
+
+def _checked(document: Any) -> Mapping[str, Any]:
+    if not isinstance(document, Mapping):
+        raise MalformedConversation("the document is not a JSON object")
+    if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
+        raise MalformedConversation("the document contains a lone surrogate")
+    return document
+
+
+def _unused(document: Mapping[str, Any], used: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the fields that have no meaning. Raises MalformedConversation if one may change what is trained on."""
+    consequential, others = unused(document, used)
+    if consequential:
+        raise MalformedConversation(
+            f"the document has the field {consequential[0]}, which may change what is trained on and is not supported here; "
+            "remove the field, or list it in data.ignored_fields"
+        )
+    return tuple(others)
 
 
 def _list(value: Any, name: str) -> list:
@@ -120,7 +175,11 @@ def _from_sharegpt(turn: Any, label: str) -> Any:
     sender = _word(turn, "from", tuple(_SHAREGPT_ROLES), label, "is from")
     if turn.get("value") is None:
         raise MalformedConversation(f"{label} has no value")
-    return {"role": _SHAREGPT_ROLES[sender], "content": turn["value"]}
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    for name in ("role", "content"):
+        if not is_absent(others.get(name)):
+            raise MalformedConversation(f"{label} has both {'from' if name == 'role' else 'value'} and {name}")
+    return others | {"role": _SHAREGPT_ROLES[sender], "content": turn["value"]}
 
 
 def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: str) -> str:
@@ -135,11 +194,23 @@ def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: st
     return word
 
 
-def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Conversation:
-    """Parse messages. prompt_length: number of leading messages that form the prompt."""
+def _conversation(
+    messages: Sequence[Any], prompt_length: int, document: Mapping[str, Any], used: set[str]
+) -> Conversation:
+    """Parse messages and the fields beside them.
+
+    Args:
+        messages: messages in OpenAI's format.
+        prompt_length: number of leading messages that form the prompt.
+        document: the document that contains them.
+        used: names of the document's fields that contain them.
+    """
     if not messages:
         raise MalformedConversation("the conversation has no messages")
+    names = _unused(document, (*used, *_BESIDE_MESSAGES))
+    _check_document_weight(document)
     parsed = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
+    weights = [_pop_weight(message, f"message {i}") for i, message in enumerate(parsed, start=1)]
     systems = [i for i, message in enumerate(parsed) if message["role"] == "system"]
     if len(systems) > 1:
         raise MalformedConversation(f"the conversation has {len(systems)} system messages; at most one is allowed")
@@ -148,38 +219,98 @@ def _conversation(messages: Sequence[Any], prompt_length: int, tools: Any) -> Co
     answers = [i for i, message in enumerate(parsed) if message["role"] == "assistant"]
     if not answers:
         raise MalformedConversation("the conversation has no assistant message")
-    weights = [_pop_weight(message, f"message {i}") for i, message in enumerate(parsed, start=1)]
-    loss_mask = tuple(i in answers and i >= prompt_length and bool(weight) for i, weight in enumerate(weights))
+    loss_mask = [i in answers and i >= prompt_length and weight for i, weight in enumerate(weights)]
     if not any(loss_mask):
         raise MalformedConversation("the conversation has no assistant message to train on")
-    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools)):
+    system = document.get("system")
+    if not is_absent(system):
+        if not isinstance(system, str):
+            raise MalformedConversation("the document's system is not text")
+        if systems and content_text(parsed[0]) != system:
+            raise MalformedConversation("the document's system differs from its system message")
+        if not systems:
+            parsed, loss_mask = [{"role": "system", "content": system}, *parsed], [False, *loss_mask]
+    arguments = document.get("chat_template_kwargs")
+    if not is_absent(arguments) and not isinstance(arguments, Mapping):
+        raise MalformedConversation("chat_template_kwargs is not an object")
+    arguments = {name: value for name, value in (arguments or {}).items() if value is not None}
+    return Conversation(tuple(parsed), tuple(loss_mask), _tools(document), arguments, names)
+
+
+def _tools(document: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+    """Return the descriptions of the tools. `functions` is the field of OpenAI's earlier format."""
+    tools, functions = (_from_json(document.get(name), name, "a list of objects") for name in ("tools", "functions"))
+    if not is_absent(functions):
+        if not is_absent(tools):
+            raise MalformedConversation("the document has both tools and functions")
+        tools = [{"type": "function", "function": function} for function in _list(functions, "functions")]
+    if is_absent(tools):
+        return None
+    if isinstance(tools, list):
+        tools = [_from_json(tool, "a tool", "an object") for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise MalformedConversation("tools is not a list of objects")
-    return Conversation(tuple(parsed), loss_mask, tuple(tools) if tools else None)
+    return tuple(tools)
+
+
+def _from_json(value: Any, label: str, kind: str) -> Any:
+    """Return a value, or the value of its JSON text if it is text. Blank text counts as null. kind: what the text should hold."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise MalformedConversation(f"{label} is not {kind}, nor the JSON text of one") from None
 
 
 def _message(message: Any, label: str) -> Message:
+    if isinstance(message, Mapping) and message.get("role") == "function":  # OpenAI's earlier name
+        message = {**message, "role": "tool"}
     role = _word(message, "role", ROLES, label, "has the role")
-    calls = message.get("tool_calls")
+    # Null fields are dropped, as in transformers, because templates test whether a field exists. So are empty lists of calls.
+    parsed = {name: value for name, value in message.items() if name == "content" or not is_absent(value)}
+    if parsed.get("content") is None:
+        parsed.pop("content", None)
+    calls = _calls(parsed, role, label)
     if calls:
-        _check_calls(calls, role, label)
-    # Null fields are dropped, as in transformers, because templates test whether a field exists.
-    parsed = {name: value for name, value in message.items() if value is not None}
+        parsed["tool_calls"] = calls
     if "content" in parsed:
-        parsed["content"] = _text(parsed["content"], label)
+        _check_content(parsed["content"], role, label)
     elif not calls:
         raise MalformedConversation(f"{label} has no content")
-    if role == "assistant" and not calls and not parsed["content"].strip():
+    for name in REASONING:
+        if not isinstance(parsed.get(name, ""), str):
+            raise MalformedConversation(f"{label}: {name} is not text")
+    if role == "assistant" and not calls and not content_text(parsed).strip():
         raise MalformedConversation(f"{label} is an empty answer")
     return parsed
 
 
-def _text(content: Any, label: str) -> str:
-    """Return a message's content as one text. content: a text, or a list of content parts of type "text"."""
+def content_text(message: Message) -> str:
+    """Return the content of a message as one text: the text, the text parts without a separator, or an object as JSON."""
+    content = message.get("content", "")
     if isinstance(content, str):
         return content
+    if is_parts(content):
+        return "".join(part["text"] for part in content)
+    return json.dumps(content, ensure_ascii=False)
+
+
+def is_parts(content: Any) -> bool:
+    """Return whether a content is a list of text parts."""
+    return isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content)
+
+
+def _check_content(content: Any, role: str, label: str) -> None:
+    if isinstance(content, str):
+        return
+    is_typed = isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content)
+    if role == "tool" and isinstance(content, list | Mapping) and not is_typed:
+        return
     if not isinstance(content, list):
         raise MalformedConversation(f"{label} has content that is neither text nor a list of content parts")
-    texts = []
     for part in content:
         part_type = part.get("type") if isinstance(part, Mapping) else None
         if part_type != "text":
@@ -188,25 +319,71 @@ def _text(content: Any, label: str) -> str:
             )
         if not isinstance(part.get("text"), str):
             raise MalformedConversation(f"{label} has a content part without text")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
-def _check_calls(calls: Any, role: str, label: str) -> None:
+def _calls(message: Message, role: str, label: str) -> list[Mapping[str, Any]]:
+    """Return the tool calls of a message, each with a function name and arguments. Remove the field function_call of OpenAI's
+    earlier format."""
+    calls = _from_json(message.get("tool_calls"), f"{label}: tool_calls", "a list")
+    if "function_call" in message:
+        if calls:
+            raise MalformedConversation(f"{label} has both tool_calls and function_call")
+        function = _from_json(message.pop("function_call"), f"{label}: function_call", "an object")
+        calls = [{"type": "function", "function": function}]
+    if is_absent(calls):
+        message.pop("tool_calls", None)
+        return []
     if role != "assistant":
         raise MalformedConversation(f"{label} has tool_calls, but only the assistant can call tools")
+    parsed = []
     for call in _list(calls, f"{label}: tool_calls"):
+        call = _from_json(call, f"{label}: a tool call", "an object")
         function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise MalformedConversation(f"{label} has a tool call without a function name")
+        function = {**function, "arguments": _arguments(function.get("arguments"), label)}
+        parsed.append({**call, "function": function} if "function" in call else function)
+    return parsed
 
 
-def _pop_weight(message: Message, label: str) -> int:
-    """Remove the weight from a message and return it. Templates do not expect this field."""
-    weight = message.pop("weight", 1)
-    if weight not in (0, 1):
+def _arguments(arguments: Any, label: str) -> Mapping[str, Any] | str:
+    """Return the arguments of a call: an object, or the JSON text of one, as OpenAI's format has it."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    value = _from_json(arguments, f"{label}: the text of a call's arguments", "an object")
+    if not isinstance(value, Mapping):
+        raise MalformedConversation(f"{label} has a tool call whose arguments are not an object")
+    return arguments
+
+
+def _check_document_weight(document: Mapping[str, Any]) -> None:
+    """Raise MalformedConversation if the document says that it is not trained on."""
+    if not _is_trained(document, "the document", True):
+        raise MalformedConversation("the document is marked as not to be trained on")
+
+
+def _pop_weight(message: Message, label: str) -> bool:
+    """Remove the weight from a message. Return whether the message is trained on. Templates do not expect this field."""
+    if message["role"] != "assistant" and message.get("train") is True:
+        raise MalformedConversation(f"{label} has train = true, but only answers can be trained on")
+    is_trained = _is_trained(message, label, message["role"] == "assistant")
+    message.pop("weight", None)
+    message.pop("train", None)
+    return is_trained
+
+
+def _is_trained(fields: Mapping[str, Any], label: str, default: bool) -> bool:
+    """Return what the fields weight (OpenAI's format) and train say."""
+    weight, train = fields.get("weight"), fields.get("train")
+    if weight is not None and weight not in (0, 1):
         raise MalformedConversation(f"{label} has the weight {_abbreviated(weight)}; expected 0 or 1")
-    return int(weight)
+    if train is not None and not isinstance(train, bool):
+        raise MalformedConversation(f"{label} has train = {_abbreviated(train)}; expected true or false")
+    if weight is not None and train is not None and bool(weight) != train:
+        raise MalformedConversation(f"{label} has the weight {_abbreviated(weight)} and train = {_abbreviated(train)}")
+    if weight is not None:
+        return bool(weight)
+    return default if train is None else train
 
 
 def _abbreviated(value: Any) -> str:

@@ -8,37 +8,36 @@ and each answer are tokenized separately, exactly as at inference.
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
-from trainer.data.chat.sandbox import BEGIN_MARK, END_MARK
-from trainer.data.chat.template import ChatTemplate, TemplateFailure
-from trainer.data.chat.template_files import SETTING, read_template
+from trainer.data.chat.answers import Turn, locate_answers
+from trainer.data.chat.conversations import (
+    Message,
+    PromptCompletion,
+    content_text,
+    parse_conversation,
+)
+from trainer.data.chat.fields import REASONING, without
+from trainer.data.chat.special_names import SpecialNames
+from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
+from trainer.data.chat.template_files import SETTING, fitting_template, read_template
+from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import SpecialNames, missing_special_tokens, reserved_names
+from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
 
-_VERSION = 1
+_VERSION = 2
 """Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
 _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
 _NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
+_MARK_THE_ANSWERS = "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
 _ANCHOR = "\ue000"  # a character of no vocabulary, which therefore never merges with adjacent text
 
 TokensAndMask = tuple[list[int], list[bool]]
 """Token ids, and for each token whether it is a target."""
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    text: str
-    turns: list[tuple[int, int]]
-    """Half-open range (start, stop) of each answer, as character offsets in the text."""
-    separator: str
-    """Character that SpecialNames inserts to escape the names of special tokens in messages."""
 
 
 class ChatFormat:
@@ -55,18 +54,27 @@ class ChatFormat:
         *,
         names: Mapping[str, str] | None = None,
         allowed_special: Collection[str] = (),
+        ignored_fields: Collection[str] = (),
     ):
-        """template: Jinja text. names: text of each template variable such as bos_token (default: the tokenizer's BOS and EOS).
-        allowed_special: special tokens that are recognized in messages too.
+        """Compile a template.
 
-        Raises ConfigError for a template that is invalid, needs special tokens that the tokenizer does not have, or ends an
-        answer without a special token.
+        Args:
+            template: Jinja text.
+            tokenizer: tokenizer of the text.
+            names: text of each template variable such as bos_token (default: the tokenizer's BOS and EOS).
+            allowed_special: special tokens that are recognized in messages too.
+            ignored_fields: names of fields that are removed from documents and messages.
+
+        Raises:
+            ConfigError: The template is invalid, needs special tokens that the tokenizer does not have, or ends an answer without
+                a special token.
         """
         special = tokenizer.special_tokens
         name_of = {token: name for name, token in special.items()}
         default_names = {"bos_token": name_of.get(tokenizer.bos, ""), "eos_token": name_of.get(tokenizer.eos, "")}
         self.tokenizer = tokenizer
         self.template = template
+        self._ignored_fields = frozenset(ignored_fields)
         self._names = default_names if names is None else dict(names)
         self._special = {name: token for name, token in special.items() if len(name) > 1}  # one character is text
         self._special_ids = frozenset(self._special.values())
@@ -81,8 +89,9 @@ class ChatFormat:
             self._template = ChatTemplate(template)
             self.end_of_turn = self._find_end_of_turn()
         except TemplateFailure as failure:
-            raise ConfigError(SETTING, str(failure)) from None
+            raise self._refusal(failure) from None
         shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
+        shape += [sorted(self._ignored_fields)]
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
@@ -98,21 +107,39 @@ class ChatFormat:
     ) -> TokensAndMask:
         """Encode a complete conversation. loss_mask: whether each message is a target, shape (messages,). Default: all answers.
 
-        Raises TemplateFailure if the template cannot render the conversation or an answer cannot be located in the text.
+        Raises TemplateFailure if the template cannot render the conversation, leaves out a part of it that would change what is
+        trained on, or if an answer cannot be located in the text.
         """
-        rendered = self._render(messages, tools, add_generation_prompt=False, strict=True)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        turn_mask = [True] * len(rendered.turns)
-        if loss_mask is not None and not all(loss_mask[i] for i in answers):
-            if len(answers) != len(turn_mask):
+        return self._encode(messages, tools, {}, loss_mask)[0]
+
+    def _encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping] | None,
+        arguments: Mapping[str, Any],
+        loss_mask: Sequence[bool] | None,
+    ) -> tuple[TokensAndMask, set[str]]:
+        """Encode a conversation as encode() does. Return also the names of the messages' fields that the template does not use.
+
+        arguments: further variables of the template, by name.
+        """
+        is_answer = [message["role"] == "assistant" for message in messages]
+        loss_mask = is_answer if loss_mask is None else loss_mask
+        rendering, turns, unused = self._render_complete(messages, tools, arguments, loss_mask)
+        turn_mask = [True] * len(turns)
+        if loss_mask != is_answer:
+            if sum(is_answer) != len(turns):
                 raise TemplateFailure("the template does not have one {% generation %} block for each answer")
-            turn_mask = [loss_mask[i] for i in answers]
-        return self._encode_rendered(rendered, turn_mask)
+            turn_mask = list(itertools.compress(loss_mask, is_answer))
+        return self._encode_rendered(rendering, turns, turn_mask), unused
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Encode messages up to the start of the next answer. Raises TemplateFailure if the template cannot render them."""
-        rendered = self._render(messages, None, add_generation_prompt=True, strict=False)
-        return self._encode_rendered(rendered, [False] * len(rendered.turns))[0]
+        data = _data(messages, None, {})
+        rendering = self._template.render(self._names, data, True)
+        located = self._locate(rendering, data, True).values()
+        turns = [turn for turn in located if turn]
+        return self._encode_rendered(rendering, turns, [False] * len(turns))[0]
 
     def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
         """Encode a document without the template. BOS and the prompt are not targets. The completion and EOS are targets."""
@@ -120,16 +147,26 @@ class ChatFormat:
         completion = [*self._encode_text(document.completion, at_start=not document.prompt), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
-    def encode_document(self, document: Any) -> TokensAndMask:
-        """Encode a JSON value in any format that parse_conversation accepts. Raises MalformedConversation or TemplateFailure, or
-        RecursionError if the value is nested too deeply."""
+    def encode_document(self, document: Any) -> tuple[TokensAndMask, tuple[str, ...]]:
+        """Encode a JSON value in any format that parse_conversation accepts. Return also the names of its fields that were not
+        used, because they have no meaning or are listed in data.ignored_fields. Raises MalformedConversation or TemplateFailure,
+        or RecursionError if the value is nested too deeply."""
+        document, unused = self.without_ignored_fields(document)
         parsed = parse_conversation(document)
+        unused.update(parsed.unused)
         if isinstance(parsed, PromptCompletion):
-            return self.encode_prompt_completion(parsed)
-        tokens, targets = self.encode(parsed.messages, parsed.tools, parsed.loss_mask)
-        if not any(targets):
+            return self.encode_prompt_completion(parsed), tuple(sorted(unused))
+        for name in parsed.arguments:
+            if name not in self._template.variables or name in ("messages", "tools", *self._names):
+                raise TemplateFailure(f"chat_template_kwargs sets {name}, which is no variable that the template reads")
+        encoded, names = self._encode(parsed.messages, parsed.tools, parsed.arguments, list(parsed.loss_mask))
+        if not any(encoded[1]):
             raise TemplateFailure("the template marks no text as a target")
-        return tokens, targets
+        return encoded, tuple(sorted(unused | names))
+
+    def without_ignored_fields(self, document: Any) -> tuple[Any, set[str]]:
+        """Return a document without the fields of data.ignored_fields, and the names of those that it had."""
+        return without(document, self._ignored_fields)
 
     def validate_template(self) -> None:
         """Raise ConfigError if training inputs would differ from inference prompts.
@@ -137,81 +174,107 @@ class ChatFormat:
         They differ if the template rewrites earlier turns, or emits the assistant's header only together with an answer.
         """
         try:
-            rendered = self._render(_PROBE, None, add_generation_prompt=False, strict=True)
-            tokens, targets = self._encode_rendered(rendered, [True] * len(rendered.turns))
+            rendering, turns, _ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
+            tokens, targets = self._encode_rendered(rendering, turns, [True] * len(turns))
             if not self._template.has_generation_blocks:
-                self._check_header(rendered)
+                self._check_header(rendering.text[slice(*turns[0])])
         except TemplateFailure as failure:
-            raise ConfigError(SETTING, str(failure)) from None
-        answers = "".join(rendered.text[start:stop] for start, stop in rendered.turns)
+            raise self._refusal(failure) from None
+        answers = "".join(rendering.text[start:stop] for start, stop in turns)
         following = [*targets[1:], False]
         ends = {token for token, now, later in zip(tokens, targets, following, strict=True) if now and not later}
         if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= set(self.end_of_turn):
             reason = "must contain each answer with its end-of-turn token"
-            raise ConfigError(SETTING, f"the template's {{% generation %}} blocks {reason}")
+            raise self._refusal(TemplateFailure(f"the template's {{% generation %}} blocks {reason}"))
 
     # ---------------------------------------------------------------- text
 
-    def _run_template(self, locate: bool = False, **variables: Any) -> tuple[str, list]:
-        """Call ChatTemplate.render(), and return the text and the answer ranges."""
-        return self._template.render({**self._names, "tools": None, "documents": None, **variables}, locate)
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendering:
+        return self._template.render(self._names, _data(messages, None, {}), add_generation_prompt)
 
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, strict: bool) -> _Rendered:
-        """Render messages. strict: whether to raise TemplateFailure if an answer cannot be located in the text."""
-        if tools and not self._template.uses_tools:
-            raise TemplateFailure("the template does not support tools")
-        begin, end, separator = _unused_characters(self.template, messages, tools)
-        messages, tools = self._special_names.escape([messages, tools or None], separator)
-        variables = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    def _render_complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping] | None,
+        arguments: Mapping[str, Any],
+        loss_mask: Sequence[bool],
+    ) -> tuple[Rendering, list[Turn], set[str]]:
+        """Render a conversation. Return the text, the range of each answer, and the names of the messages' unused fields. Raises
+        TemplateFailure if a part of the conversation is not in the text, or an answer cannot be located."""
+        failure = None
+        for variant in _variants(messages):
+            data = _data(variant, tools, arguments)
+            try:
+                rendering = self._template.render(self._names, data, False)
+                unused = check_written(self._template, rendering, data, loss_mask)
+                break
+            except TemplateFailure as error:
+                failure = failure or error
+        else:
+            raise failure
         if self._template.has_generation_blocks:
-            marked, _ = self._run_template(**variables, **{BEGIN_MARK: begin, END_MARK: end})
-            return _Rendered(*_remove_marks(marked, begin, end), separator)
-        text, turns = self._run_template(**variables, locate=True)
-        if strict and None in turns:
-            answers = [i for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
-            raise TemplateFailure(
-                f"the template renders message {answers[turns.index(None)]} differently in a prompt or in a longer "
-                "conversation; mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
-            )
-        return _Rendered(text, [turn for turn in turns if turn], separator)
+            return rendering, rendering.blocks, unused
+        located = self._locate(rendering, data, False)
+        for i, turn in located.items():
+            if turn is None:
+                reason = f"the template renders message {i + 1} differently in a prompt or in a longer conversation"
+                raise TemplateFailure(reason, self._way_out(_MARK_THE_ANSWERS))
+        return rendering, list(located.values()), unused
+
+    def _locate(
+        self, rendering: Rendering, data: Mapping[str, Any], add_generation_prompt: bool
+    ) -> dict[int, Turn | None]:
+        """Return the range of each answer in a rendering without {% generation %} blocks, by the index of its message."""
+        if self._template.has_generation_blocks:
+            return dict(enumerate(rendering.blocks))
+
+        def render_text(leading: Sequence[Message], with_prompt: bool) -> str:
+            if len(leading) == len(data["messages"]) and with_prompt == add_generation_prompt:
+                return rendering.text
+            return self._template.render(self._names, {**data, "messages": leading}, with_prompt).text
+
+        return locate_answers(rendering, data, render_text)
 
     # ---------------------------------------------------------------- tokens
 
-    def _encode_rendered(self, rendered: _Rendered, turn_mask: Sequence[bool]) -> TokensAndMask:
+    def _encode_rendered(self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool]) -> TokensAndMask:
         """Encode a rendered text. turn_mask: whether each turn is a target, shape (turns,)."""
         encoded: TokensAndMask = [], []
         end = 0
-        for (start, stop), is_target in zip(rendered.turns, turn_mask, strict=True):
-            self._extend(encoded, rendered.text[end:start], rendered.separator, is_target=False)
-            end = self._end_of_turn(rendered.text, start, stop)
-            self._extend(encoded, rendered.text[start:end], rendered.separator, is_target)
-        self._extend(encoded, rendered.text[end:], rendered.separator, is_target=False)
+        for (start, stop), is_target in zip(turns, turn_mask, strict=True):
+            self._extend(encoded, self._pieces(rendering, end, start), is_target=False)
+            end = self._end_of_turn(rendering, start, stop)
+            self._extend(encoded, self._pieces(rendering, start, end), is_target)
+        self._extend(encoded, self._pieces(rendering, end), is_target=False)
         return encoded
 
-    def _end_of_turn(self, text: str, start: int, stop: int) -> int:
+    def _pieces(self, rendering: Rendering, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, bool]]:
+        """Split a part of a text at the names of special tokens. Yield each piece, and whether it is such a name."""
+        return self._special_names.pieces(rendering.text[start:stop], rendering.origins[start:stop])
+
+    def _end_of_turn(self, rendering: Rendering, start: int, stop: int) -> int:
         """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
         blocks, this token may begin at `stop`."""
-        pieces = list(self._special_names.pieces(text[start:stop]))
+        pieces = list(self._pieces(rendering, start, stop))
         tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
         if pieces and not tail.strip():
             return stop - len(tail)  # exclude white space after it, such as ChatML's line end: generation stops before
         if not self._template.has_generation_blocks:
             raise TemplateFailure(_NO_END_OF_TURN)
-        following, is_special = next(self._special_names.pieces(text[stop:]), ("", False))
+        following, is_special = next(self._pieces(rendering, stop), ("", False))
         return stop + len(following) if is_special else stop
 
-    def _extend(self, encoded: TokensAndMask, text: str, separator: str, is_target: bool) -> None:
-        """Remove the separators from a text, and append its tokens to `encoded`. is_target: whether they are targets."""
+    def _extend(self, encoded: TokensAndMask, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
+        """Append the tokens of a text to `encoded`. pieces: the text, from _pieces. is_target: whether they are targets."""
         tokens, targets = encoded
-        for piece, is_special in self._special_names.pieces(text):
+        for piece, is_special in pieces:
             if is_special:
                 if piece not in self._special:
                     raise self._missing_tokens_error([piece])
                 tokens.append(self._special[piece])
             else:
-                plain = piece.replace(separator, "").replace(ascii(separator)[1:-1], "")  # JSON may escape it as ASCII
                 at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
-                tokens += self._encode_text(plain, at_start)
+                tokens += self._encode_text(piece, at_start)
         targets += [is_target] * (len(tokens) - len(targets))
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
@@ -229,61 +292,90 @@ class ChatFormat:
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
         """Return the end-of-turn tokens. Raises TemplateFailure if the template fails or writes no such token."""
-        text, _ = self._run_template(messages=_PROBE[:2], add_generation_prompt=False)
-        special = [name for name, is_special in self._special_names.pieces(text) if is_special]
+        rendering = self._render(_PROBE[:2])
+        special = [name for name, is_special in self._pieces(rendering) if is_special]
         missing = [name for name in special if name not in self._special]
         if missing:
             raise self._missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
-        following = self._special_names.pieces(text.rpartition(_ANSWER)[2])
+        before, answer, _ = rendering.text.rpartition(_ANSWER)
+        following = self._pieces(rendering, len(before) + len(answer))
         ends = [self._special[name] for name, is_special in following if is_special]
-        if _ANSWER not in text or not ends:
+        if not answer or not ends:
             raise TemplateFailure(_NO_END_OF_TURN)
         return (ends[0],)
 
-    def _check_header(self, rendered: _Rendered) -> None:
-        with_prompt, without = (
-            self._run_template(messages=[_QUESTION], add_generation_prompt=prompt)[0] for prompt in (True, False)
-        )
-        start, stop = rendered.turns[0]
-        header = rendered.text[start:stop].partition(_ANSWER)[0]
-        if with_prompt == without and header.strip():
+    def _check_header(self, first_answer: str) -> None:
+        with_prompt, without_prompt = (self._render([_QUESTION], is_prompt).text for is_prompt in (True, False))
+        header = first_answer.partition(_ANSWER)[0]
+        if with_prompt == without_prompt and header.strip():
             reason = "before an answer, but not when add_generation_prompt is set"
-            raise TemplateFailure(f"the template writes {header!r} {reason}")
+            raise TemplateFailure(f"the template writes {header!r} {reason}", self._way_out(_MARK_THE_ANSWERS))
+
+    def _refusal(self, failure: TemplateFailure) -> ConfigError:
+        """Return the error of a template that cannot be used, with a way out."""
+        if not failure.way_out:
+            failure = TemplateFailure(failure.reason, self._way_out())
+        return ConfigError(SETTING, str(failure))
+
+    def _way_out(self, *others: str) -> str:
+        """Return what can be done about the template. It may be replaced by a shipped template with the same special tokens."""
+        fitting = fitting_template(self.template, self._special)
+        ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
+        return ", or ".join([*ways, *others])
 
     def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
         names = list(dict.fromkeys(names))
-        message = f"the template writes {', '.join(names)}, which the tokenizer does not have"
+        reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
         reserved = reserved_names(self._special)[: len(names)]
-        if len(reserved) == len(names):
-            pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
-            message += f"; set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them"
-        return TemplateFailure(message)
+        if len(reserved) < len(names):
+            return TemplateFailure(reason)
+        pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
+        return TemplateFailure(reason, f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
 
 
-def _unused_characters(*values: Any) -> list[str]:
-    """Return three private-use characters that occur in none of the values, neither directly nor as JSON escapes."""
-    used = json.dumps(values, ensure_ascii=False, default=str).lower()
-    unused = (chr(c) for c in range(0xE001, 0xF900) if chr(c) not in used and f"\\u{c:04x}" not in used)
-    characters = list(itertools.islice(unused, 3))
-    if len(characters) < 3:
-        raise TemplateFailure("the conversation uses every private-use character")
-    return characters
+def _data(messages: Sequence[Message], tools: Sequence[Mapping] | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a template. As in transformers, reasoning is passed as reasoning_content and as thinking."""
+    copies = []
+    for message in messages:
+        reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+        if reasoning is not None:
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        copies.append(message)
+    return {"messages": copies, "tools": list(tools) if tools else None, "arguments": dict(arguments)}
 
 
-def _remove_marks(marked: str, begin: str, end: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text without marks, and the (start, stop) of each marked range in the returned text."""
-    text, turns = "", []
-    for i, piece in enumerate(marked.split(begin)):
-        inside, mark, outside = piece.partition(end)
-        if i and (not mark or end in outside):
-            raise TemplateFailure("the template nests {% generation %} blocks")
-        if i and inside:
-            turns.append((len(text), len(text) + len(inside)))
-        text += inside + outside
-    return text, turns
+def _variants(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the messages with the arguments of calls as objects and as JSON text, and with contents that are not text unchanged
+    and as text, in the order of preference. A template that expects one form fails with the other, or does not write it."""
+    calls = any(call.get("function", call)["arguments"] for m in messages for call in m.get("tool_calls", ()))
+    contents = any(not isinstance(m.get("content", ""), str) for m in messages)
+    for as_text in itertools.product((False, True) if contents else (False,), (False, True) if calls else (False,)):
+        yield [_variant(message, *as_text) for message in messages]
 
 
-def load_chat_format(choice: str, tokenizer: Tokenizer, *, allowed_special: Collection[str] = ()) -> ChatFormat:
+def _variant(message: Message, content_as_text: bool, arguments_as_text: bool) -> Message:
+    message = dict(message)
+    if content_as_text and "content" in message:
+        message["content"] = content_text(message)
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call(call, arguments_as_text) for call in message["tool_calls"]]
+    return message
+
+
+def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _call(call["function"], as_text)}
+    arguments = call.get("arguments", {})
+    if as_text:
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    else:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "arguments": arguments}
+
+
+def load_chat_format(
+    choice: str, tokenizer: Tokenizer, *, allowed_special: Collection[str] = (), ignored_fields: Collection[str] = ()
+) -> ChatFormat:
     """Load a chat format. choice: see read_template. Raises ConfigError if the template cannot be read or used."""
     text, names = read_template(choice)
-    return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special)
+    return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, ignored_fields=ignored_fields)

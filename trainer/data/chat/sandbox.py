@@ -4,28 +4,35 @@ Jinja's sandbox denies access to Python, but does not limit the size of loops, n
 process if a rendering takes more than CPU_S seconds of CPU time, and denies it more than MEMORY_MIB of additional memory.
 
 Each line of stdin is a JSON request, and each line of stdout is the JSON reply [result, error]. The first request compiles the
-template. All later requests render conversations.
+template. All later requests render conversations. All strings in this process are traced (traced.py), so that a reply states
+which characters the template wrote, and from which string of the conversation each of the others comes.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import sync_do_join
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trainer.data.chat.traced import BEGIN, END, UNKNOWN, Traced, join, literal, origins_of, to_json, trace
+
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
+_MARKS = {BEGIN_MARK: Traced("\ue000", BEGIN), END_MARK: Traced("\ue001", END)}
 _DATE = datetime(2024, 7, 26)
 """Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default date. If the
 date is changed, _VERSION in format.py must be changed too, because fingerprints do not contain the date."""
@@ -47,46 +54,108 @@ class _Generation(Extension):
         return [begin.set_lineno(line), nodes.Scope(body).set_lineno(line), end.set_lineno(line)]
 
 
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own filter escapes <, > and & for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+class _TracingCode(CodeGenerator):
+    """Code generator for templates whose constant strings are traced."""
+
+    def visit_Const(self, node: nodes.Const, frame: Any) -> None:
+        if isinstance(node.value, str):
+            self.write(self._literal(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Any) -> None:
+        self.write(self._literal(node.data))
+
+    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
+        self.write("concat((")
+        for operand in node.nodes:
+            self.write("str(")
+            self.visit(operand, frame)
+            self.write("), ")
+        self.write("))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return self._literal("".join(map(str, group)))
+
+    def _literal(self, text: str) -> str:
+        """Return Python code for a string of the template."""
+        self.environment.literals.append(literal(text))
+        return f"environment.literals[{len(self.environment.literals) - 1}]"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's environment as transformers configures it, with traced strings."""
+
+    code_generator_class = _TracingCode
+    concat = staticmethod(join)
+
+    def __init__(self):
+        # The optimizer would replace constant expressions by plain strings.
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols])
+        self.literals: list[Traced] = []
+        self.filters["tojson"] = to_json  # Jinja's own filter escapes <, > and & for HTML
+        self.filters["join"] = _join
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _DATE.strftime
+        del self.filters["random"], self.globals["lipsum"]  # these two are random
+
+
+@pass_eval_context
+def _join(context: nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    return sync_do_join(context, value, d if isinstance(d, Traced) else literal(d), attribute)
 
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _compile(source: str) -> tuple[Template, list[str]]:
-    """Compile a template with the functions that transformers provides. Return the template and its variables' names."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _DATE.strftime
-    del environment.filters["random"], environment.globals["lipsum"]  # these two are random
-    names = {name.name for name in environment.parse(source).find_all(nodes.Name)}
-    return environment.from_string(source), sorted(names)
+def _compile(source: str) -> tuple[Template, tuple[list[str], list[str]]]:
+    """Compile a template. Return the template, and the names of its variables and all attributes and constants in it."""
+    environment = _Environment()
+    tree = environment.parse(source)
+    words = {node.attr for node in tree.find_all(nodes.Getattr)}
+    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    names = {node.name for node in tree.find_all(nodes.Name)}
+    return environment.from_string(source), (sorted(names), sorted(words | names))
 
 
 def _render(
-    template: Template, cpu_s: float, variables: Mapping[str, Any], locate: bool
-) -> tuple[str, list[tuple[int, int] | None]]:
-    """Render a conversation. ChatTemplate.render() describes the result."""
+    template: Template, names: Mapping[str, str], data: Mapping[str, Any], add_generation_prompt: bool
+) -> tuple:
+    """Render a conversation. ChatTemplate.render() describes arguments and result."""
+    data = trace(data)
+    for message in data["messages"]:
+        if isinstance(message.get("role"), str):
+            message["role"] = literal(message["role"])  # one of ROLES: templates compose special tokens of them
+    variables = {"documents": None} | {name: literal(text) for name, text in names.items()} | _MARKS
+    variables |= data.pop("arguments") | data
+    text = template.render(variables, add_generation_prompt=add_generation_prompt)
+    if len(text) > MAX_CHARACTERS:
+        raise TemplateError(f"the template writes more than {MAX_CHARACTERS} characters")
+    text, turns = _without_marks(text)
+    return text, [(origin, len(list(group))) for origin, group in itertools.groupby(origins_of(text))], turns
 
-    def rendered(messages: Sequence[Any], add_generation_prompt: bool) -> str:
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # the default action of its signal, SIGPROF, ends the process
-        text = template.render(variables, messages=messages, add_generation_prompt=add_generation_prompt)
-        if len(text) > MAX_CHARACTERS:
-            raise TemplateError(f"the template writes more than {MAX_CHARACTERS} characters")
-        return text
 
-    messages = variables["messages"]
-    text, turns = rendered(messages, variables["add_generation_prompt"]), []
-    for i in (i for i, message in enumerate(messages) if locate and message["role"] == "assistant"):
-        before, after = rendered(messages[:i], True), rendered(messages[: i + 1], False)
-        is_found = after.startswith(before) and text.startswith(after)
-        turns.append((len(before), len(after)) if is_found else None)
+def _without_marks(marked: Traced) -> tuple[Traced, list[tuple[int, int]]]:
+    """Return the text without marks, and the (start, stop) of each marked range in the returned text."""
+    origins = origins_of(marked)
+    parts, turns, length, end, begin = [], [], 0, 0, None
+    for i in (i for i, origin in enumerate(origins) if origin in (BEGIN, END)):
+        parts.append(marked[end:i])
+        length, end = length + i - end, i + 1
+        if (origins[i] == BEGIN) != (begin is None):
+            raise TemplateError("the template nests {% generation %} blocks")
+        if origins[i] == BEGIN:
+            begin = length
+        else:
+            if begin < length:
+                turns.append((begin, length))
+            begin = None
+    text = join([*parts, marked[end:]])
+    if any(mark in text for mark in _MARKS.values()):
+        unknown = {c for c, origin in zip(text, origins_of(text), strict=True) if origin == UNKNOWN}
+        if not unknown.isdisjoint(_MARKS.values()):
+            raise TemplateError("the template processes the text of a {% generation %} block")
     return text, turns
 
 
@@ -109,7 +178,7 @@ def _serve(cpu_s: float, memory_mib: int) -> None:
             if template is None:
                 template, result = _compile(json.loads(line))
             else:
-                result = _render(template, cpu_s, *json.loads(line))
+                result = _render(template, *json.loads(line))
             reply = result, None
         except MemoryError:
             raise

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,22 @@ _ROOT = Path(__file__).parents[3]
 class TemplateFailure(Exception):
     """Failure of a template that is invalid or cannot render a conversation. The message is one line."""
 
-    def __init__(self, reason: str):
-        super().__init__(" ".join(reason.split())[:300])
+    def __init__(self, reason: str, way_out: str = ""):
+        """way_out: what a user can do about it."""
+        self.reason = " ".join(reason.split())[:300]
+        self.way_out = way_out
+        super().__init__(f"{self.reason}; {way_out}" if way_out else self.reason)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation as text."""
+
+    text: str
+    origins: str
+    """Origin of each character of the text (traced.py): the template, an untraced operation, or a string of the data."""
+    blocks: list[tuple[int, int]]
+    """Half-open range (start, stop) of each {% generation %} block in the text."""
 
 
 class ChatTemplate:
@@ -32,13 +47,17 @@ class ChatTemplate:
         """cpu_s, memory_mib: limits for each rendering. Raises TemplateFailure if the text is not a valid template."""
         self._source = source
         self._cpu_s, self._memory_mib = cpu_s, memory_mib
-        names = self._start()
+        names, words = self._start()
         self.has_generation_blocks = sandbox.BEGIN_MARK in names
         """Whether {% generation %} blocks mark the answers."""
-        self.uses_tools = "tools" in names
+        self.variables = frozenset(names)
+        """Names of all variables."""
+        self.words = frozenset(words)
+        """Names of all variables and attributes, and all constant strings. A template reads only fields that are among them,
+        unless it writes a complete message or tool."""
 
-    def _start(self) -> list[str]:
-        """Start the process that renders the template. Return the names of the template's variables."""
+    def _start(self) -> tuple[list[str], list[str]]:
+        """Start the process that renders the template. Return the names of its variables, and all its words."""
         command = [sys.executable, "-m", sandbox.__name__, str(self._cpu_s), str(self._memory_mib)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -50,13 +69,19 @@ class ChatTemplate:
             with self._process:  # the end of the context closes the pipes and waits
                 self._process.kill()
 
-    def render(self, variables: Mapping[str, Any], locate: bool) -> tuple[str, list[tuple[int, int] | None]]:
-        """Return the text of a conversation and, if `locate` is true, the (start, stop) of each answer in the text. A range is
-        None if the conversation up to the start or the end of the answer, rendered alone, is not a prefix of the text. Raises
-        TemplateFailure."""
+    def render(self, names: Mapping[str, str], data: Mapping[str, Any], add_generation_prompt: bool) -> Rendering:
+        """Render a conversation. Raises TemplateFailure.
+
+        Args:
+            names: variables whose text counts as the template's own, such as bos_token.
+            data: the variables "messages" and "tools" and, as "arguments", further variables by name. The roles of messages
+                count as the template's own text.
+            add_generation_prompt: the template's variable of this name.
+        """
         if self._process.poll() is not None:  # an earlier conversation exceeded a limit
             self._start()
-        return self._request((variables, locate))
+        text, runs, blocks = self._request((names, data, add_generation_prompt))
+        return Rendering(text, "".join(origin * length for origin, length in runs), [tuple(block) for block in blocks])
 
     def _request(self, request: Any) -> Any:
         with contextlib.suppress(BrokenPipeError):

@@ -1,14 +1,19 @@
 """Loading of built-in chat templates, and of template files in Hugging Face's formats."""
 
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 from trainer.system.files import parse_json_object
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
 BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
+_NAMED = {"<s>", "</s>"}
+"""Special tokens that templates write by the variables bos_token and eos_token."""
 _MAX_BYTES = 1_000_000
 
 
@@ -33,6 +38,21 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
         return _read(path), _names(_json(config)) if config.is_file() else None
     content = _json(path)
     return _template(content, path), _names(content)
+
+
+def fitting_template(template: str, special_tokens: Collection[str]) -> str:
+    """Return the name of the shipped template that can replace a template, or "" if there is none. Both write the same special
+    tokens, and the tokenizer has them."""
+    for name, path in BUILT_IN.items():
+        text = _read(path)
+        needed = set(re.findall(SPECIAL_LOOKING, text)) or {"[INST]", "<s>", "</s>"}
+        if (
+            text != template
+            and needed - {"[INST]"} <= set(special_tokens)
+            and all(n in template for n in needed - _NAMED)
+        ):
+            return name
+    return ""
 
 
 def _read(path: Path) -> str:

@@ -47,24 +47,37 @@ def _valid(encode: Callable[[Any], Encoded], record: Any) -> Encoded:
 
 def _encode_chat(chat: ChatFormat, record: Any) -> Encoded:
     """Render a conversation with the chat template, and encode the text."""
-    tokens, targets = chat.encode_document(record)
-    return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8))
+    (tokens, targets), unused_fields = chat.encode_document(record)
+    return Encoded(np.array(tokens, np.uint32), np.array(targets, np.uint8), unused_fields)
 
 
 def _encode_pair(chat: ChatFormat, record: Any) -> Encoded:
     """Encode the conversation with the chosen answer, followed by the conversation with the rejected answer."""
+    record, unused_fields = chat.without_ignored_fields(record)
+    *documents, names = parse_preference(record)
     answers = []
-    for name, document in zip(("chosen", "rejected"), parse_preference(record), strict=True):
+    for name, document in zip(("chosen", "rejected"), documents, strict=True):
         try:
             answers.append(_encode_chat(chat, document))
         except (MalformedConversation, TemplateFailure) as failure:
             raise MalformedConversation(f"{name}: {failure}") from None
+    if np.array_equal(answers[0].tokens, answers[1].tokens):
+        raise MalformedConversation(
+            "the chosen and the rejected answer have the same tokens, so there is nothing to prefer"
+        )
     answers[1].targets[0] = SECOND_START
-    return Encoded(*(np.concatenate([getattr(a, name) for a in answers]) for name in ("tokens", "targets")))
+    unused_fields |= {*names, *answers[0].unused_fields, *answers[1].unused_fields}
+    tokens, targets = (np.concatenate([getattr(a, name) for a in answers]) for name in ("tokens", "targets"))
+    return Encoded(tokens, targets, tuple(sorted(unused_fields)))
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:
     """Load and validate the chat template. Raises ConfigError if the template cannot be used for training."""
-    chat = load_chat_format(config.chat_template, tokenizer, allowed_special=config.allowed_special)
+    chat = load_chat_format(
+        config.chat_template,
+        tokenizer,
+        allowed_special=config.allowed_special,
+        ignored_fields=config.ignored_fields,
+    )
     chat.validate_template()
     return chat

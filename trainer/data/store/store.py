@@ -44,6 +44,8 @@ class Encoded:
     """Token ids, including BOS and EOS, shape (tokens,)."""
     targets: np.ndarray | None = None
     """Target mask, uint8, shape (tokens,): 1 for target tokens, 0 for other tokens. None if all tokens are targets."""
+    unused_fields: tuple[str, ...] = ()
+    """Names of the document's fields that were not used."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -1,0 +1,115 @@
+"""The check that a template wrote all of a conversation: no message, call or reasoning may disappear without a word."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.data.chat.answers import origin_runs
+from trainer.data.chat.conversations import Message, is_parts
+from trainer.data.chat.fields import REASONING, is_consequential
+from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
+from trainer.data.chat.traced import TEMPLATE, UNKNOWN, data_index, strings
+
+_HANDLED = ("role", "content", "tool_calls", *REASONING)
+
+
+class Written:
+    """Which strings of a conversation a rendering contains."""
+
+    def __init__(self, rendering: Rendering, data: Mapping[str, Any]):
+        self._text = rendering.text
+        self._has_unknown = UNKNOWN in rendering.origins
+        paths = [path for path, _ in strings(data)]
+        self._counts: Counter[tuple] = Counter()
+        for origin, start, stop in origin_runs(rendering.origins):
+            if origin not in (TEMPLATE, UNKNOWN):
+                self._counts[paths[data_index(origin)]] += _characters(rendering.text[start:stop])
+        written = (path for path, count in self._counts.items() if count)
+        self._prefixes = {path[:length] for path in written for length in range(len(path) + 1)}
+
+    def any_of(self, path: tuple) -> bool:
+        """Return whether the text contains a character, other than white space, of the strings below a path."""
+        return path in self._prefixes
+
+    def all_of(self, path: tuple, string: str) -> bool:
+        """Return whether the text contains the string at a path, except for white space."""
+        return self._counts[path] >= _characters(string) or self._untraced(string)
+
+    def some_of(self, path: tuple, string: str) -> bool:
+        """Return whether the text contains a part of the string at a path. A blank string has no parts that could be missing."""
+        return bool(self._counts[path]) or not string.strip() or self._untraced(string)
+
+    def _untraced(self, string: str) -> bool:
+        return self._has_unknown and string.strip() in self._text
+
+
+def _characters(text: str) -> int:
+    return len("".join(text.split()))
+
+
+def check_written(
+    template: ChatTemplate, rendering: Rendering, data: Mapping[str, Any], loss_mask: Sequence[bool]
+) -> set[str]:
+    """Return the names of the messages' fields that the template does not use.
+
+    loss_mask: whether each message is trained on. Raises TemplateFailure if the template leaves out something that would change
+    what is trained on.
+    """
+    written = Written(rendering, data)
+    for i in range(len(data["tools"] or ())):
+        if not written.any_of(("tools", i)):
+            raise TemplateFailure("the template does not support tools")
+    unused: set[str] = set()
+    for i, (message, is_target) in enumerate(zip(data["messages"], loss_mask, strict=True)):
+        _check_content(written, i, message, is_target)
+        _check_calls(written, i, message)
+        _check_reasoning(template, written, i, message, is_target)
+        for name in message:
+            if name in _HANDLED or name in template.words or written.any_of(("messages", i, name)):
+                continue
+            if is_consequential(name):
+                raise TemplateFailure(
+                    f"message {i + 1} has the field {name}, which may change what is trained on, but which the template does not "
+                    "read; remove the field, or list it in data.ignored_fields"
+                )
+            unused.add(name)
+    return unused
+
+
+def _check_content(written: Written, i: int, message: Message, is_target: bool) -> None:
+    content = message.get("content", "")
+    types = {(j, "type") for j in range(len(content))} if is_parts(content) else set()
+    for path, string in strings(content):
+        if types and (path in types or path[-1] is None):  # the fields of a text part, except its text
+            continue
+        path = ("messages", i, "content", *path)
+        if not written.some_of(path, string):
+            raise TemplateFailure(f"the template does not write the content of message {i + 1} ({message['role']})")
+        if is_target and not written.all_of(path, string):
+            raise TemplateFailure(f"the template leaves out a part of message {i + 1}, an answer to train on")
+
+
+def _check_calls(written: Written, i: int, message: Message) -> None:
+    for j, call in enumerate(message.get("tool_calls", ())):
+        path = ("messages", i, "tool_calls", j)
+        if "function" in call:
+            call, path = call["function"], (*path, "function")
+        required = [*strings(call["name"], (*path, "name")), *strings(call["arguments"], (*path, "arguments"))]
+        if not all(written.some_of(*found) for found in required):
+            raise TemplateFailure(f"the template does not write the tool calls of message {i + 1}")
+
+
+def _check_reasoning(template: ChatTemplate, written: Written, i: int, message: Message, is_target: bool) -> None:
+    names = [name for name in REASONING if message.get(name, "").strip()]
+    if not names or any(written.all_of(("messages", i, name), message[name]) for name in names):
+        return
+    if template.words.isdisjoint(names):
+        raise TemplateFailure(
+            f"message {i + 1} has {names[0]}, which the template does not read; remove the field, or list it in "
+            "data.ignored_fields"
+        )
+    if is_target:
+        raise TemplateFailure(
+            f"the template leaves out {names[0]} of message {i + 1}, an answer to train on; give the answer the weight 0, or end "
+            "the conversation with it"
+        )
