@@ -19,9 +19,10 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config import DataConfig
 from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
 from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
-from trainer.data.prepare.prepare import prepare
+from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
 
@@ -34,7 +35,7 @@ def shard(text: str) -> tuple[int, int]:
     return int(match[1]) - 1, int(match[2])
 
 
-def summary(folder: Path, seconds: float | None) -> str:
+def summary(folder: Path, data: DataConfig, seconds: float | None) -> str:
     """Return a description of a store. seconds: duration of its preparation, or None if the store already existed."""
     description = read_description(folder)
     train, held_out = description["splits"]["train"], description["splits"]["held_out"]
@@ -44,6 +45,7 @@ def summary(folder: Path, seconds: float | None) -> str:
         f"  training   {train['documents']:>15,} documents {train['tokens']:>19,} tokens",
         f"  held out   {held_out['documents']:>15,} documents {held_out['tokens']:>19,} tokens",
         f"  skipped    {description['bad_documents']:>15,} documents",
+        *(f"  {line}" for line in unused_fields(folder, data)),
     ]
     return "\n".join(lines)
 
@@ -69,7 +71,7 @@ def main() -> None:
                 seconds = time.perf_counter() - start
                 for split in SPLITS:
                     open_store(folder, split)
-                print(summary(folder, None if folder in existing else seconds))
+                print(summary(folder, dataset, None if folder in existing else seconds))
                 if args.verify:
                     check_content(folder)
                     print("  intact: every file has the content that was written")

@@ -107,7 +107,7 @@ class ChatFormat:
     ) -> TokensAndMask:
         """Encode a complete conversation. loss_mask: whether each message is a target, shape (messages,). Default: all answers.
 
-        Raises TemplateFailure if the template cannot render the conversation, leaves out a part of it that would change what is
+        Raises TemplateFailure if the template cannot render the conversation, omits a part of it that would change what is
         trained on, or if an answer cannot be located in the text.
         """
         return self._encode(messages, tools, {}, loss_mask)[0]

@@ -52,7 +52,7 @@ def check_written(
 ) -> set[str]:
     """Return the names of the messages' fields that the template does not use.
 
-    loss_mask: whether each message is trained on. Raises TemplateFailure if the template leaves out something that would change
+    loss_mask: whether each message is trained on. Raises TemplateFailure if the template omits something that would change
     what is trained on.
     """
     written = Written(rendering, data)
@@ -86,7 +86,7 @@ def _check_content(written: Written, i: int, message: Message, is_target: bool) 
         if not written.some_of(path, string):
             raise TemplateFailure(f"the template does not write the content of message {i + 1} ({message['role']})")
         if is_target and not written.all_of(path, string):
-            raise TemplateFailure(f"the template leaves out a part of message {i + 1}, an answer to train on")
+            raise TemplateFailure(f"the template omits a part of message {i + 1}, an answer to train on")
 
 
 def _check_calls(written: Written, i: int, message: Message) -> None:
@@ -110,6 +110,6 @@ def _check_reasoning(template: ChatTemplate, written: Written, i: int, message: 
         )
     if is_target:
         raise TemplateFailure(
-            f"the template leaves out {names[0]} of message {i + 1}, an answer to train on; give the answer the weight 0, or end "
+            f"the template omits {names[0]} of message {i + 1}, an answer to train on; give the answer the weight 0, or end "
             "the conversation with it"
         )

@@ -26,6 +26,7 @@ from trainer.data.store.store import (
     VERSION,
     concat_stores,
     member_folders,
+    most_frequent,
     read_description,
     token_dtype,
     write_description,
@@ -144,7 +145,7 @@ def _build(
     check_share(data, counts, read_bad_documents(bad_documents))
     _write_store(data, tokenizer, folder, chunk_folder, chunks, counts)
     shutil.rmtree(chunk_folder)
-    _log_store(folder)
+    _log_store(folder, data)
 
 
 def _write_store(
@@ -171,16 +172,38 @@ def _write_store(
             bad_documents=counts.bad_documents,
             files_read=counts.files,
             damaged_files=counts.damaged_files,
+            unused_fields=most_frequent(chunk.unused_fields for chunk in chunks),
             targets="train.targets" in files,
             files=files,
             members=[],
         )
 
 
-def _log_store(folder: Path) -> None:
+def unused_fields(folder: Path, data: DataConfig) -> list[str]:
+    """Return one line for each kind of fields that were not used for a store: those without a meaning, those of
+    data.ignored_fields, and entries of data.ignored_fields that no document has."""
+    counts = read_description(folder).get("unused_fields", {})
+    shown = sorted(counts, key=lambda name: (-counts[name], name))
+    ignored = [name for name in shown if name in data.ignored_fields]
+    others = [name for name in shown if name not in data.ignored_fields]
+    missing = [name for name in data.ignored_fields if name not in counts]
+    lines = [
+        f"{title}: {', '.join(f'{name} ({counts[name]} documents)' for name in names)}"
+        for title, names in (
+            ("fields that were not used", others),
+            ("fields that data.ignored_fields removed", ignored),
+        )
+        if names
+    ]
+    return lines + [f"no document has these fields of data.ignored_fields: {', '.join(missing)}"] * bool(missing)
+
+
+def _log_store(folder: Path, data: DataConfig) -> None:
     description = read_description(folder)
     if count := description["bad_documents"]:
         first = next(_bad_documents(folder))
         logging.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
+    for line in unused_fields(folder, data):
+        logging.info(line)
     train = description["splits"]["train"]
     logging.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")

@@ -12,7 +12,8 @@ import bisect
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -55,6 +56,8 @@ class Chunk:
     bad_documents: int
     damaged_files: int
     """Number of files of which a part could not be read. Each is also a bad document."""
+    unused_fields: Mapping[str, int]
+    """Name -> number of the documents that have this field, which was not used."""
 
 
 def chunk_file(folder: Path, index: int, suffix: str) -> Path:
@@ -70,7 +73,7 @@ def read_chunk(folder: Path, index: int) -> Chunk | None:
             if values["files"][suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
                 return None
         runs = tuple(SortedRun(*run) for run in values["runs"])
-        return Chunk(runs, values["documents"], values["bad_documents"], values["damaged_files"])
+        return Chunk(runs, values["documents"], values["bad_documents"], values["damaged_files"], values["unused_fields"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -95,6 +98,7 @@ def write_chunk(
     runs: list[SortedRun] = []
     documents: list[tuple[Encoded, bool]] = []
     tokens = read = bad_documents = damaged_files = 0
+    unused_fields: Counter[str] = Counter()
     with contextlib.closing(runs_file), contextlib.closing(bad_file):
         for result in results:
             if isinstance(result, BadDocument):
@@ -102,12 +106,13 @@ def write_chunk(
                 bad_documents += 1
                 damaged_files += result.ends_file
                 if bad_documents > max_bad_documents:
-                    return Chunk((), read, bad_documents, damaged_files)
+                    return Chunk((), read, bad_documents, damaged_files, unused_fields)
                 continue
             read += 1
             document, held_out = result
             documents.append((Encoded(document.tokens.astype(dtype), document.targets), held_out))
             tokens += len(document.tokens)
+            unused_fields.update(document.unused_fields)
             if tokens >= _RUN_TOKENS or len(documents) >= _RUN_DOCUMENTS:
                 runs += _write_runs(runs_file, index, sum(run.documents for run in runs), documents)
                 documents, tokens = [], 0
@@ -117,10 +122,11 @@ def write_chunk(
         "documents": read,
         "bad_documents": bad_documents,
         "damaged_files": damaged_files,
+        "unused_fields": unused_fields,
         "files": {"runs": runs_file.close(), "bad_documents": bad_file.close()},
     }
     atomic_write(chunk_file(folder, index, "json"), json.dumps(values), durable=False)
-    return Chunk(tuple(runs), read, bad_documents, damaged_files)
+    return Chunk(tuple(runs), read, bad_documents, damaged_files, unused_fields)
 
 
 def _write_runs(file: HashingFile, chunk: int, first: int, documents: list[tuple[Encoded, bool]]) -> list[SortedRun]:

@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ class Encoded:
     """Target mask, uint8, shape (tokens,): 1 for target tokens, 0 for other tokens. None if all tokens are targets."""
     unused_fields: tuple[str, ...] = ()
     """Names of the document's fields that were not used."""
+
+
+def most_frequent(counts: Iterable[Mapping[str, int]], limit: int = 1000) -> dict[str, int]:
+    """Return the sum of several counts by name, for the `limit` most frequent names."""
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0]))[:limit])
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -274,7 +283,8 @@ def _write_concatenation(
             splits[split] = {"tokens": tokens, "documents": out.size // 8 - 1}
             files[f"{split}.documents"] = out.close()
         bad_documents, targets = sum(d["bad_documents"] for d in descriptions), any(d["targets"] for d in descriptions)
-        counts = {"splits": splits, "bad_documents": bad_documents, "targets": targets}
+        unused_fields = most_frequent(d.get("unused_fields", {}) for d in descriptions)
+        counts = {"splits": splits, "bad_documents": bad_documents, "unused_fields": unused_fields, "targets": targets}
         for number in ("files_read", "damaged_files"):  # stores of earlier versions do not have them
             counts[number] = sum(d.get(number, 0) for d in descriptions)
         dataset = "preference" if descriptions[0]["dataset"] == "preference" else "prepared"
