@@ -306,6 +306,7 @@ ONLY_WITH = {
     "data.token_dtype": "a tokens dataset",
     "data.chat_template": "a chat or preference dataset",
     "data.allowed_special": "a chat or preference dataset",
+    "data.ignored_fields": "a chat or preference dataset",
     "data.long_documents": "[data] packing = best-fit or none",
     **{
         f"lora.{name}": "[lora] rank"

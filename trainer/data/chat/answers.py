@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.data.chat.conversations import Message
-from trainer.data.chat.template import Rendering
+from trainer.data.chat.template import Rendering, TemplateFailure
 from trainer.data.chat.traced import TEMPLATE, UNKNOWN, data_index, strings
 
 Turn = tuple[int, int]
@@ -62,6 +62,9 @@ def locate_answers(
         rendering: the rendered conversation.
         data: the data from which it was rendered.
         render_text: function that renders leading messages, with or without the prompt for the next answer.
+
+    Raises:
+        TemplateFailure: The template cannot render the prompt for an answer.
     """
     messages = data["messages"]
     ranges = message_ranges(rendering, data)
@@ -72,7 +75,12 @@ def locate_answers(
         kinds[(surroundings, i == 0, *shapes[max(i - 1, 0) : i + 2])].append(i)
 
     def rendered_turn(i: int) -> Turn | None:
-        before, after = render_text(messages[:i], True), render_text(messages[: i + 1], False)
+        try:
+            before, after = render_text(messages[:i], True), render_text(messages[: i + 1], False)
+        except TemplateFailure as failure:
+            raise TemplateFailure(
+                f"the template cannot render the prompt for message {i + 1}: {failure.reason}"
+            ) from None
         return (len(before), len(after)) if after.startswith(before) and rendering.text.startswith(after) else None
 
     turns: dict[int, Turn | None] = {}

@@ -183,7 +183,7 @@ class ChatFormat:
         answers = "".join(rendering.text[start:stop] for start, stop in turns)
         following = [*targets[1:], False]
         ends = {token for token, now, later in zip(tokens, targets, following, strict=True) if now and not later}
-        if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= set(self.end_of_turn):
+        if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= self._special_ids:
             reason = "must contain each answer with its end-of-turn token"
             raise self._refusal(TemplateFailure(f"the template's {{% generation %}} blocks {reason}"))
 
@@ -201,17 +201,21 @@ class ChatFormat:
     ) -> tuple[Rendering, list[Turn], set[str]]:
         """Render a conversation. Return the text, the range of each answer, and the names of the messages' unused fields. Raises
         TemplateFailure if a part of the conversation is not in the text, or an answer cannot be located."""
-        failure = None
+        failures: list[TemplateFailure] = []
         for variant in _variants(messages):
             data = _data(variant, tools, arguments)
             try:
                 rendering = self._template.render(self._names, data, False)
+            except TemplateFailure as failure:
+                failures.append(failure)
+                continue
+            try:
                 unused = check_written(self._template, rendering, data, loss_mask)
                 break
-            except TemplateFailure as error:
-                failure = failure or error
+            except TemplateFailure as failure:
+                failures.insert(0, failure)  # it says more than an error in the template
         else:
-            raise failure
+            raise failures[0]
         if self._template.has_generation_blocks:
             return rendering, rendering.blocks, unused
         located = self._locate(rendering, data, False)
@@ -345,17 +349,26 @@ def _data(messages: Sequence[Message], tools: Sequence[Mapping] | None, argument
 
 
 def _variants(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the messages with the arguments of calls as objects and as JSON text, and with contents that are not text unchanged
-    and as text, in the order of preference. A template that expects one form fails with the other, or does not write it."""
-    calls = any(call.get("function", call)["arguments"] for m in messages for call in m.get("tool_calls", ()))
-    contents = any(not isinstance(m.get("content", ""), str) for m in messages)
-    for as_text in itertools.product((False, True) if contents else (False,), (False, True) if calls else (False,)):
-        yield [_variant(message, *as_text) for message in messages]
+    """Yield the messages in all forms that a template may expect, in the order of preference. A template that expects another
+    form fails, or does not write all of the conversation.
+
+    The arguments of calls are objects, or JSON text. A content that is not text is unchanged, or text. The content of a message
+    with calls only is absent, null, or empty.
+    """
+    has_calls = any(call.get("function", call)["arguments"] for m in messages for call in m.get("tool_calls", ()))
+    has_contents = any(not isinstance(m.get("content", ""), str) for m in messages)
+    has_none = any("content" not in m for m in messages)
+    for content_as_text, missing, arguments_as_text in itertools.product(
+        (False, True) if has_contents else (False,),
+        ({}, {"content": None}, {"content": ""}) if has_none else ({},),
+        (False, True) if has_calls else (False,),
+    ):
+        yield [_variant(message, content_as_text, missing, arguments_as_text) for message in messages]
 
 
-def _variant(message: Message, content_as_text: bool, arguments_as_text: bool) -> Message:
-    message = dict(message)
-    if content_as_text and "content" in message:
+def _variant(message: Message, content_as_text: bool, missing: Message, arguments_as_text: bool) -> Message:
+    message = missing | message
+    if content_as_text and message.get("content") is not None:
         message["content"] = content_text(message)
     if message.get("tool_calls"):
         message["tool_calls"] = [_call(call, arguments_as_text) for call in message["tool_calls"]]

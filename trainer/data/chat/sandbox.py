@@ -28,7 +28,7 @@ from jinja2.filters import sync_do_join
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trainer.data.chat.traced import BEGIN, END, UNKNOWN, Traced, join, literal, origins_of, to_json, trace
+from trainer.data.chat.traced import BEGIN, END, TEMPLATE, UNKNOWN, Traced, join, literal, origins_of, to_json, trace
 
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
@@ -148,7 +148,10 @@ def _without_marks(marked: Traced) -> tuple[Traced, list[tuple[int, int]]]:
         if origins[i] == BEGIN:
             begin = length
         else:
-            if begin < length:
+            written = "".join(map(origins_of, parts))[begin:]
+            if turns and turns[-1][1] == begin < length and set(written) == {TEMPLATE}:
+                turns[-1] = turns[-1][0], length  # the second block holds only the end of the answer
+            elif begin < length:
                 turns.append((begin, length))
             begin = None
     text = join([*parts, marked[end:]])

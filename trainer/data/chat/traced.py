@@ -139,6 +139,9 @@ class Traced(str):
         return traced
 
 
+Traced.__name__, Traced.__module__ = "str", "builtins"  # the type that Jinja names in its messages
+
+
 def origins_of(text: str) -> str:
     """Return the origins of the characters of any string."""
     return text._origins if isinstance(text, Traced) else UNKNOWN * len(text)

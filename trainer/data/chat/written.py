@@ -1,5 +1,6 @@
-"""The check that a template wrote all of a conversation: no message, call or reasoning may disappear without a word."""
+"""The check that a template wrote all of a conversation: no message, call or reasoning may disappear."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ _HANDLED = ("role", "content", "tool_calls", *REASONING)
 
 
 class Written:
-    """Which strings of a conversation a rendering contains."""
+    """The strings of a conversation that a rendering contains."""
 
     def __init__(self, rendering: Rendering, data: Mapping[str, Any]):
         self._text = rendering.text
@@ -33,14 +34,20 @@ class Written:
 
     def all_of(self, path: tuple, string: str) -> bool:
         """Return whether the text contains the string at a path, except for white space."""
-        return self._counts[path] >= _characters(string) or self._untraced(string)
+        return self._counts[path] >= _characters(string) or self._untraced(path, string)
 
     def some_of(self, path: tuple, string: str) -> bool:
         """Return whether the text contains a part of the string at a path. A blank string has no parts that could be missing."""
-        return bool(self._counts[path]) or not string.strip() or self._untraced(string)
+        return bool(self._counts[path]) or not string.strip() or self._untraced(path, string)
 
-    def _untraced(self, string: str) -> bool:
-        return self._has_unknown and string.strip() in self._text
+    def _untraced(self, path: tuple, string: str) -> bool:
+        """Return whether an untraced operation may have written the string. A string in a list or object does not count, because
+        Python's notation of the object would contain it too."""
+        return (
+            self._has_unknown
+            and path[-1] in ("content", "arguments", "name", *REASONING)
+            and string.strip() in self._text
+        )
 
 
 def _characters(text: str) -> int:
@@ -61,7 +68,7 @@ def check_written(
             raise TemplateFailure("the template does not support tools")
     unused: set[str] = set()
     for i, (message, is_target) in enumerate(zip(data["messages"], loss_mask, strict=True)):
-        _check_content(written, i, message, is_target)
+        _check_content(template, written, i, message, is_target)
         _check_calls(written, i, message)
         _check_reasoning(template, written, i, message, is_target)
         for name in message:
@@ -76,8 +83,8 @@ def check_written(
     return unused
 
 
-def _check_content(written: Written, i: int, message: Message, is_target: bool) -> None:
-    content = message.get("content", "")
+def _check_content(template: ChatTemplate, written: Written, i: int, message: Message, is_target: bool) -> None:
+    content = message.get("content") or ""
     types = {(j, "type") for j in range(len(content))} if is_parts(content) else set()
     for path, string in strings(content):
         if types and (path in types or path[-1] is None):  # the fields of a text part, except its text
@@ -85,8 +92,15 @@ def _check_content(written: Written, i: int, message: Message, is_target: bool) 
         path = ("messages", i, "content", *path)
         if not written.some_of(path, string):
             raise TemplateFailure(f"the template does not write the content of message {i + 1} ({message['role']})")
-        if is_target and not written.all_of(path, string):
+        if is_target and not written.all_of(path, _without_tags(template, string)):
             raise TemplateFailure(f"the template omits a part of message {i + 1}, an answer to train on")
+
+
+def _without_tags(template: ChatTemplate, content: str) -> str:
+    """Return a content without the tags that the template looks for, such as </think>. It writes them itself."""
+    for tag in filter(re.compile(r"[<\[].+[>\]]").fullmatch, template.words):
+        content = content.replace(tag, "")
+    return content
 
 
 def _check_calls(written: Written, i: int, message: Message) -> None:
