@@ -1,6 +1,5 @@
 """Parsing of chat documents. Each input format becomes a Conversation or a PromptCompletion."""
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ class MalformedConversation(Exception):
     """Error whose message states in one line why a document is not a conversation."""
 
 
-_BESIDE_MESSAGES = ("tools", "functions", "system", "chat_template_kwargs", "weight", "train")
+BESIDE_MESSAGES = ("tools", "functions", "system", "chat_template_kwargs", "weight", "train")
 """Fields of a document that have a meaning beside its messages."""
 
 
@@ -63,7 +62,7 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     Formats: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "completion"} with
     two texts or two lists of messages. docs/chat.md describes the other fields.
     """
-    document = _checked(document)
+    document = checked_document(document)
     prompt, completion = document.get("prompt"), document.get("completion")
     if document.get("messages") is not None:
         messages = _list(document["messages"], "messages")
@@ -82,11 +81,9 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
         if not completion:
             raise MalformedConversation("the completion is empty")
         _check_document_weight(document)
-        names = _unused(document, ("prompt", "completion", "weight", "train"))
-        for name in ("tools", "functions", "system", "chat_template_kwargs"):
-            if not is_absent(document.get(name)):
-                raise MalformedConversation(f"the document has {name}, but its prompt is text without a template")
-        return PromptCompletion(prompt, completion, names)
+        return PromptCompletion(
+            prompt, completion, unused_fields(document, ("prompt", "completion", "weight", "train"))
+        )
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], len(prompt), document, {"prompt", "completion"})
     raise MalformedConversation("prompt and completion are neither both text nor both lists of messages")
@@ -97,56 +94,8 @@ def _repeated_prompt(prompt: Any, messages: Sequence[Any]) -> tuple[str, ...]:
     return ("prompt",) if any(isinstance(m, Mapping) and m.get("content") == prompt for m in messages) else ()
 
 
-def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
-    """Parse a preference pair. Return a document {"prompt", "completion", ...} with the chosen answer, one with the rejected
-    answer, and the names of the fields that have no meaning here. Raises MalformedConversation.
-
-    Formats: {"prompt", "chosen", "rejected"} with texts, or with lists of messages. Without a list of messages as the prompt, the
-    leading messages that both answers share are the prompt. If they share none, the prompt is the text of the user's message.
-    """
-    document = _checked(document)
-    prompt, chosen, rejected = (document.get(name) for name in ("prompt", "chosen", "rejected"))
-    for name in ("chosen", "rejected"):
-        if document.get(name) is None:
-            raise MalformedConversation(f"the document has no {name} answer")
-    if chosen == rejected:
-        raise MalformedConversation("the chosen and the rejected answer are equal")
-    # Some datasets repeat the chosen conversation as messages.
-    repeated = ("messages",) if document.get("messages") in (chosen, prompt) else ()
-    names = _unused(document, ("prompt", "chosen", "rejected", *_BESIDE_MESSAGES, *repeated))
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        prompt, chosen, rejected = _split_pair(prompt, chosen, rejected)
-    if prompt is None:
-        raise MalformedConversation("the document has no prompt")
-    common = {name: document[name] for name in _BESIDE_MESSAGES if name in document}
-    pair = ({"prompt": prompt, "completion": answer} | common for answer in (chosen, rejected))
-    return (*pair, names)
-
-
-def _split_pair(prompt: Any, chosen: list, rejected: list) -> tuple[Any, list, list]:
-    """Return the messages before both answers, and the messages of each answer."""
-    if isinstance(prompt, list):
-        if prompt and all(answer[: len(prompt)] == prompt for answer in (chosen, rejected)):
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    else:
-        equal = (a == b for a, b in zip(chosen[:-1], rejected[:-1], strict=False))
-        shared = sum(itertools.takewhile(bool, equal))
-        if shared:
-            if prompt is not None and not any(
-                isinstance(m, Mapping) and m.get("content") == prompt for m in chosen[:shared]
-            ):
-                raise MalformedConversation("the prompt is not the text of a message that both conversations share")
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        elif prompt is not None:
-            prompt = [{"role": "user", "content": prompt}]
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        role = answer[0].get("role") if answer and isinstance(answer[0], Mapping) else None
-        if prompt is not None and role in ("system", "user"):
-            raise MalformedConversation(f"the {name} answer begins with a {role} message, so the two prompts differ")
-    return prompt, chosen, rejected
-
-
-def _checked(document: Any) -> Mapping[str, Any]:
+def checked_document(document: Any) -> Mapping[str, Any]:
+    """Return a document. Raises MalformedConversation if it is not an object, or no text that a tokenizer accepts."""
     if not isinstance(document, Mapping):
         raise MalformedConversation("the document is not a JSON object")
     if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):
@@ -154,7 +103,7 @@ def _checked(document: Any) -> Mapping[str, Any]:
     return document
 
 
-def _unused(document: Mapping[str, Any], used: Sequence[str]) -> tuple[str, ...]:
+def unused_fields(document: Mapping[str, Any], used: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the fields that have no meaning. Raises MalformedConversation if one may change what is trained on."""
     consequential, others = unused(document, used)
     if consequential:
@@ -207,7 +156,7 @@ def _conversation(
     """
     if not messages:
         raise MalformedConversation("the conversation has no messages")
-    names = _unused(document, (*used, *_BESIDE_MESSAGES))
+    names = unused_fields(document, (*used, *BESIDE_MESSAGES))
     _check_document_weight(document)
     parsed = [_message(message, f"message {i}") for i, message in enumerate(messages, start=1)]
     weights = [_pop_weight(message, f"message {i}") for i, message in enumerate(parsed, start=1)]

@@ -13,13 +13,9 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.data.chat.answers import Turn, locate_answers
-from trainer.data.chat.conversations import (
-    Message,
-    PromptCompletion,
-    content_text,
-    parse_conversation,
-)
-from trainer.data.chat.fields import REASONING, without
+from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
+from trainer.data.chat.fields import without
+from trainer.data.chat.forms import template_data, variants
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 from trainer.data.chat.template_files import SETTING, fitting_template, read_template
@@ -135,7 +131,7 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Encode messages up to the start of the next answer. Raises TemplateFailure if the template cannot render them."""
-        data = _data(messages, None, {})
+        data = template_data(messages, None, {})
         rendering = self._template.render(self._names, data, True)
         located = self._locate(rendering, data, True).values()
         turns = [turn for turn in located if turn]
@@ -190,7 +186,7 @@ class ChatFormat:
     # ---------------------------------------------------------------- text
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendering:
-        return self._template.render(self._names, _data(messages, None, {}), add_generation_prompt)
+        return self._template.render(self._names, template_data(messages, None, {}), add_generation_prompt)
 
     def _render_complete(
         self,
@@ -202,15 +198,15 @@ class ChatFormat:
         """Render a conversation. Return the text, the range of each answer, and the names of the messages' unused fields. Raises
         TemplateFailure if a part of the conversation is not in the text, or an answer cannot be located."""
         failures: list[TemplateFailure] = []
-        for variant in _variants(messages):
-            data = _data(variant, tools, arguments)
+        for variant in variants(messages):
+            data = template_data(variant, tools, arguments)
             try:
                 rendering = self._template.render(self._names, data, False)
             except TemplateFailure as failure:
                 failures.append(failure)
                 continue
             try:
-                unused = check_written(self._template, rendering, data, loss_mask)
+                unused = check_written(self._template, rendering, variant, data, loss_mask)
                 break
             except TemplateFailure as failure:
                 failures.insert(0, failure)  # it says more than an error in the template
@@ -335,55 +331,6 @@ class ChatFormat:
             return TemplateFailure(reason)
         pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
         return TemplateFailure(reason, f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
-
-
-def _data(messages: Sequence[Message], tools: Sequence[Mapping] | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a template. As in transformers, reasoning is passed as reasoning_content and as thinking."""
-    copies = []
-    for message in messages:
-        reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-        if reasoning is not None:
-            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-        copies.append(message)
-    return {"messages": copies, "tools": list(tools) if tools else None, "arguments": dict(arguments)}
-
-
-def _variants(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the messages in all forms that a template may expect, in the order of preference. A template that expects another
-    form fails, or does not write all of the conversation.
-
-    The arguments of calls are objects, or JSON text. A content that is not text is unchanged, or text. The content of a message
-    with calls only is absent, null, or empty.
-    """
-    has_calls = any(call.get("function", call)["arguments"] for m in messages for call in m.get("tool_calls", ()))
-    has_contents = any(not isinstance(m.get("content", ""), str) for m in messages)
-    has_none = any("content" not in m for m in messages)
-    for content_as_text, missing, arguments_as_text in itertools.product(
-        (False, True) if has_contents else (False,),
-        ({}, {"content": None}, {"content": ""}) if has_none else ({},),
-        (False, True) if has_calls else (False,),
-    ):
-        yield [_variant(message, content_as_text, missing, arguments_as_text) for message in messages]
-
-
-def _variant(message: Message, content_as_text: bool, missing: Message, arguments_as_text: bool) -> Message:
-    message = missing | message
-    if content_as_text and message.get("content") is not None:
-        message["content"] = content_text(message)
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(call, arguments_as_text) for call in message["tool_calls"]]
-    return message
-
-
-def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _call(call["function"], as_text)}
-    arguments = call.get("arguments", {})
-    if as_text:
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    else:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {**call, "arguments": arguments}
 
 
 def load_chat_format(

@@ -109,31 +109,62 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+class _Message(dict):
+    """A message that records which of its fields a template reads."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, fields: Mapping[str, Any], read: set[str]):
+        super().__init__(fields)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._read.add(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return super().get(name, default)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        self._read.update(super().keys())
+        return super().items()
+
+    def values(self) -> Iterable[Any]:
+        self._read.update(super().keys())
+        return super().values()
+
+
 def _compile(source: str) -> tuple[Template, tuple[list[str], list[str]]]:
-    """Compile a template. Return the template, and the names of its variables and all attributes and constants in it."""
+    """Compile a template. Return the template, and the names of its variables and its constant strings."""
     environment = _Environment()
     tree = environment.parse(source)
-    words = {node.attr for node in tree.find_all(nodes.Getattr)}
-    words |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
     names = {node.name for node in tree.find_all(nodes.Name)}
-    return environment.from_string(source), (sorted(names), sorted(words | names))
+    return environment.from_string(source), (sorted(names), sorted(constants))
 
 
 def _render(
     template: Template, names: Mapping[str, str], data: Mapping[str, Any], add_generation_prompt: bool
 ) -> tuple:
     """Render a conversation. ChatTemplate.render() describes arguments and result."""
-    data = trace(data)
+    data, read = trace(data), set()
     for message in data["messages"]:
         if isinstance(message.get("role"), str):
             message["role"] = literal(message["role"])  # one of ROLES: templates compose special tokens of them
+    data["messages"] = [_Message(message, read) for message in data["messages"]]
     variables = {"documents": None} | {name: literal(text) for name, text in names.items()} | _MARKS
     variables |= data.pop("arguments") | data
     text = template.render(variables, add_generation_prompt=add_generation_prompt)
     if len(text) > MAX_CHARACTERS:
         raise TemplateError(f"the template writes more than {MAX_CHARACTERS} characters")
     text, turns = _without_marks(text)
-    return text, [(origin, len(list(group))) for origin, group in itertools.groupby(origins_of(text))], turns
+    runs = [(origin, len(list(group))) for origin, group in itertools.groupby(origins_of(text))]
+    return text, runs, turns, sorted(name for name in read if isinstance(name, str))
 
 
 def _without_marks(marked: Traced) -> tuple[Traced, list[tuple[int, int]]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ class Rendering:
     """Origin of each character of the text (traced.py): the template, an untraced operation, or a string of the data."""
     blocks: list[tuple[int, int]]
     """Half-open range (start, stop) of each {% generation %} block in the text."""
+    read: frozenset[str]
+    """Names of the fields that the template read from a message."""
 
 
 class ChatTemplate:
@@ -47,17 +50,16 @@ class ChatTemplate:
         """cpu_s, memory_mib: limits for each rendering. Raises TemplateFailure if the text is not a valid template."""
         self._source = source
         self._cpu_s, self._memory_mib = cpu_s, memory_mib
-        names, words = self._start()
+        names, constants = self._start()
         self.has_generation_blocks = sandbox.BEGIN_MARK in names
         """Whether {% generation %} blocks mark the answers."""
         self.variables = frozenset(names)
         """Names of all variables."""
-        self.words = frozenset(words)
-        """Names of all variables and attributes, and all constant strings. A template reads only fields that are among them,
-        unless it writes a complete message or tool."""
+        self.tags = [text for text in constants if re.fullmatch(r"[<\[].+[>\]]", text)]
+        """Constant strings that look like tags, such as </think>."""
 
     def _start(self) -> tuple[list[str], list[str]]:
-        """Start the process that renders the template. Return the names of its variables, and all its words."""
+        """Start the process that renders the template. Return the names of its variables and its constant strings."""
         command = [sys.executable, "-m", sandbox.__name__, str(self._cpu_s), str(self._memory_mib)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -80,8 +82,9 @@ class ChatTemplate:
         """
         if self._process.poll() is not None:  # an earlier conversation exceeded a limit
             self._start()
-        text, runs, blocks = self._request((names, data, add_generation_prompt))
-        return Rendering(text, "".join(origin * length for origin, length in runs), [tuple(block) for block in blocks])
+        text, runs, blocks, read = self._request((names, data, add_generation_prompt))
+        origins = "".join(origin * length for origin, length in runs)
+        return Rendering(text, origins, [tuple(block) for block in blocks], frozenset(read))
 
     def _request(self, request: Any) -> Any:
         with contextlib.suppress(BrokenPipeError):

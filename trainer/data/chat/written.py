@@ -1,6 +1,5 @@
 """The check that a template wrote all of a conversation: no message, call or reasoning may disappear."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +17,7 @@ class Written:
     """The strings of a conversation that a rendering contains."""
 
     def __init__(self, rendering: Rendering, data: Mapping[str, Any]):
-        self._text = rendering.text
-        self._has_unknown = UNKNOWN in rendering.origins
+        self._untraced_text = "".join(rendering.text.split()) if UNKNOWN in rendering.origins else ""
         paths = [path for path, _ in strings(data)]
         self._counts: Counter[tuple] = Counter()
         for origin, start, stop in origin_runs(rendering.origins):
@@ -44,9 +42,7 @@ class Written:
         """Return whether an untraced operation may have written the string. A string in a list or object does not count, because
         Python's notation of the object would contain it too."""
         return (
-            self._has_unknown
-            and path[-1] in ("content", "arguments", "name", *REASONING)
-            and string.strip() in self._text
+            path[-1] in ("content", "arguments", "name", *REASONING) and "".join(string.split()) in self._untraced_text
         )
 
 
@@ -55,24 +51,35 @@ def _characters(text: str) -> int:
 
 
 def check_written(
-    template: ChatTemplate, rendering: Rendering, data: Mapping[str, Any], loss_mask: Sequence[bool]
+    template: ChatTemplate,
+    rendering: Rendering,
+    messages: Sequence[Message],
+    data: Mapping[str, Any],
+    loss_mask: Sequence[bool],
 ) -> set[str]:
-    """Return the names of the messages' fields that the template does not use.
+    """Compare a rendering with its conversation. Return the names of the messages' fields that the template does not use.
 
-    loss_mask: whether each message is trained on. Raises TemplateFailure if the template omits something that would change
-    what is trained on.
+    Args:
+        template: the template.
+        rendering: the rendered conversation.
+        messages: the messages, without the copies of their reasoning that a template receives.
+        data: the data from which the conversation was rendered.
+        loss_mask: whether each message is trained on.
+
+    Raises:
+        TemplateFailure: The template omits something that would change what is trained on.
     """
     written = Written(rendering, data)
     for i in range(len(data["tools"] or ())):
         if not written.any_of(("tools", i)):
             raise TemplateFailure("the template does not support tools")
     unused: set[str] = set()
-    for i, (message, is_target) in enumerate(zip(data["messages"], loss_mask, strict=True)):
+    for i, (message, is_target) in enumerate(zip(messages, loss_mask, strict=True)):
         _check_content(template, written, i, message, is_target)
         _check_calls(written, i, message)
-        _check_reasoning(template, written, i, message, is_target)
+        _check_reasoning(rendering, written, i, message, is_target)
         for name in message:
-            if name in _HANDLED or name in template.words or written.any_of(("messages", i, name)):
+            if name in _HANDLED or name in rendering.read or written.any_of(("messages", i, name)):
                 continue
             if is_consequential(name):
                 raise TemplateFailure(
@@ -98,7 +105,7 @@ def _check_content(template: ChatTemplate, written: Written, i: int, message: Me
 
 def _without_tags(template: ChatTemplate, content: str) -> str:
     """Return a content without the tags that the template looks for, such as </think>. It writes them itself."""
-    for tag in filter(re.compile(r"[<\[].+[>\]]").fullmatch, template.words):
+    for tag in template.tags:
         content = content.replace(tag, "")
     return content
 
@@ -113,17 +120,16 @@ def _check_calls(written: Written, i: int, message: Message) -> None:
             raise TemplateFailure(f"the template does not write the tool calls of message {i + 1}")
 
 
-def _check_reasoning(template: ChatTemplate, written: Written, i: int, message: Message, is_target: bool) -> None:
-    names = [name for name in REASONING if message.get(name, "").strip()]
-    if not names or any(written.all_of(("messages", i, name), message[name]) for name in names):
+def _check_reasoning(rendering: Rendering, written: Written, i: int, message: Message, is_target: bool) -> None:
+    name = next((name for name in REASONING if message.get(name, "").strip()), None)
+    if name is None or any(written.all_of(("messages", i, copy), message[name]) for copy in REASONING):
         return
-    if template.words.isdisjoint(names):
+    if rendering.read.isdisjoint(REASONING):
         raise TemplateFailure(
-            f"message {i + 1} has {names[0]}, which the template does not read; remove the field, or list it in "
-            "data.ignored_fields"
+            f"message {i + 1} has {name}, which the template does not read; remove the field, or list it in data.ignored_fields"
         )
     if is_target:
         raise TemplateFailure(
-            f"the template omits {names[0]} of message {i + 1}, an answer to train on; give the answer the weight 0, or end "
-            "the conversation with it"
+            f"the template omits {name} of message {i + 1}, an answer to train on; give the answer the weight 0, or end the "
+            "conversation with it"
         )

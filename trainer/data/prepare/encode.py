@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from trainer.config import DataConfig
-from trainer.data.chat.conversations import MalformedConversation, parse_preference
+from trainer.data.chat.conversations import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.pairs import parse_preference
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.sources.source import InvalidDocument
 from trainer.data.store.store import SECOND_START, Encoded

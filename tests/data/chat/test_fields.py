@@ -1,0 +1,331 @@
+"""No field of a document and no part of a conversation disappears."""
+
+import pytest
+
+from tests.data.chat.examples import CHATML, DEFAULT, shown
+from trainer.data.chat.conversations import Conversation, MalformedConversation, parse_conversation
+from trainer.data.chat.fields import is_consequential, without
+from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template import TemplateFailure
+
+USER = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+TALK = {"messages": [USER, ANSWER]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+LISTS = {"prompt": [USER], "completion": [ANSWER]}
+TEXTS = {"prompt": "p", "completion": "c"}
+FORMATS = [TALK, SHAREGPT, LISTS, TEXTS]
+WAY_OUT = (
+    "which may change what is trained on and is not supported here; remove the field, or list it in data.ignored_fields"
+)
+
+
+def reason_of(document, chat=None) -> str:
+    with pytest.raises((MalformedConversation, TemplateFailure)) as failure:
+        chat.encode_document(document) if chat else parse_conversation(document)
+    return str(failure.value)
+
+
+# ---------------------------------------------------------------- fields of documents
+
+
+@pytest.mark.parametrize("document", FORMATS, ids=["messages", "ShareGPT", "lists", "texts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("loss_mask", "lossWeight", "train_on_turn", "masked", "labels", "label", "history", "images", "instruction"),
+        *(
+            "chosen",
+            "rejected",
+            "text",
+            "system_prompt",
+            "enable_thinking",
+            "documents",
+            "reasoning",
+            "dialogue",
+            "output",
+        ),
+    ],
+)
+def test_a_field_that_may_change_what_is_trained_on_is_named(document, name):
+    assert reason_of(document | {name: "x"}) == f"the document has the field {name}, {WAY_OUT}"
+    for absent in (None, "", [], {}):
+        assert parse_conversation(document | {name: absent}) == parse_conversation(document)
+
+
+@pytest.mark.parametrize("document", FORMATS, ids=["messages", "ShareGPT", "lists", "texts"])
+def test_other_fields_are_listed(document):
+    assert parse_conversation(document).unused == ()
+    given = document | {
+        "id": 0,
+        "prompt_id": "p",
+        "source": "web",
+        "score": 0.5,
+        "lang": "en",
+        "empty": None,
+        "num_turns": 2,
+    }
+    assert parse_conversation(given).unused == ("id", "prompt_id", "source", "score", "lang", "num_turns")
+
+
+def test_words_in_names_decide_whether_a_field_selects_what_is_trained_on():
+    for name in (
+        "weight",
+        "sample_weights",
+        "lossMask",
+        "train",
+        "is_trainable",
+        "TrainOnInput",
+        "assistant-masks",
+        "Messages",
+    ):
+        assert is_consequential(name), name
+    for name in (
+        "id",
+        "trainer_version",
+        "losses_url",
+        "weighted",
+        "message_id",
+        "conversation_hash",
+        "prompt_id",
+        "score",
+        "model",
+    ):
+        assert not is_consequential(name), name
+
+
+def test_a_second_conversation_is_named():
+    assert reason_of(TALK | SHAREGPT) == f"the document has the field conversations, {WAY_OUT}"
+    assert reason_of(TALK | LISTS) == f"the document has the field prompt, {WAY_OUT}"
+    assert reason_of(TEXTS | {"rejected": "r"}) == f"the document has the field rejected, {WAY_OUT}"
+
+
+@pytest.mark.parametrize("document", [TALK, SHAREGPT, LISTS], ids=["messages", "ShareGPT", "lists"])
+def test_a_system_text_beside_the_messages_is_a_system_message(document):
+    expected = Conversation((SYSTEM, USER, ANSWER), (False, False, True))
+    assert parse_conversation(document | {"system": "s"}) == expected
+    assert parse_conversation(document | {"system": ""}) == Conversation((USER, ANSWER), (False, True))
+    assert parse_conversation({"messages": [SYSTEM, USER, ANSWER], "system": "s"}) == expected
+    assert reason_of({"messages": [SYSTEM, USER, ANSWER], "system": "t"}) == (
+        "the document's system differs from its system message"
+    )
+    assert reason_of(document | {"system": ["s"]}) == "the document's system is not text"
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "functions", "chat_template_kwargs"])
+def test_fields_of_a_template_beside_plain_text_are_named(name):
+    assert reason_of(TEXTS | {name: "x"}) == f"the document has the field {name}, {WAY_OUT}"
+
+
+@pytest.mark.parametrize("document", FORMATS, ids=["messages", "ShareGPT", "lists", "texts"])
+def test_the_weight_of_a_document_is_respected(document):
+    assert parse_conversation(document | {"weight": 1, "train": True}) == parse_conversation(document)
+    for given in ({"weight": 0}, {"train": False}, {"weight": 0.0, "train": False}):
+        assert reason_of(document | given) == "the document is marked as not to be trained on"
+    assert reason_of(document | {"weight": 2}) == "the document has the weight 2; expected 0 or 1"
+
+
+# ---------------------------------------------------------------- fields of messages
+
+
+def loss_mask(*messages) -> tuple[bool, ...]:
+    return parse_conversation({"messages": list(messages)}).loss_mask
+
+
+@pytest.mark.parametrize("given", [{"weight": 0}, {"train": False}, {"weight": 0, "train": False}, {"weight": False}])
+def test_answers_that_are_not_to_be_trained_on_are_context_in_every_format(given):
+    assert loss_mask(USER, ANSWER | given, USER, ANSWER) == (False, False, False, True)
+    turns = [*SHAREGPT["conversations"][:1], SHAREGPT["conversations"][1] | given, *SHAREGPT["conversations"]]
+    found = parse_conversation({"conversations": turns})
+    assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
+    found = parse_conversation({"prompt": [USER], "completion": [ANSWER | given, USER, ANSWER]})
+    assert found.loss_mask == (False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (ANSWER | {"train": 1}, "message 2 has train = 1; expected true or false"),
+        (ANSWER | {"train": "no"}, "message 2 has train = 'no'; expected true or false"),
+        (ANSWER | {"weight": "0"}, "message 2 has the weight '0'; expected 0 or 1"),
+        (ANSWER | {"weight": 1, "train": False}, "message 2 has the weight 1 and train = False"),
+        (USER | {"train": True}, "message 2 has train = true, but only answers can be trained on"),
+    ],
+)
+def test_unclear_marks_of_messages_are_bad(message, reason):
+    assert reason_of({"messages": [USER, message, ANSWER]}) == reason
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return load_chat_format("chatml", CHATML)
+
+
+@pytest.mark.parametrize("name", ["mask", "loss_weight", "image", "reasoning_details", "refusal", "tools", "trainable"])
+def test_a_field_of_a_message_that_the_template_does_not_read_is_named(chat, name):
+    reason = (
+        f"message 2 has the field {name}, which may change what is trained on, but which the template does not read; "
+        "remove the field, or list it in data.ignored_fields"
+    )
+    assert reason_of({"messages": [USER, ANSWER | {name: "x"}]}, chat) == reason
+    turns = [SHAREGPT["conversations"][0], SHAREGPT["conversations"][1] | {name: "x"}]
+    assert reason_of({"conversations": turns}, chat) == reason
+    chat.encode_document({"messages": [USER, ANSWER | {name: None}]})
+
+
+def test_a_field_of_a_message_that_the_template_reads_is_used():
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.image }}<|eot_id|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant{% endif %}"
+    encoded, unused = ChatFormat(template, DEFAULT).encode_document(
+        {"messages": [USER | {"image": "i"}, ANSWER], "id": 1}
+    )
+    assert DEFAULT.decode(encoded[0]) == "userqi<|eot_id|>assistanta<|eot_id|>"
+    assert unused == ("id",)
+    compared = template.replace("{{ m.image }}", "{{ 'I' if m.image }}")
+    encoded, _ = ChatFormat(compared, DEFAULT).encode_document({"messages": [USER | {"image": "i"}, ANSWER]})
+    assert DEFAULT.decode(encoded[0]).startswith("userqI")
+
+
+def test_unused_fields_of_messages_are_listed_with_those_of_the_document(chat):
+    document = {"messages": [USER | {"name": "n"}, ANSWER | {"timestamp": 5, "id": None}], "source": "web"}
+    assert chat.encode_document(document)[1] == ("name", "source", "timestamp")
+
+
+def test_ignored_fields_are_removed_everywhere_and_listed():
+    chat = load_chat_format(
+        "chatml", CHATML, ignored_fields=["history", "mask", "reasoning_content", "conversations", "absent"]
+    )
+    document = {
+        "messages": [USER, ANSWER | {"mask": 1, "reasoning_content": "r"}],
+        "history": ["h"],
+        "id": 5,
+    } | SHAREGPT
+    encoded, unused = chat.encode_document(document)
+    assert encoded == chat.encode([USER, ANSWER])
+    assert unused == ("conversations", "history", "id", "mask", "reasoning_content")
+    assert without({"chosen": [{"mask": 1, "a": 2}], "mask": None}, ["mask"]) == ({"chosen": [{"a": 2}]}, {"mask"})
+    assert chat.fingerprint != load_chat_format("chatml", CHATML).fingerprint
+
+
+# ---------------------------------------------------------------- reasoning and template arguments
+
+
+THINKING = (
+    "{% for m in messages %}{{ m.role }}{% if m.reasoning_content and (all is defined or loop.last) %}({{ m.reasoning_content }})"
+    "{% endif %}{{ m.content }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_used_or_named(chat, name):
+    reasoned = {"messages": [USER, ANSWER | {name: "because"}]}
+    assert reason_of(reasoned, chat) == (
+        f"message 2 has {name}, which the template does not read; remove the field, or list it in data.ignored_fields"
+    )
+    encoded, unused = ChatFormat(THINKING, DEFAULT).encode_document(reasoned)
+    assert "".join(shown(encoded)).replace("+", "") == "userq<|eot_id|>assistant(because)a<|eot_id|>"
+    assert unused == ()
+    chat.encode_document({"messages": [USER, ANSWER | {name: None}]})
+
+
+def test_reasoning_that_is_omitted_is_allowed_only_in_context():
+    chat = ChatFormat(THINKING, DEFAULT)
+    talk = [USER, ANSWER | {"reasoning_content": "because"}, USER, ANSWER]
+    assert reason_of({"messages": talk}, chat) == (
+        "the template omits reasoning_content of message 2, an answer to train on; give the answer the weight 0, or end the "
+        "conversation with it"
+    )
+    marked = THINKING.replace("{{ m.role }}", "{{ m.role }}{% if m.role == 'assistant' %}{% generation %}").replace(
+        "<|eot_id|>", "<|eot_id|>{% endgeneration %}{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+    )
+    tokens, _ = ChatFormat(marked, DEFAULT).encode(talk, loss_mask=[False, False, False, True])
+    assert DEFAULT.decode(tokens) == "userq<|eot_id|>assistanta<|eot_id|>" * 2
+
+
+def test_arguments_of_the_template_are_used_or_named():
+    chat = ChatFormat(THINKING, DEFAULT)
+    reasoned = [USER, ANSWER | {"reasoning": "r"}]
+    document = {"messages": [*reasoned, *reasoned], "chat_template_kwargs": {"all": True, "date": None}}
+    (tokens, _), _ = chat.encode_document(document)
+    assert DEFAULT.decode(tokens) == "userq<|eot_id|>assistant(r)a<|eot_id|>" * 2
+    for name in ("enable_thinking", "messages", "bos_token"):
+        assert reason_of(document | {"chat_template_kwargs": {name: "x"}}, chat) == (
+            f"chat_template_kwargs sets {name}, which is no variable that the template reads"
+        )
+    assert reason_of(document | {"chat_template_kwargs": [1]}, chat) == "chat_template_kwargs is not an object"
+
+
+# ---------------------------------------------------------------- parts that a template does not write
+
+
+def loop(body: str) -> str:
+    return (
+        "{% for m in messages %}{{ m.role }}"
+        + body
+        + "<|eot_id|>{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+    )
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "y"}}}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "messages", "reason"),
+    [
+        ("{{ m.content }}", [USER, CALL, ANSWER], "the template does not write the tool calls of message 2"),
+        (
+            "{{ m.content or m.tool_calls[0].function.name }}",
+            [USER, CALL, ANSWER],
+            "the template does not write the tool calls of message 2",
+        ),
+        (
+            "{{ m.content if m.role != 'tool' }}",
+            [USER, {"role": "tool", "content": "t"}, ANSWER],
+            "the template does not write the content of message 2 (tool)",
+        ),
+        (
+            "{{ m.content if m.role != 'system' }}",
+            [SYSTEM, USER, ANSWER],
+            "the template does not write the content of message 1 (system)",
+        ),
+        (
+            "{{ m.content.split('#')[-1] }}",
+            [USER, {"role": "assistant", "content": "thoughts # a"}],
+            "the template omits a part of message 2, an answer to train on",
+        ),
+        (
+            "{{ m.content[:10] }}",
+            [USER, {"role": "assistant", "content": "abcd efgh ijkl"}],
+            "the template omits a part of message 2, an answer to train on",
+        ),
+    ],
+)
+def test_a_part_that_the_template_does_not_write_is_named(body, messages, reason):
+    assert reason_of({"messages": messages}, ChatFormat(loop(body), DEFAULT)) == reason
+
+
+def test_text_that_is_written_in_another_way_is_complete():
+    answer = {"role": "assistant", "content": "<think>\nr\n</think>\n a "}
+    for body, written in [
+        ("{{ m.content | tojson }}", '"<think>\\nr\\n</think>\\n a "'),
+        ("{{ m.content | indent }}", "<think>\n    r\n    </think>\n     a "),
+        ("{{ m.content | trim }}", "<think>\nr\n</think>\n a"),
+        ("{{ m.content.split('</think>') | join('[/T]') | replace('<think>', '[T]') }}", "[T]\nr\n[/T]\n a "),
+    ]:
+        tokens, targets = ChatFormat(loop(body), DEFAULT).encode([USER, answer])
+        target = DEFAULT.decode([t for t, is_target in zip(tokens, targets, strict=True) if is_target])
+        assert target == f"{written}<|eot_id|>"
+
+
+def test_tools_that_the_template_does_not_write_are_named():
+    template = loop("{{ m.content }}")
+    for source in (
+        template,
+        "{{ 'tools:' if tools }}" + template,
+        "{% if tools and false %}{{ tools }}{% endif %}" + template,
+    ):
+        assert (
+            reason_of(TALK | {"tools": [{"name": "f"}]}, ChatFormat(source, DEFAULT))
+            == "the template does not support tools"
+        )
