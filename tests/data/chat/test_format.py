@@ -411,3 +411,57 @@ def test_a_tokenizer_that_parses_special_tokens_in_text_is_an_error(llama3):
     chat = load_chat_format("llama3", Parsing())
     document = {"messages": [TALK[1], {"role": "assistant", "content": "<|eot_id|>"}]}
     assert reason_of(chat, document) == "the tokenizer encodes plain text as a special token"
+
+
+# ---------------------------------------------------------------- the way out
+
+
+def refusal(template: str, tokenizer=CHATML) -> str:
+    with pytest.raises(ConfigError) as error:
+        ChatFormat(template, tokenizer).validate_template()
+    return error.value.message
+
+
+MARK = "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
+
+
+@pytest.mark.parametrize(
+    ("shipped", "template"),
+    [
+        ("chatml", REWRITING.replace("<|end_header_id|>", "<|im_start|>").replace("<|eot_id|>", "<|im_end|>")),
+        ("llama3", REWRITING.replace("{{ m.role }}", "<|start_header_id|>{{ m.role }}")),
+        ("llama2", "[INST]" + REWRITING.replace("<|eot_id|>", "{{ eos_token }}")),
+    ],
+)
+def test_a_refused_template_names_the_shipped_template_with_the_same_special_tokens(
+    tmp_path, char_tokenizer, shipped, template
+):
+    template = template.replace("BEGIN", "").replace("END", "")
+    fitting = f'set data.chat_template = "{shipped}", which has the same special tokens'
+    tokenizer = char_tokenizer if shipped == "llama2" else CHATML
+    template = template.replace("<|end_header_id|>", ":") if shipped == "llama2" else template
+    assert refusal(template, tokenizer) == (
+        f"the template renders message 2 differently in a prompt or in a longer conversation; {fitting}, or {MARK}"
+    )
+    load_chat_format(shipped, tokenizer).validate_template()
+    without_end = template.partition("{% endfor %}")[0].replace("<|im_end|>", "{{ '<|im_end|>' if false }}")
+    without_end = without_end.replace("<|eot_id|>", "{{ '<|eot_id|>' if false }}").replace("{{ eos_token }}", "")
+    assert refusal(without_end + "{% endfor %}", tokenizer) == (
+        f"the template ends an answer without a special token, so generation would never stop; {fitting}"
+    )
+    failing = "{{ raise_exception('no') }}" + template
+    assert refusal(failing, tokenizer) == f"no; {fitting}"
+
+
+def test_a_refused_template_with_other_special_tokens_names_the_markers_only():
+    other = (
+        REWRITING.replace("BEGIN", "")
+        .replace("END", "")
+        .replace("<|end_header_id|>", ":")
+        .replace("<|eot_id|>", "{{ eos_token }}")
+    )
+    assert (
+        refusal(other) == f"the template renders message 2 differently in a prompt or in a longer conversation; {MARK}"
+    )
+    bad = [TALK[1], TALK[2], TALK[3], TALK[4]]
+    assert reason_of(ChatFormat(other, CHATML), {"messages": bad}).endswith(f"; {MARK}")

@@ -69,3 +69,55 @@ def test_a_malformed_pair_is_explained(pair, reason):
         for document in parse_preference(pair)[:2]:
             parse_conversation(document)
     assert str(error.value).startswith(reason)
+
+
+SYSTEM = {"role": "system", "content": "s"}
+TOOL = {"name": "f"}
+
+
+@pytest.mark.parametrize("prompt", [[USER], "q"])
+def test_fields_beside_a_pair_belong_to_both_conversations(prompt):
+    arguments = {"enable_thinking": True}
+    pair = {"prompt": prompt, "chosen": [ANSWER], "rejected": [OTHER], "system": "s", "tools": [TOOL]}
+    chosen, rejected, unused = parse_preference(pair | {"chat_template_kwargs": arguments, "score_chosen": 5, "id": 1})
+    assert unused == ("score_chosen", "id")
+    for document, answer in ((chosen, ANSWER), (rejected, OTHER)):
+        expected = Conversation((SYSTEM, USER, answer), (False, False, True), (TOOL,), arguments)
+        assert parse_conversation(document) == expected
+
+
+@pytest.mark.parametrize("name", ["history", "conversations", "messages", "images", "label", "weights", "question"])
+def test_a_field_beside_a_pair_that_may_change_what_is_trained_on_is_named(name):
+    pair = {"prompt": "p", "chosen": "c", "rejected": "r", name: [ANSWER]}
+    with pytest.raises(
+        MalformedConversation, match=f"^the document has the field {name}, which may change what is trained on"
+    ):
+        parse_preference(pair)
+
+
+def test_messages_that_repeat_the_chosen_conversation_are_no_second_conversation():
+    """As in UltraFeedback."""
+    chosen = [USER, ANSWER]
+    pair = {"prompt": "q", "chosen": chosen, "rejected": [USER, OTHER], "messages": chosen}
+    assert parse_preference(pair) == parse_preference({n: v for n, v in pair.items() if n != "messages"})
+
+
+def test_a_prompt_that_both_answers_repeat_is_not_doubled():
+    pair = {"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    chosen, rejected = map(parse_conversation, parse_preference(pair)[:2])
+    assert (chosen.messages, rejected.messages) == ((USER, ANSWER), (USER, OTHER))
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_answers_to_different_prompts_are_no_pair(role):
+    pair = {"prompt": "q", "chosen": [USER, ANSWER], "rejected": [{"role": role, "content": "other"}, OTHER]}
+    with pytest.raises(MalformedConversation) as error:
+        parse_preference(pair)
+    assert str(error.value) == "the chosen answer begins with a user message, so the two prompts differ"
+
+
+@pytest.mark.parametrize("given", [{"weight": 0}, {"train": False}])
+def test_a_pair_that_is_not_to_be_trained_on_is_bad(given):
+    chosen, *_ = parse_preference({"prompt": "p", "chosen": "c", "rejected": "r"} | given)
+    with pytest.raises(MalformedConversation, match="the document is marked as not to be trained on"):
+        parse_conversation(chosen)

@@ -172,6 +172,57 @@ def test_bad_documents_are_counted_listed_and_logged(data, tmp_path, capsys):
     ]
 
 
+def chat_dataset(folder, num_documents, **settings) -> DataConfig:
+    """Write conversations with fields that are not used, and return the config of a dataset of them."""
+    talk = [{"role": "user", "content": "q", "name": "n"}, {"role": "assistant", "content": "a", "mask": 1}]
+    documents = [{"messages": talk, "id": i} | ({"source": "web"} if i % 2 else {}) for i in range(num_documents)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return DataConfig(
+        dataset="chat",
+        path=str(folder / "chats.jsonl"),
+        store_folder=str(folder / "stores"),
+        prepare_workers=1,
+        ignored_fields=("mask", "history"),
+        **settings,
+    )
+
+
+FIELDS = [
+    "fields that were not used: id (30 documents), name (30 documents), source (15 documents)",
+    "fields that data.ignored_fields removed: mask (30 documents)",
+    "no document has these fields of data.ignored_fields: history",
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fields_that_were_not_used_are_counted_and_listed_once(tmp_path, monkeypatch, capsys, workers):
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 1000)
+    data = replace(chat_dataset(tmp_path, 30), prepare_workers=workers)
+    folder = prepare(data, DEFAULT)
+    logged = capsys.readouterr().out
+    assert all(logged.count(line) == 1 for line in FIELDS), logged
+    assert read_description(folder)["unused_fields"] == {"id": 30, "mask": 30, "name": 30, "source": 15}
+    assert prepare(data, DEFAULT) == folder and prepare_module.unused_fields(folder, data) == FIELDS
+    merged = prepare(replace(data, dataset="prepared", path=str(folder.parent), ignored_fields=()), DEFAULT)
+    assert read_description(merged)["unused_fields"] == read_description(folder)["unused_fields"]
+    assert prepare(replace(data, ignored_fields=("mask",)), DEFAULT) != folder
+
+
+def test_fields_of_chunks_that_were_finished_before_a_kill_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize, "CHUNK_BYTES", 1000)
+    data = chat_dataset(tmp_path, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "write_split", lambda *_: pytest.fail("stop"))
+        with pytest.raises(pytest.fail.Exception):
+            prepare(data, DEFAULT)
+    assert prepare_module.unused_fields(prepare(data, DEFAULT), data) == FIELDS
+
+
+def test_a_store_without_unused_fields_lists_none(data):
+    folder = prepare(data, DEFAULT)
+    assert read_description(folder)["unused_fields"] == {} and prepare_module.unused_fields(folder, data) == []
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_more_bad_documents_than_allowed_are_an_error_with_the_first_of_them(data, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(tokenize, "CHUNK_BYTES", 4000)

@@ -29,7 +29,7 @@ def variants(messages: Sequence[Message]) -> Iterator[list[Message]]:
     The arguments of calls are objects, or JSON text. A content that is not text is unchanged, or text. The content of a message
     with calls only is absent, null, or empty.
     """
-    has_calls = any(call.get("function", call)["arguments"] for m in messages for call in m.get("tool_calls", ()))
+    has_calls = any(m.get("tool_calls") for m in messages)
     has_contents = any(not isinstance(m.get("content", ""), str) for m in messages)
     has_none = any("content" not in m for m in messages)
     for content_as_text, missing, arguments_as_text in itertools.product(

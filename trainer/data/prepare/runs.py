@@ -73,7 +73,9 @@ def read_chunk(folder: Path, index: int) -> Chunk | None:
             if values["files"][suffix] != {"size": path.stat().st_size, "digest": digest_of(path)}:
                 return None
         runs = tuple(SortedRun(*run) for run in values["runs"])
-        return Chunk(runs, values["documents"], values["bad_documents"], values["damaged_files"], values["unused_fields"])
+        return Chunk(
+            runs, values["documents"], values["bad_documents"], values["damaged_files"], values["unused_fields"]
+        )
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
