@@ -13,14 +13,14 @@ EOT = "END_OF_TURN"
 class Shape:
     document: Mapping[str, Any]
     messages: Sequence[Mapping[str, Any]] | None = None
-    """What transformers' apply_chat_template is given. None: the messages of the document."""
+    """Messages for apply_chat_template of transformers. None: the messages of the document."""
     tools: Sequence[Mapping[str, Any]] | None = None
     trained: Sequence[int] | None = None
     """Indices of the trained answers among all answers. None: all."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
     as_text: Sequence[Mapping[str, Any]] | None = None
-    """What it is given if the template fails with `messages`, or does not write all of their texts as such."""
+    """Messages for it if the template fails with `messages`, or does not write all of their texts as such."""
 
 
 def user(text: Any) -> dict[str, Any]:
@@ -66,8 +66,8 @@ TALK, TALK2 = [Q, A], [Q, A, Q2, A2]
 OBJECT = {"city": "Oslo", "days": 2, "exact": True}
 TEXT = '{"city": "Oslo", "days": 2, "exact": true}'
 TOOL = {"type": "function", "function": function("weather", "city", "days", "exact")}
-ASKED, TOLD = user("The weather in Oslo?"), answer("It rains.")
-CALL = [ASKED, called(OBJECT), result("rain"), TOLD]
+ASKED, REPLY = user("The weather in Oslo?"), answer("It rains.")
+CALL = [ASKED, called(OBJECT), result("rain"), REPLY]
 PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
 NULLS = [Q | {"tool_calls": None, "name": None}, A | {"tool_calls": None, "reasoning_content": None}]
 ODD = ["message", "end", "id", "loop", "user"]
@@ -137,7 +137,7 @@ SHAPES = {
             {"role": "assistant", "tool_calls": called(OBJECT)["tool_calls"] * 2},
             result("rain"),
             result("sun"),
-            TOLD,
+            REPLY,
         )
     ),
     "functions and function_call": Shape(
@@ -145,14 +145,14 @@ SHAPES = {
             ASKED,
             {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": TEXT}},
             {"role": "function", "name": "weather", "content": "rain"},
-            TOLD,
+            REPLY,
             functions=[TOOL["function"]],
         ),
         CALL,
         [TOOL],
     ),
     "a result that is an object": Shape(
-        turns(*CALL[:2], result({"sky": "fog"}), TOLD), as_text=[*CALL[:2], result('{"sky": "fog"}'), TOLD]
+        turns(*CALL[:2], result({"sky": "fog"}), REPLY), as_text=[*CALL[:2], result('{"sky": "fog"}'), REPLY]
     ),
     "parameters named like parts of special tokens": Shape(turns(*ODD_CALL, tools=[ODD_TOOL]), ODD_CALL, [ODD_TOOL]),
     "reasoning in the last answer": Shape(turns(Q, A, Q2, A2 | THOUGHT)),
