@@ -32,7 +32,8 @@ from trainer.config.packages import require_package
 from trainer.data.datasets import all_dataset_configs, blame_setting
 from trainer.data.prepare.tokenize import check_bad_documents
 from trainer.data.sources import BadDocument, open_source
-from trainer.data.tokenizer.backends import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
+from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
+from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.hf_json import byte_to_char
 from trainer.system.files import atomic_write
 
@@ -112,7 +113,8 @@ def main() -> None:
         atomic_write(args.out, "".join(lines))
     except OSError as error:
         die(f"{args.out}: cannot be written ({error.strerror})")
-    print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
+    use = f'backend = "tiktoken", path = "{args.out}", pattern = "llama3"'
+    print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens; to use it, set [tokenizer] {use}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.data.random_text import random_documents
 from trainer.config import ConfigError, TokenizerConfig, packages
 from trainer.config.load import load_config
 from trainer.data.sources import open_source
-from trainer.data.tokenizer import backends
+from trainer.data.tokenizer import byte_pair
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 
 TEXT = "def f(x):\n    return 'Grüße, 世界 🙂'  # <|end_of_text|>\t\n\n\n  12345 don't\x00"
@@ -47,7 +47,7 @@ def test_long_runs_are_split_where_metas_tokenizer_splits_them():
 @pytest.mark.parametrize("seed", range(20))
 def test_long_runs_are_split_as_by_counting_characters(seed, monkeypatch):
     """Meta's rule: a piece ends where its run of spaces, or of other characters, has reached the limit."""
-    monkeypatch.setattr(backends, "_LONGEST_RUN", 3)
+    monkeypatch.setattr(byte_pair, "LONGEST_RUN", 3)
     text = "".join(random.Random(seed).choices("a b\n\x1c\u200b", k=60))
     expected, start, length = [], 0, 0
     for i, letter in enumerate(text):
@@ -55,7 +55,7 @@ def test_long_runs_are_split_as_by_counting_characters(seed, monkeypatch):
         if length > 3:
             expected.append(text[start:i])
             start, length = i, 1
-    assert list(backends._pieces(text)) == [*expected, text[start:]]
+    assert list(byte_pair.short_pieces(text)) == [*expected, text[start:]]
 
 
 def test_the_default_tokenizer_compresses_source_code():
@@ -139,7 +139,7 @@ def test_files_of_another_format_are_rejected(tmp_path):
         f"{half} is not a tiktoken rank file: its ranks are not 0, 1, 2, ..."
     )
     endless = train_sentencepiece(tmp_path, eos_id=-1)
-    assert error_of(endless) == f"{endless.path} must define a BOS token and an EOS token"
+    assert error_of(endless) == f"{endless.path} defines no EOS token, which must end each document"
 
 
 def test_the_fingerprint_depends_on_the_content(tmp_path):

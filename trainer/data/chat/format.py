@@ -8,8 +8,9 @@ and each answer are tokenized separately, exactly as at inference.
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import ConfigError
@@ -26,7 +27,6 @@ _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
 _NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
-_ANCHOR = "\ue000"  # a character of no vocabulary, which therefore never merges with adjacent text
 
 TokensAndMask = tuple[list[int], list[bool]]
 """Token ids, and for each token whether it is a target."""
@@ -39,6 +39,14 @@ class _Rendered:
     """Half-open range (start, stop) of each answer, as character offsets in the text."""
     separator: str
     """Character that SpecialNames inserts to escape the names of special tokens in messages."""
+
+
+@dataclass
+class _Encoded:
+    tokens: list[int] = field(default_factory=list)
+    targets: list[bool] = field(default_factory=list)
+    parts: list[str | int] = field(default_factory=list)
+    """The encoded text: plain texts, and ids of special tokens."""
 
 
 class ChatFormat:
@@ -74,15 +82,14 @@ class ChatFormat:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
         self._special_names = SpecialNames({*self._special, *self._names.values()}, allowed_special)
-        # Sentencepiece prepends a space to every text, so that a word has the same token at every position.
-        anchor = tokenizer.encode(_ANCHOR)
-        self._adds_space = all(tokenizer.encode(_ANCHOR + c) != anchor + tokenizer.encode(c) for c in "aT1(")
         try:
             self._template = ChatTemplate(template)
             self.end_of_turn = self._find_end_of_turn()
         except TemplateFailure as failure:
             raise ConfigError(SETTING, str(failure)) from None
         shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
+        if tokenizer.parts_fingerprint:
+            shape.append(tokenizer.parts_fingerprint)
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
@@ -115,9 +122,11 @@ class ChatFormat:
         return self._encode_rendered(rendered, [False] * len(rendered.turns))[0]
 
     def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
-        """Encode a document without the template. BOS and the prompt are not targets. The completion and EOS are targets."""
-        prompt = [self.tokenizer.bos, *self._encode_text(document.prompt, at_start=True)]
-        completion = [*self._encode_text(document.completion, at_start=not document.prompt), self.tokenizer.eos]
+        """Encode a document without the template. The prompt, and BOS if the tokenizer adds it, are not targets. The completion
+        and EOS are targets."""
+        before = [document.prompt] if document.prompt else []
+        prompt = [*self.tokenizer.prefix, *self._encode_parts(before, [])]
+        completion = [*self._encode_parts([document.completion], before), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> TokensAndMask:
@@ -179,14 +188,14 @@ class ChatFormat:
 
     def _encode_rendered(self, rendered: _Rendered, turn_mask: Sequence[bool]) -> TokensAndMask:
         """Encode a rendered text. turn_mask: whether each turn is a target, shape (turns,)."""
-        encoded: TokensAndMask = [], []
+        encoded = _Encoded()
         end = 0
         for (start, stop), is_target in zip(rendered.turns, turn_mask, strict=True):
             self._extend(encoded, rendered.text[end:start], rendered.separator, is_target=False)
             end = self._end_of_turn(rendered.text, start, stop)
             self._extend(encoded, rendered.text[start:end], rendered.separator, is_target)
         self._extend(encoded, rendered.text[end:], rendered.separator, is_target=False)
-        return encoded
+        return encoded.tokens, encoded.targets
 
     def _end_of_turn(self, text: str, start: int, stop: int) -> int:
         """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
@@ -200,28 +209,30 @@ class ChatFormat:
         following, is_special = next(self._special_names.pieces(text[stop:]), ("", False))
         return stop + len(following) if is_special else stop
 
-    def _extend(self, encoded: TokensAndMask, text: str, separator: str, is_target: bool) -> None:
+    def _extend(self, encoded: _Encoded, text: str, separator: str, is_target: bool) -> None:
         """Remove the separators from a text, and append its tokens to `encoded`. is_target: whether they are targets."""
-        tokens, targets = encoded
+        parts: list[str | int] = []
         for piece, is_special in self._special_names.pieces(text):
-            if is_special:
-                if piece not in self._special:
-                    raise self._missing_tokens_error([piece])
-                tokens.append(self._special[piece])
-            else:
+            if not is_special:
                 plain = piece.replace(separator, "").replace(ascii(separator)[1:-1], "")  # JSON may escape it as ASCII
-                at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
-                tokens += self._encode_text(plain, at_start)
-        targets += [is_target] * (len(tokens) - len(targets))
+                parts += [plain] if plain else []
+            elif piece in self._special:
+                parts.append(self._special[piece])
+            else:
+                raise self._missing_tokens_error([piece])
+        tokens = self._encode_parts(parts, encoded.parts)
+        encoded.parts += parts
+        encoded.tokens += tokens
+        encoded.targets += [is_target] * len(tokens)
 
-    def _encode_text(self, text: str, at_start: bool) -> list[int]:
-        """Encode plain text. at_start: whether the tokenizer may prepend a space, as sentencepiece does."""
-        tokens = self.tokenizer.encode(text)
-        if self._adds_space and not at_start:
-            anchor, anchored = self.tokenizer.encode(_ANCHOR), self.tokenizer.encode(_ANCHOR + text)
-            if anchored[: len(anchor)] == anchor:
-                tokens = anchored[len(anchor) :]
-        if not self._special_ids.isdisjoint(tokens):
+    def _encode_parts(self, parts: Sequence[str | int], before: Sequence[str | int]) -> list[int]:
+        """Encode plain texts and ids of special tokens. before: the parts that precede."""
+        try:
+            tokens = self.tokenizer.encode_parts(parts, before)
+        except ValueError as error:
+            raise TemplateFailure(str(error)) from None
+        special = Counter(token for token in tokens if token in self._special_ids)
+        if special - Counter(part for part in parts if isinstance(part, int)):
             raise TemplateFailure("the tokenizer encodes plain text as a special token")
         return tokens
 

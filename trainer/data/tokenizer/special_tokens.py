@@ -9,8 +9,16 @@ from trainer.config import ConfigError
 _SPECIAL_LOOKING = r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>|</?s>|<[be]os>|<(?:start|end)_of_turn>"
 """Pattern of names that are treated as special tokens in every template, such as <|im_start|>, <s> and <start_of_turn>."""
 
+_RESERVED = r"reserved_special_token|^<SPECIAL_\d+>$"
+"""Pattern of names of reserved special tokens: Llama 3's and Mistral's."""
+
 _COMPARED = ("role", "type")
 """Message fields that templates compare with constants. No separator is added at their ends, so that they still match."""
+
+
+def looks_special(name: str) -> bool:
+    """Return whether a name is treated as that of a special token in every template."""
+    return re.fullmatch(_SPECIAL_LOOKING, name) is not None
 
 
 def missing_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
@@ -45,7 +53,8 @@ def require_new_name(name: str, existing: Collection[str], setting: str) -> None
 
 def reserved_names(special_tokens: Mapping[str, int]) -> list[str]:
     """Return the names of reserved special tokens, sorted by id."""
-    return sorted((name for name in special_tokens if "reserved_special_token" in name), key=special_tokens.__getitem__)
+    names = [name for name in special_tokens if re.search(_RESERVED, name)]
+    return sorted(names, key=special_tokens.__getitem__)
 
 
 class SpecialNames:
