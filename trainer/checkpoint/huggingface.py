@@ -32,7 +32,8 @@ from trainer.checkpoint.storage import (
     write_safetensors,
 )
 from trainer.config import ConfigError
-from trainer.data.tokenizer.backends import COMPANION_FILES, TOKENIZERS
+from trainer.data.tokenizer.backends import TOKENIZERS
+from trainer.data.tokenizer.huggingface import COMPANION_FILES
 from trainer.system.files import atomic_folder, digest_of, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"

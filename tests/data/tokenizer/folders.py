@@ -1,15 +1,18 @@
 """Small tokenizers in Hugging Face's format, with the properties of published ones."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-_CORPUS = [
-    f"the quick brown Fox number {i}: jumps over a lazy dog. What is it?\n\nHello user assistant system\n"
-    for i in range(200)
-]
+_WORDS = (
+    *("the", "quick", "brown", "Fox", "jumps", "over", "a", "lazy", "dog.", "What", "is", "it?\n\n", "Hello"),
+    *("user", "assistant", "system", "number", "12", ":", "<"),
+)
+_RANDOM = random.Random(0)
+_CORPUS = [" ".join(_RANDOM.choices(_WORDS, k=12)) for _ in range(300)]
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 

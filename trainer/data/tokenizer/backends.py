@@ -12,7 +12,7 @@ from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, PATTERNS, byte_pair_encoding, short_pieces
 from trainer.data.tokenizer.hf_added_tokens import json_object
-from trainer.data.tokenizer.hf_json import json_files, tokenizer_json
+from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_files, tokenizer_json
 from trainer.data.tokenizer.huggingface import HuggingFaceTokenizer
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
 from trainer.data.tokenizer.sentencepiece_proto import user_defined
@@ -166,17 +166,18 @@ class SentencePieceTokenizer(Tokenizer):
         # Sentencepiece prepends a space to every text, so that a word has the same token at every position.
         anchor = self.encode(_ANCHOR)
         self._adds_space = all(self.encode(_ANCHOR + c) != anchor + self.encode(c) for c in "aT1(")
+        self.parts_fingerprint = "space-after-special-tokens" if self._adds_space else ""
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
     def encode_parts(self, parts: Sequence[str | int], before: Sequence[str | int] = ()) -> list[int]:
-        tokens, previous = [], before[-1] if before else self.eos
+        tokens, previous = [], before[-1] if before else None
         for part in parts:
             if isinstance(part, int):
                 tokens.append(part)
-            else:
-                tokens += self.encode(part) if previous in (self.bos, self.eos) else self._encode_without_space(part)
+            else:  # a text after a special token begins with a space, as in transformers and in Meta's code
+                tokens += self._encode_without_space(part) if isinstance(previous, str) else self.encode(part)
             previous = part
         return tokens
 
@@ -208,8 +209,11 @@ class SentencePieceTokenizer(Tokenizer):
         unknown = self._processor.unk_id()
         ids = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": unknown if unknown >= 0 else None}
         config = {key: None if token is None else self._processor.id_to_piece(token) for key, token in ids.items()}
-        config |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": bool(self.prefix), "add_eos_token": False}
-        config |= {"legacy": False}
+        special = {**{config["unk_token"]: ids["unk_token"]}, **self.special_tokens}
+        decoder = {str(token): {"content": name, **SPECIAL_TOKEN_FLAGS} for name, token in special.items() if name}
+        # legacy: prepend a space to the text after each special token.
+        config |= {"tokenizer_class": "LlamaTokenizer", "legacy": True, "added_tokens_decoder": decoder}
+        config |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
         return {"tokenizer.model": self.files["tokenizer.model"]} | json_files({"tokenizer_config.json": config})
 
 

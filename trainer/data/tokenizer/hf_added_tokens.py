@@ -73,11 +73,11 @@ def _configured(
         flags |= {name: {f: getattr(present[name], f) for f in _FIELDS} for name in ids if name in present}
         entries = {i: {"content": name, **flags[name]} for name, i in ids.items()}
     try:
-        tokens = [
-            (int(i), package.AddedToken(**{name: value for name, value in entry.items() if name in _FIELDS}))
-            for i, entry in entries.items()
-        ]
-    except (TypeError, ValueError, AttributeError):
+        flags = [{name: value for name, value in entry.items() if name in _FIELDS} for entry in entries.values()]
+        if not all(values["content"] for values in flags):
+            raise ValueError
+        tokens = [(int(i), package.AddedToken(**values)) for i, values in zip(entries, flags, strict=True)]
+    except (TypeError, ValueError, AttributeError, KeyError):
         raise ConfigError("tokenizer.path", f"{folder / file} does not list added tokens with their ids") from None
     return [(i, token, file) for i, token in sorted(tokens, key=lambda entry: entry[0])]
 

@@ -2,8 +2,8 @@
 
 The package recognizes special tokens by their names, wherever these occur. Here, a copy of the tokenizer recognizes placeholders
 instead: characters that do not occur in the text. A name in the text is therefore plain text, while the package itself applies
-everything that depends on the neighbours of a token: the white space that a token takes (`lstrip`, `rstrip`), tokens that must be
-separate words (`single_word`), tokens that are matched in normalized text (`normalized`), and spaces that are prepended to a text.
+everything that depends on the neighbours of a token: the white space that a token takes (`lstrip`, `rstrip`), tokens that must
+be separate words (`single_word`), tokens that are matched in normalized text (`normalized`), and spaces that are prepended.
 """
 
 import itertools
