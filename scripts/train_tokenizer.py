@@ -113,8 +113,8 @@ def main() -> None:
         atomic_write(args.out, "".join(lines))
     except OSError as error:
         die(f"{args.out}: cannot be written ({error.strerror})")
-    use = f'backend = "tiktoken", path = "{args.out}", pattern = "llama3"'
-    print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens; to use it, set [tokenizer] {use}")
+    print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
+    print(f'  to use it: --tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{args.out}"')
 
 
 if __name__ == "__main__":

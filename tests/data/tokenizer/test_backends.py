@@ -3,6 +3,7 @@ import itertools
 import json
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import sentencepiece
@@ -11,6 +12,7 @@ import tokenizers
 from tests.data.random_text import random_documents
 from trainer.config import ConfigError, TokenizerConfig, packages
 from trainer.config.load import load_config
+from trainer.data.chat.format import load_chat_format
 from trainer.data.sources import open_source
 from trainer.data.tokenizer import byte_pair
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
@@ -314,3 +316,77 @@ def test_a_sentencepiece_model_yields_the_tokens_of_transformers(mixed, tmp_path
         assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
         assert tokenizer.decode(tokens) == text
     assert tokenizer.decode(tokenizer.encode("  two spaces")) == "  two spaces"
+
+
+# ---------------------------------------------------------------- sentencepiece: BOS, spaces and tokens of other files
+
+
+def test_a_sentencepiece_model_without_bos_is_valid(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(train_sentencepiece(tmp_path, bos_id=-1))
+    assert (tokenizer.bos, tokenizer.prefix) == (None, ())
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, content in tokenizer.huggingface_files().items():
+        (folder / name).write_bytes(content)
+    assert transformers.AutoTokenizer.from_pretrained(folder)("the fox").input_ids == tokenizer.encode("the fox")
+
+
+def test_add_bos_token_beside_a_sentencepiece_model_is_followed(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = train_sentencepiece(tmp_path)
+    with_bos = load_tokenizer(config)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    assert load_tokenizer(config).fingerprint == with_bos.fingerprint and with_bos.prefix == (1,)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    tokenizer = load_tokenizer(config)
+    assert (tokenizer.bos, tokenizer.prefix) == (1, ()) and tokenizer.fingerprint != with_bos.fingerprint
+    copy, export = tmp_path / "copy", tmp_path / "export"
+    for folder, files in ((copy, tokenizer.files), (export, tokenizer.huggingface_files())):
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    again = load_tokenizer(TokenizerConfig(backend="sentencepiece", path=str(copy / "tokenizer.model")))
+    assert (again.prefix, again.fingerprint) == ((), tokenizer.fingerprint)
+    assert transformers.AutoTokenizer.from_pretrained(export)("the fox").input_ids == tokenizer.encode("the fox")
+
+
+@pytest.mark.parametrize("template", ["llama2", "chatml", "chatml with user-defined names"])
+def test_exports_of_sentencepiece_models_have_the_spaces_of_training_beside_special_tokens(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    names = ["<|im_start|>", "<|im_end|>"]
+    is_defined = template.endswith("names")
+    options = {"user_defined_symbols": names[:1], "control_symbols": names[1:], "vocab_size": 420} if is_defined else {}
+    rules = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    config = train_sentencepiece(tmp_path, **options, **rules)
+    tokenizer = load_tokenizer(config if is_defined else replace(config, extra_special_tokens=names))
+    chat = load_chat_format(template.split()[0], tokenizer)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, content in tokenizer.huggingface_files().items():
+        (folder / name).write_bytes(content)
+    (folder / "chat_template.jinja").write_text(chat.self_contained())
+    talk = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "jumps number 7"}] * 2
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, return_dict=False)
+    assert chat.encode(talk)[0] == expected
+
+
+def test_tokens_that_a_sentencepiece_model_lacks_are_a_one_line_error(tmp_path):
+    config = train_sentencepiece(tmp_path)
+    size = load_tokenizer(config).vocab_size
+    way = "use its tokenizer.json with backend = huggingface, or add the tokens with tokenizer.extra_special_tokens"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": size}))
+    message = (
+        f"added_tokens.json adds <|im_start|> with the id {size}, which the sentencepiece model does not have; {way}"
+    )
+    assert error_of(config) == message
+    assert (
+        load_tokenizer(replace(config, extra_special_tokens=("<|im_start|>",))).special_tokens["<|im_start|>"] == size
+    )
+    decoder = {"1": {"content": "<s>"}, str(size): {"content": "<|user|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    assert error_of(config) == message.replace("added_tokens.json", "tokenizer_config.json").replace("im_start", "user")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": decoder, "pad_token": "<|user|>"})
+    )
+    assert load_tokenizer(config).vocab_size == size, "padding is not needed"

@@ -11,7 +11,7 @@ import sentencepiece
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, PATTERNS, byte_pair_encoding, short_pieces
-from trainer.data.tokenizer.hf_added_tokens import json_object
+from trainer.data.tokenizer.hf_added_tokens import json_object, name_of
 from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_files, tokenizer_json
 from trainer.data.tokenizer.huggingface import HuggingFaceTokenizer
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
@@ -235,4 +235,28 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     except OSError as error:
         file = f"{Path(error.filename).name} in this folder " if error.filename and Path(error.filename) != path else ""
         raise ConfigError("tokenizer.path", f"{file or 'this path '}cannot be read ({error.strerror})") from None
-    return WithAddedTokens(tokenizer, config.extra_special_tokens) if config.extra_special_tokens else tokenizer
+    num_tokens = tokenizer.vocab_size
+    if config.extra_special_tokens:
+        tokenizer = WithAddedTokens(tokenizer, config.extra_special_tokens)
+    if config.backend == "sentencepiece":
+        _require_configured_tokens(tokenizer, num_tokens, path.parent)
+    return tokenizer
+
+
+def _require_configured_tokens(tokenizer: Tokenizer, num_pieces: int, folder: Path) -> None:
+    """Raise ConfigError if the files beside a sentencepiece model add tokens that the tokenizer does not have. A token that only
+    pads is not needed. num_pieces: number of tokens in the model's file."""
+    config = json_object(folder / "tokenizer_config.json")
+    decoder = config.get("added_tokens_decoder")
+    file = "added_tokens.json" if decoder is None else "tokenizer_config.json"
+    try:
+        added = json_object(folder / file) if decoder is None else {name_of(entry): i for i, entry in decoder.items()}
+        ids = {name: int(i) for name, i in added.items()}
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError("tokenizer.path", f"{folder / file} does not list added tokens with their ids") from None
+    for name, token in ids.items():
+        is_new = token >= num_pieces and name != name_of(config.get("pad_token"))
+        if is_new and tokenizer.special_tokens.get(name) != token:
+            message = f"{file} adds {name} with the id {token}, which the sentencepiece model does not have"
+            way = "use its tokenizer.json with backend = huggingface, or add the tokens with tokenizer.extra_special_tokens"
+            raise ConfigError("tokenizer.path", f"{message}; {way}")

@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
     parts_fingerprint: str = ""
     """Identifier of how encode_parts depends on the neighbours of a text, or "" if it encodes each part independently."""
     warnings: tuple[str, ...] = ()
-    """What a user of this tokenizer should know: one line each."""
+    """Warnings for the user of this tokenizer, one line each."""
     files: Mapping[str, bytes]
     """File name -> content of the files that define this tokenizer. To load it, set tokenizer.path to the first file."""
     special_tokens: Mapping[str, int]
