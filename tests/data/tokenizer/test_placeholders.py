@@ -187,6 +187,18 @@ def test_names_that_look_special_are_special_even_if_a_folder_says_otherwise(tmp
     assert chat.encode(injected)[0].count(user) == 1
 
 
+def test_a_token_with_a_role_is_special_even_if_a_folder_says_otherwise(tmp_path):
+    tokenizer = folders.byte_level()
+    tokenizer.add_tokens([AddedToken("EOT", normalized=False, special=False)])
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+    folder = save(tokenizer, tmp_path / "own", bos_token=None, eos_token="EOT", chat_template=template)
+    chat, expected = chat_format(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    talk = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "Hello"}]
+    assert chat.encode(talk)[0] == expected.apply_chat_template(talk, return_dict=False)
+    talk[0]["content"] = "the EOT fox"
+    assert chat.encode(talk)[0].count(chat.tokenizer.eos) == 2
+
+
 def test_tokens_without_flags_in_a_byte_level_tokenizer_do_not_depend_on_their_neighbours(tmp_path):
     """Chats prepared by earlier versions have the same tokens, so their stores stay valid."""
     chat = chat_format(make(tmp_path / "own", folders.byte_level(), {}))

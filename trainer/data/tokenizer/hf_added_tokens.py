@@ -1,7 +1,7 @@
 """Added tokens of a tokenizer in Hugging Face's format: those of tokenizer.json, and those that other files add or change."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,9 +30,10 @@ def name_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> None:
+def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> set[str]:
     """Add the tokens of tokenizer_config.json and added_tokens.json to a tokenizer, as transformers does. Flags in
-    tokenizer_config.json replace those in tokenizer.json. Raises ConfigError if a token would get another id than it states.
+    tokenizer_config.json replace those in tokenizer.json. Return the names that the files give to special tokens. Raises
+    ConfigError if a token would get another id than it states.
 
     Args:
         package: the package `tokenizers`.
@@ -42,7 +43,8 @@ def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> 
     config = json_object(folder / "tokenizer_config.json")
     names = config if "added_tokens_decoder" in config else config | json_object(folder / "special_tokens_map.json")
     listed = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
-    extra = [name_of(value) for value in (listed.values() if isinstance(listed, Mapping) else listed)]
+    listed = list(listed.values()) if isinstance(listed, Mapping) else listed
+    extra = [name_of(value) for value in listed] if isinstance(listed, list) else []
     special = {*(name_of(names.get(role)) for role in _NAMED), *extra} - {None}
     for token_id, token, file in _configured(package, tokenizer, config, special, folder):
         existing = tokenizer.token_to_id(token.content)
@@ -59,6 +61,7 @@ def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> 
         raise ConfigError("tokenizer.path", f"{message}; {way}")
     known = sorted(name for name in special - added if tokenizer.token_to_id(name) is not None)
     tokenizer.add_special_tokens([package.AddedToken(name, special=True, normalized=False) for name in known])
+    return special
 
 
 def _configured(
@@ -82,17 +85,16 @@ def _configured(
     return [(i, token, file) for i, token in sorted(tokens, key=lambda entry: entry[0])]
 
 
-def protect_special_looking(package: ModuleType, tokenizer: Any) -> bool:
-    """Make special those added tokens whose names look like special tokens, such as <｜User｜>. Some folders do not call them
-    special, so that any text could contain them. Return whether there are any."""
+def protect_special(package: ModuleType, tokenizer: Any, named: Collection[str]) -> None:
+    """Make special those added tokens that some folders do not call special, so that any text could contain them: tokens with a
+    role such as EOS, and tokens whose names look special, such as <｜User｜>. named: names of the tokens with a role."""
     tokens = [
         token
         for _, token in sorted(tokenizer.get_added_tokens_decoder().items())
-        if not token.special and looks_special(token.content)
+        if not token.special and (token.content in named or looks_special(token.content))
     ]
     flags = [{name: getattr(token, name) for name in _FIELDS} | {"special": True} for token in tokens]
     tokenizer.add_special_tokens([package.AddedToken(**values) for values in flags])
-    return bool(tokens)
 
 
 def with_added_tokens(content: bytes, tokenizer: Any) -> dict[str, Any]:

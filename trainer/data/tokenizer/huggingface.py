@@ -13,7 +13,7 @@ from trainer.data.tokenizer.hf_added_tokens import (
     add_configured_tokens,
     json_object,
     name_of,
-    protect_special_looking,
+    protect_special,
     with_added_tokens,
 )
 from trainer.data.tokenizer.hf_json import json_bytes, json_files
@@ -40,10 +40,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer = tokenizer = _parse(package, content, path)
         plain = _plain_tokens(tokenizer)
         unchanged = repr(tokenizer.get_added_tokens_decoder())
-        add_configured_tokens(package, tokenizer, path.parent)
+        named = add_configured_tokens(package, tokenizer, path.parent)
         is_complete = repr(tokenizer.get_added_tokens_decoder()) == unchanged
         self._json = content if is_complete else json_bytes(with_added_tokens(content, tokenizer))
-        protect_special_looking(package, tokenizer)
+        protect_special(package, tokenizer, named)
         ids = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1  # the ids may have gaps
         added = tokenizer.get_added_tokens_decoder()
