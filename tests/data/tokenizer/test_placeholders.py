@@ -190,7 +190,8 @@ def test_names_that_look_special_are_special_even_if_a_folder_says_otherwise(tmp
 def test_a_token_with_a_role_is_special_even_if_a_folder_says_otherwise(tmp_path):
     tokenizer = folders.byte_level()
     tokenizer.add_tokens([AddedToken("EOT", normalized=False, special=False)])
-    template = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+    turn = "{{ m.role + ':' + m.content + eos_token }}"
+    template = f"{{% for m in messages %}}{turn}{{% endfor %}}{{{{ 'assistant:' if add_generation_prompt }}}}"
     folder = save(tokenizer, tmp_path / "own", bos_token=None, eos_token="EOT", chat_template=template)
     chat, expected = chat_format(folder), transformers.AutoTokenizer.from_pretrained(folder)
     talk = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "Hello"}]
