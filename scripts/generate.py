@@ -80,7 +80,7 @@ def user_lines() -> Iterator[str]:
 
 def chat(generator: TextGenerator, chat_format: ChatFormat, args: argparse.Namespace) -> None:
     messages = [{"role": "system", "content": args.system}] if args.system else []
-    stop = {*chat_format.end_of_turn, generator.tokenizer.eos}
+    stop = {*chat_format.end_of_turn, *generator.stop}
     for line in user_lines():
         messages.append({"role": "user", "content": line})
         stream = TextStream(generator.tokenizer)
@@ -97,9 +97,10 @@ def run(args: argparse.Namespace) -> None:
         chat(generator, generator.chat_format(), args)
     else:
         tokenizer = generator.tokenizer
-        prompt = [tokenizer.bos, *tokenizer.encode(args.prompt)]
+        prompt = generator.text_prompt(args.prompt)
+        stream = TextStream(tokenizer, prompt[len(tokenizer.prefix) :])
         print_on_rank_0(args.prompt)
-        print_answer(generator, prompt, args, {tokenizer.eos}, TextStream(tokenizer, prompt[1:]))
+        print_answer(generator, prompt, args, generator.stop, stream)
     distributed.shutdown()
 
 

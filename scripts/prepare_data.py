@@ -25,6 +25,7 @@ from trainer.data.datasets import all_dataset_configs, blame_setting, pack_split
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.system import logging
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -60,6 +61,8 @@ def main() -> None:
     is_sharded = args.shard != (0, 1)
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)
+        for warning in tokenizer.warnings:
+            logging.warning(warning)
         datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
         if is_sharded and any(dataset.dataset == "prepared" for _, _, dataset in datasets):
             die("--shard: a prepared dataset cannot be sharded")

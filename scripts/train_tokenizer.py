@@ -32,7 +32,8 @@ from trainer.config.packages import require_package
 from trainer.data.datasets import all_dataset_configs, blame_setting
 from trainer.data.prepare.limits import Counts, check_number, check_share
 from trainer.data.sources import BadDocument, open_source
-from trainer.data.tokenizer.backends import LLAMA3_PATTERN, NUM_SPECIAL, load_tokenizer
+from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
+from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.hf_json import byte_to_char
 from trainer.system.files import atomic_write
 
@@ -116,6 +117,7 @@ def main() -> None:
     except OSError as error:
         die(f"{args.out}: cannot be written ({error.strerror})")
     print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
+    print(f'  to use it: --tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{args.out}"')
 
 
 if __name__ == "__main__":

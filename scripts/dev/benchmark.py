@@ -50,7 +50,8 @@ from trainer.data.sampling.mixture import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description
-from trainer.data.tokenizer.backends import DEFAULT_FILE, LLAMA3_PATTERN, load_tokenizer
+from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
+from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.process import cores, memory_available
 from trainer.system.units import GIB

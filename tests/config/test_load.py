@@ -296,7 +296,8 @@ def test_conditions_name_settings_and_values_that_exist():
 
 ONLY_WITH = {
     "tokenizer.path": "[tokenizer] backend != default",
-    "tokenizer.reuse_reserved_tokens": "[tokenizer] backend = default or tiktoken",
+    "tokenizer.reuse_reserved_tokens": "[tokenizer] backend = default or tiktoken or tekken",
+    "tokenizer.pattern": "[tokenizer] backend = tiktoken",
     "data.dataset": "empty [data] datasets",
     "data.path": "empty [data] datasets and [data] dataset != python_stdlib",
     "data.mixture": "[data] datasets",

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.training_runs import train
 from trainer.checkpoint.export import export_run
 from trainer.config import TokenizerConfig
-from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
 from trainer.testing.ranks import RankError
 
@@ -253,6 +253,21 @@ def test_a_character_of_several_tokens_is_returned_with_its_last_token():
     pieces = [stream.put(token) for token in tokenizer.encode(text)]
     assert "".join(pieces) + stream.rest() == text
     assert "\ufffd" not in "".join(pieces) and "" in pieces
+
+
+def tokenizer_fingerprint(folder):
+    return TextGenerator(folder, torch.float32, CPU, 0, "").tokenizer.fingerprint
+
+
+def test_a_checkpoint_remembers_the_split_pattern_of_its_rank_file(ranks, tiny, tmp_path):
+    settings = {"backend": "tiktoken", "path": str(DEFAULT_FILE), "pattern": "gpt2"}
+    argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"]
+    argv += ["--data.store_folder", str(tmp_path / "stores")]
+    argv += [word for name, value in settings.items() for word in (f"--tokenizer.{name}", value)]
+    ranks(1).run(train, argv)
+    expected = load_tokenizer(TokenizerConfig(**settings)).fingerprint
+    assert expected != load_tokenizer(TokenizerConfig()).fingerprint
+    assert ranks(1).run(tokenizer_fingerprint, tmp_path / "run") == [expected]
 
 
 # ------------------------------------------------------------ the command

@@ -107,7 +107,8 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     assert "1 of 41 documents are unreadable (2.44 %); the first: " in refused.stderr
     settings += ["--data.max_bad_documents_percent", "3"]
     trained = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
-    assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n", trained.stderr
+    use = f'--tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{path}"'
+    assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n  to use it: {use}\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: the file is not UTF-8 text (byte 0)"
     assert trained.stderr == f"skipped 1 bad documents; the first: {first}\n"
     tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(path)))
@@ -115,6 +116,10 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     text = (tmp_path / "corpus" / "0000.txt").read_text()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) < len(text) / 2
+    used = [*settings, "--tokenizer.backend", "tiktoken", "--tokenizer.path", path]
+    for pattern in (["--tokenizer.pattern", "llama3"], []):
+        prepared = run_script("scripts/prepare_data.py", *used, *pattern)
+        assert prepared.returncode == 0 and (f"warning: {tokenizer.warnings[0]}\n" in prepared.stderr) == (not pattern)
     again = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
     assert (again.returncode, again.stderr) == (2, f"{path}: already exists\n")
     strict = run_script(

@@ -34,6 +34,8 @@ from trainer.system import logging
 from trainer.system.files import atomic_folder
 from trainer.system.units import GIB
 
+_BACKENDS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
+"""Tokenizer file of a Hugging Face folder, in order of precedence -> backend."""
 _SHARD_BYTES = 5 * GIB
 
 
@@ -123,17 +125,21 @@ def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokeniz
     path = str(checkpoint / model.tokenizer_files[0])
     reuse, extra = model.reuse_reserved_tokens, model.extra_special_tokens
     config = TokenizerConfig(
-        backend=model.tokenizer, path=path, reuse_reserved_tokens=reuse, extra_special_tokens=extra
+        backend=model.tokenizer,
+        path=path,
+        pattern=model.pattern,
+        reuse_reserved_tokens=reuse,
+        extra_special_tokens=extra,
     )
     return load_tokenizer(config)
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder. Raises ConfigError if the folder has none."""
-    for file, backend in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
+    for file, backend in _BACKENDS.items():
         if (folder / file).exists():
             return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
-    raise ConfigError("", f"{folder} contains neither tokenizer.json nor tokenizer.model")
+    raise ConfigError("", f"{folder} contains none of {', '.join(_BACKENDS)}")
 
 
 def export_run(run_folder: Path, skip_existing: bool = False) -> None:

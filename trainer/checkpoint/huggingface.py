@@ -32,14 +32,15 @@ from trainer.checkpoint.storage import (
     write_safetensors,
 )
 from trainer.config import ConfigError
-from trainer.data.tokenizer.backends import COMPANION_FILES, TOKENIZERS
+from trainer.data.tokenizer.backends import TOKENIZERS
+from trainer.data.tokenizer.huggingface import COMPANION_FILES
 from trainer.system.files import atomic_folder, digest_of, folder_error, parse_json_object
 
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *COMPANION_FILES)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
@@ -67,6 +68,8 @@ class ModelMetadata:
     """Setting [tokenizer] reuse_reserved_tokens of the run."""
     extra_special_tokens: tuple[str, ...]
     """Setting [tokenizer] extra_special_tokens of the run."""
+    pattern: str = ""
+    """Setting [tokenizer] pattern, if the tokenizer is a rank file."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """If the checkpoint contains an adapter: its settings rank, alpha and rslora, and the path and the hash of its base model."""
 
@@ -82,6 +85,7 @@ class ModelMetadata:
                 values[setting] = tuple(values[setting])
             for name in values["tokenizer_files"]:
                 manifest.require_plain_filename(name, MODEL_FILE)
+            values.setdefault("pattern", "llama3" if values["tokenizer"] == "tiktoken" else "")  # as older checkpoints
             values.setdefault("lora", {})  # older checkpoints contain complete models
             values.setdefault("context_window", values["seq_len"])
             types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
@@ -112,14 +116,19 @@ class ModelMetadata:
 
 
 def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the context window and the generation_config.json, or {}, of the model in a checkpoint or in a Hugging Face folder.
-    Raises ConfigError."""
+    """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
+    file is missing or names no eos_token_id, the model's configuration does. Raises ConfigError."""
     with manifest.damage_as_config_error(folder):
         file = folder / GENERATION_CONFIG
         generation = read_object(file) if file.exists() else {}
         if (folder / manifest.NAME).exists():
-            return ModelMetadata.read(folder).context_window, generation
-        return _read_config(folder / "config.json")[3], generation
+            model = ModelMetadata.read(folder)
+            ids, window = model.special_token_ids, model.context_window
+        else:
+            ids, _, _, window = _read_config(folder / "config.json")
+        if generation.get("eos_token_id") is None and ids.get("eos_token_id") is not None:
+            generation["eos_token_id"] = ids["eos_token_id"]
+        return window, generation
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:

@@ -101,11 +101,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    backend: Literal["default", "tiktoken", "sentencepiece", "huggingface"] = "default"
+    backend: Literal["default", "tiktoken", "sentencepiece", "huggingface", "tekken"] = "default"
     """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a BPE rank file such as Llama 3's;
-    "sentencepiece": a Llama 2 model file; "huggingface": a tokenizer.json, read by the package `tokenizers`."""
+    "sentencepiece": a Llama 2 model file; "huggingface": a tokenizer.json, read by the package `tokenizers`; "tekken": a
+    tekken.json of Mistral."""
+    pattern: Annotated[str, Constraint(only_with="[tokenizer] backend = tiktoken")] = ""
+    """Pattern that splits text before bytes are merged, as in the training of the rank file: "llama3", "llama4", "qwen2", "gpt2",
+    "cl100k", "o200k", or a regular expression. Empty: "llama3", with a warning unless the file is known to be trained with it."""
     reuse_reserved_tokens: Annotated[
-        Mapping[str, str], FIXED, Constraint(free_keys=True, only_with="[tokenizer] backend = default or tiktoken")
+        Mapping[str, str],
+        FIXED,
+        Constraint(free_keys=True, only_with="[tokenizer] backend = default or tiktoken or tekken"),
     ] = field(default_factory=dict)
     """New names for reserved tokens (their ids do not change): { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
     extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()

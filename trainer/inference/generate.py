@@ -14,7 +14,7 @@ from models.components import CausalMask, attention_kernel, visible_keys
 from models.spec import LayerKind
 from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata, initial_model
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -116,6 +116,9 @@ class TextGenerator:
         self.folder = folder
         self.device = device
         self.tokenizer, own_template, trained_seq_len = _load_tokenizer(folder, weights)
+        eos = initial_model(folder)[1].get("eos_token_id")
+        self.stop = {self.tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
+        """Tokens that end a text: EOS, and those in the model's generation_config.json."""
         self.chat_template = chat_template or own_template
         self.max_seq_len = max_seq_len or trained_seq_len
         spec, sizes = weights.spec, weights.sizes.for_seq_len(self.max_seq_len)
@@ -153,6 +156,16 @@ class TextGenerator:
             names = "llama2, llama3, chatml or a file"
             raise ConfigError("", f"the model has no chat template; choose one with --chat-template ({names})")
         return load_chat_format(self.chat_template, self.tokenizer)
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text to continue, as those of a document in training. Raises ConfigError if there are none."""
+        prompt = [*self.tokenizer.prefix, *self.tokenizer.encode(text)]
+        if not prompt:
+            message = (
+                "--prompt: must not be empty, because the tokenizer adds no BOS token, so that the model has no input"
+            )
+            raise ConfigError("", message)
+        return prompt
 
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, seed: int, stop: Collection[int], max_new_tokens: int

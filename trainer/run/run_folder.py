@@ -144,6 +144,7 @@ def model_files(
         special_token_ids=special_token_ids,
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
         extra_special_tokens=config.tokenizer.extra_special_tokens,
+        pattern=config.tokenizer.pattern or ("llama3" if config.tokenizer.backend == "tiktoken" else ""),
         lora={**scale, **base},
     )
     template = {CHAT_TEMPLATE: resolved.chat_template.encode()} if resolved.chat_template else {}
@@ -199,6 +200,8 @@ def log_summary(
         f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "
         f"{training.global_batch_size} per step, in {resolved.grad_accum} microbatches per rank"
     )
+    for warning in resolved.tokenizer.warnings:
+        logging.warning(warning)
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:
         logging.warning(

@@ -202,8 +202,9 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     if expected is None:
         return ""
     if _DATASETS[kind] != "tokens":
-        ends = {(document[0], document[-1]) for document in documents}
-        require(ends <= {(tokenizer.bos, tokenizer.eos)}, "a document has no BOS or EOS")
-        documents = [tokenizer.decode(document[1:-1]) for document in documents]
+        start = len(tokenizer.prefix)
+        ends = {(tuple(document[:start]), document[-1]) for document in documents}
+        require(ends <= {(tokenizer.prefix, tokenizer.eos)}, "a document has no BOS or EOS")
+        documents = [tokenizer.decode(document[start:-1]) for document in documents]
     require(sorted(documents) == sorted(expected), f"{kind}: expected {expected}, stored {documents}")
     return ""

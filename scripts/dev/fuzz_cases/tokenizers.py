@@ -66,7 +66,8 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
         require(damaged or extra or reuse, f"an intact tokenizer was refused: {error}")
         raise
     size = tokenizer.vocab_size
-    require(0 <= tokenizer.bos < size and 0 <= tokenizer.eos < size, "BOS or EOS is out of range")
+    ends = {*tokenizer.prefix, tokenizer.eos, tokenizer.eos if tokenizer.bos is None else tokenizer.bos}
+    require(all(0 <= token < size for token in ends), "BOS or EOS is out of range")
     require(all(0 <= token < size for token in tokenizer.special_tokens.values()), "a special token is out of range")
     require(len(tokenizer.text_bytes()) == size, "text_bytes has another length than the vocabulary")
     tokenizer.huggingface_files()

@@ -3,6 +3,7 @@ import itertools
 import json
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 import sentencepiece
@@ -11,8 +12,9 @@ import tokenizers
 from tests.data.random_text import random_documents
 from trainer.config import ConfigError, TokenizerConfig, packages
 from trainer.config.load import load_config
+from trainer.data.chat.format import load_chat_format
 from trainer.data.sources import open_source
-from trainer.data.tokenizer import backends
+from trainer.data.tokenizer import byte_pair
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 
 TEXT = "def f(x):\n    return 'Grüße, 世界 🙂'  # <|end_of_text|>\t\n\n\n  12345 don't\x00"
@@ -47,7 +49,7 @@ def test_long_runs_are_split_where_metas_tokenizer_splits_them():
 @pytest.mark.parametrize("seed", range(20))
 def test_long_runs_are_split_as_by_counting_characters(seed, monkeypatch):
     """Meta's rule: a piece ends where its run of spaces, or of other characters, has reached the limit."""
-    monkeypatch.setattr(backends, "_LONGEST_RUN", 3)
+    monkeypatch.setattr(byte_pair, "LONGEST_RUN", 3)
     text = "".join(random.Random(seed).choices("a b\n\x1c\u200b", k=60))
     expected, start, length = [], 0, 0
     for i, letter in enumerate(text):
@@ -55,7 +57,7 @@ def test_long_runs_are_split_as_by_counting_characters(seed, monkeypatch):
         if length > 3:
             expected.append(text[start:i])
             start, length = i, 1
-    assert list(backends._pieces(text)) == [*expected, text[start:]]
+    assert list(byte_pair.short_pieces(text)) == [*expected, text[start:]]
 
 
 def test_the_default_tokenizer_compresses_source_code():
@@ -139,7 +141,7 @@ def test_files_of_another_format_are_rejected(tmp_path):
         f"{half} is not a tiktoken rank file: its ranks are not 0, 1, 2, ..."
     )
     endless = train_sentencepiece(tmp_path, eos_id=-1)
-    assert error_of(endless) == f"{endless.path} must define a BOS token and an EOS token"
+    assert error_of(endless) == f"{endless.path} defines no EOS token, which must end each document"
 
 
 def test_the_fingerprint_depends_on_the_content(tmp_path):
@@ -213,18 +215,19 @@ def test_eos_is_read_from_a_file_in_the_same_folder(exported, tmp_path, file, va
     ), "its own files recreate it without those of the model"
 
 
-def test_a_tokenizer_json_without_bos_or_eos_is_rejected(exported):
+def test_a_tokenizer_json_without_eos_is_rejected(exported):
     path = exported / "tokenizer.json"
     config = TokenizerConfig(backend="huggingface", path=str(exported))
     files = "tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json"
+    way = "name the token that ends a document as eos_token in tokenizer_config.json"
     edit(exported / "tokenizer_config.json", eos_token="<|none|>")
-    assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}"
+    assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}; {way}"
     for content in (b"[", b"[]", b'{"eos_token": "\xff"}'):
         (exported / "tokenizer_config.json").write_bytes(content)
         assert error_of(config) == f"{exported}/tokenizer_config.json is not a JSON object"
     (exported / "tokenizer_config.json").write_text("{}")
     (exported / "config.json").write_text('{"bos_token_id": 99999, "eos_token_id": true}')
-    assert error_of(config) == f"the tokenizer's folder names no BOS token in any of {files}"
+    assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}; {way}"
     model = {"type": "BPE", "vocab": {"a": 0, "bb": 1}, "merges": [["a", "bb"]]}
     merged_too_long = json.dumps({"version": "1.0", "model": model}).encode()
     for content in (b"", b"{}", b"\xff", b"{", merged_too_long):  # the last one makes the package panic
@@ -313,3 +316,77 @@ def test_a_sentencepiece_model_yields_the_tokens_of_transformers(mixed, tmp_path
         assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
         assert tokenizer.decode(tokens) == text
     assert tokenizer.decode(tokenizer.encode("  two spaces")) == "  two spaces"
+
+
+# ---------------------------------------------------------------- sentencepiece: BOS, spaces and tokens of other files
+
+
+def test_a_sentencepiece_model_without_bos_is_valid(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(train_sentencepiece(tmp_path, bos_id=-1))
+    assert (tokenizer.bos, tokenizer.prefix) == (None, ())
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, content in tokenizer.huggingface_files().items():
+        (folder / name).write_bytes(content)
+    assert transformers.AutoTokenizer.from_pretrained(folder)("the fox").input_ids == tokenizer.encode("the fox")
+
+
+def test_add_bos_token_beside_a_sentencepiece_model_is_followed(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = train_sentencepiece(tmp_path)
+    with_bos = load_tokenizer(config)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    assert load_tokenizer(config).fingerprint == with_bos.fingerprint and with_bos.prefix == (1,)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    tokenizer = load_tokenizer(config)
+    assert (tokenizer.bos, tokenizer.prefix) == (1, ()) and tokenizer.fingerprint != with_bos.fingerprint
+    copy, export = tmp_path / "copy", tmp_path / "export"
+    for folder, files in ((copy, tokenizer.files), (export, tokenizer.huggingface_files())):
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    again = load_tokenizer(TokenizerConfig(backend="sentencepiece", path=str(copy / "tokenizer.model")))
+    assert (again.prefix, again.fingerprint) == ((), tokenizer.fingerprint)
+    assert transformers.AutoTokenizer.from_pretrained(export)("the fox").input_ids == tokenizer.encode("the fox")
+
+
+@pytest.mark.parametrize("template", ["llama2", "chatml", "chatml with user-defined names"])
+def test_exports_of_sentencepiece_models_have_the_spaces_of_training_beside_special_tokens(tmp_path, template):
+    transformers = pytest.importorskip("transformers")
+    names = ["<|im_start|>", "<|im_end|>"]
+    is_defined = template.endswith("names")
+    options = {"user_defined_symbols": names[:1], "control_symbols": names[1:], "vocab_size": 420} if is_defined else {}
+    rules = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    config = train_sentencepiece(tmp_path, **options, **rules)
+    tokenizer = load_tokenizer(config if is_defined else replace(config, extra_special_tokens=names))
+    chat = load_chat_format(template.split()[0], tokenizer)
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, content in tokenizer.huggingface_files().items():
+        (folder / name).write_bytes(content)
+    (folder / "chat_template.jinja").write_text(chat.self_contained())
+    talk = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "jumps number 7"}] * 2
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, return_dict=False)
+    assert chat.encode(talk)[0] == expected
+
+
+def test_tokens_that_a_sentencepiece_model_lacks_are_a_one_line_error(tmp_path):
+    config = train_sentencepiece(tmp_path)
+    size = load_tokenizer(config).vocab_size
+    way = "use its tokenizer.json with backend = huggingface, or add the tokens with tokenizer.extra_special_tokens"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": size}))
+    message = (
+        f"added_tokens.json adds <|im_start|> with the id {size}, which the sentencepiece model does not have; {way}"
+    )
+    assert error_of(config) == message
+    assert (
+        load_tokenizer(replace(config, extra_special_tokens=("<|im_start|>",))).special_tokens["<|im_start|>"] == size
+    )
+    decoder = {"1": {"content": "<s>"}, str(size): {"content": "<|user|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    assert error_of(config) == message.replace("added_tokens.json", "tokenizer_config.json").replace("im_start", "user")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": decoder, "pad_token": "<|user|>"})
+    )
+    assert load_tokenizer(config).vocab_size == size, "padding is not needed"

@@ -8,7 +8,9 @@ and each answer are tokenized separately, exactly as at inference.
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import ConfigError
@@ -30,10 +32,17 @@ _QUESTION = {"role": "user", "content": "A question?"}
 _NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
 _MARK_THE_ANSWERS = "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
-_ANCHOR = "\ue000"  # a character of no vocabulary, which therefore never merges with adjacent text
 
 TokensAndMask = tuple[list[int], list[bool]]
 """Token ids, and for each token whether it is a target."""
+
+
+@dataclass
+class _Encoded:
+    tokens: list[int] = field(default_factory=list)
+    targets: list[bool] = field(default_factory=list)
+    parts: list[str | int] = field(default_factory=list)
+    """The encoded text: plain texts, and ids of special tokens."""
 
 
 class ChatFormat:
@@ -78,9 +87,6 @@ class ChatFormat:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
         self._special_names = SpecialNames({*self._special, *self._names.values()}, allowed_special)
-        # Sentencepiece prepends a space to every text, so that a word has the same token at every position.
-        anchor = tokenizer.encode(_ANCHOR)
-        self._adds_space = all(tokenizer.encode(_ANCHOR + c) != anchor + tokenizer.encode(c) for c in "aT1(")
         try:
             self._template = ChatTemplate(template)
             self.end_of_turn = self._find_end_of_turn()
@@ -88,6 +94,8 @@ class ChatFormat:
             raise self._refusal(failure) from None
         shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
         shape += [sorted(self._ignored_fields)]
+        if tokenizer.parts_fingerprint:
+            shape.append(tokenizer.parts_fingerprint)
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     def self_contained(self) -> str:
@@ -138,9 +146,11 @@ class ChatFormat:
         return self._encode_rendered(rendering, turns, [False] * len(turns))[0]
 
     def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
-        """Encode a document without the template. BOS and the prompt are not targets. The completion and EOS are targets."""
-        prompt = [self.tokenizer.bos, *self._encode_text(document.prompt, at_start=True)]
-        completion = [*self._encode_text(document.completion, at_start=not document.prompt), self.tokenizer.eos]
+        """Encode a document without the template. The prompt, and BOS if the tokenizer adds it, are not targets. The completion
+        and EOS are targets."""
+        before = [document.prompt] if document.prompt else []
+        prompt = [*self.tokenizer.prefix, *self._encode_parts(before, [])]
+        completion = [*self._encode_parts([document.completion], before), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> tuple[TokensAndMask, tuple[str, ...]]:
@@ -239,14 +249,14 @@ class ChatFormat:
 
     def _encode_rendered(self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool]) -> TokensAndMask:
         """Encode a rendered text. turn_mask: whether each turn is a target, shape (turns,)."""
-        encoded: TokensAndMask = [], []
+        encoded = _Encoded()
         end = 0
         for (start, stop), is_target in zip(turns, turn_mask, strict=True):
             self._extend(encoded, self._pieces(rendering, end, start), is_target=False)
             end = self._end_of_turn(rendering, start, stop)
             self._extend(encoded, self._pieces(rendering, start, end), is_target)
         self._extend(encoded, self._pieces(rendering, end), is_target=False)
-        return encoded
+        return encoded.tokens, encoded.targets
 
     def _pieces(self, rendering: Rendering, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, bool]]:
         """Split a part of a text at the names of special tokens. Yield each piece, and whether it is such a name."""
@@ -264,27 +274,29 @@ class ChatFormat:
         following, is_special = next(self._pieces(rendering, stop), ("", False))
         return stop + len(following) if is_special else stop
 
-    def _extend(self, encoded: TokensAndMask, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
+    def _extend(self, encoded: _Encoded, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
         """Append the tokens of a text to `encoded`. pieces: the text, from _pieces. is_target: whether they are targets."""
-        tokens, targets = encoded
+        parts: list[str | int] = []
         for piece, is_special in pieces:
-            if is_special:
-                if piece not in self._special:
-                    raise self._missing_tokens_error([piece])
-                tokens.append(self._special[piece])
+            if not is_special:
+                parts.append(piece)
+            elif piece in self._special:
+                parts.append(self._special[piece])
             else:
-                at_start = not tokens or tokens[-1] in (self.tokenizer.bos, self.tokenizer.eos)
-                tokens += self._encode_text(piece, at_start)
-        targets += [is_target] * (len(tokens) - len(targets))
+                raise self._missing_tokens_error([piece])
+        tokens = self._encode_parts(parts, encoded.parts)
+        encoded.parts += parts
+        encoded.tokens += tokens
+        encoded.targets += [is_target] * len(tokens)
 
-    def _encode_text(self, text: str, at_start: bool) -> list[int]:
-        """Encode plain text. at_start: whether the tokenizer may prepend a space, as sentencepiece does."""
-        tokens = self.tokenizer.encode(text)
-        if self._adds_space and not at_start:
-            anchor, anchored = self.tokenizer.encode(_ANCHOR), self.tokenizer.encode(_ANCHOR + text)
-            if anchored[: len(anchor)] == anchor:
-                tokens = anchored[len(anchor) :]
-        if not self._special_ids.isdisjoint(tokens):
+    def _encode_parts(self, parts: Sequence[str | int], before: Sequence[str | int]) -> list[int]:
+        """Encode plain texts and ids of special tokens. before: the parts that precede."""
+        try:
+            tokens = self.tokenizer.encode_parts(parts, before)
+        except ValueError as error:
+            raise TemplateFailure(str(error)) from None
+        special = Counter(token for token in tokens if token in self._special_ids)
+        if special - Counter(part for part in parts if isinstance(part, int)):
             raise TemplateFailure("the tokenizer encodes plain text as a special token")
         return tokens
 

@@ -30,10 +30,10 @@ def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """Encode a text, with BOS before it and EOS after it."""
-    inner = tokenizer.encode_array(text)
-    tokens = np.empty(len(inner) + 2, np.uint32)
-    tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos, inner, tokenizer.eos
+    """Encode a text, with EOS after it, and with BOS before it if the tokenizer adds one."""
+    inner, start = tokenizer.encode_array(text), len(tokenizer.prefix)
+    tokens = np.empty(start + len(inner) + 1, np.uint32)
+    tokens[:start], tokens[start:-1], tokens[-1] = tokenizer.prefix, inner, tokenizer.eos
     return Encoded(tokens)
 
 

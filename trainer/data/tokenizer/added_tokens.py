@@ -12,7 +12,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import require_new_name
 
 
-class WithAddedTokens:
+class WithAddedTokens(Tokenizer):
     """A tokenizer with special tokens appended to its vocabulary. Encoding text never produces an appended token."""
 
     def __init__(self, base: Tokenizer, names: Sequence[str]):
@@ -22,12 +22,14 @@ class WithAddedTokens:
         self._base = base
         self._names = tuple(names)
         self.vocab_size = base.vocab_size + len(names)
-        self.bos, self.eos, self.files = base.bos, base.eos, base.files
+        self.bos, self.eos, self.prefix, self.files = base.bos, base.eos, base.prefix, base.files
+        self.warnings, self.parts_fingerprint = base.warnings, base.parts_fingerprint
         self.special_tokens = {**base.special_tokens, **{n: base.vocab_size + i for i, n in enumerate(names)}}
         shape = json.dumps([base.fingerprint, list(names)])
         self.fingerprint = f"{base.fingerprint}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
         self.encode = base.encode
         self.encode_array = base.encode_array
+        self.encode_parts = base.encode_parts
 
     def decode(self, tokens: Sequence[int]) -> str:
         first = self._base.vocab_size

@@ -12,6 +12,10 @@ def json_bytes(content: dict[str, Any]) -> bytes:
     return json.dumps(content, ensure_ascii=False, indent=1).encode()
 
 
+def json_files(contents: dict[str, dict[str, Any]]) -> dict[str, bytes]:
+    return {name: json_bytes(content) for name, content in contents.items()}
+
+
 def byte_to_char() -> dict[int, str]:
     """Return byte -> character of GPT-2's byte-level BPE. Printable bytes are unchanged. Others become characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -42,6 +46,8 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
     bos: name of the special token that is prepended to every text.
     """
     char_of = byte_to_char()
+    # Readers number added tokens from the last rank on, whatever "id" states, unless the vocabulary contains them.
+    before_ranks = {name: token for name, token in special.items() if token < max(ranks.values())}
 
     def to_text(token: bytes) -> str:
         return "".join(char_of[byte] for byte in token)
@@ -56,7 +62,7 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        # In the order of their ids: readers number them from the last rank on, whatever "id" states.
+        # In the order of their ids, in which readers number them.
         "added_tokens": [
             {"id": special[name], "content": name, **SPECIAL_TOKEN_FLAGS} for name in sorted(special, key=special.get)
         ],
@@ -78,7 +84,7 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a word that has a rank is one token, as in tiktoken
-            "vocab": {to_text(token): rank for token, rank in ranks.items()},
+            "vocab": before_ranks | {to_text(token): rank for token, rank in ranks.items()},
             "merges": [[to_text(a), to_text(b)] for a, b in merges(ranks)],
         },
     }

@@ -8,6 +8,14 @@ from trainer.config import ConfigError
 SPECIAL_LOOKING = r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>|</?s>|<[be]os>|<(?:start|end)_of_turn>"
 """Pattern of names that are treated as special tokens in every template, such as <|im_start|>, <s> and <start_of_turn>."""
 
+_RESERVED = r"reserved_special_token|^<SPECIAL_\d+>$"
+"""Pattern of names of reserved special tokens: Llama 3's and Mistral's."""
+
+
+def looks_special(name: str) -> bool:
+    """Return whether a name is treated as that of a special token in every template."""
+    return re.fullmatch(SPECIAL_LOOKING, name) is not None
+
 
 def missing_special_tokens(template: str, special_tokens: Mapping[str, int]) -> list[str]:
     """Return the names of special tokens that are in a template but not in the tokenizer, in the order in which they occur."""
@@ -41,4 +49,5 @@ def require_new_name(name: str, existing: Collection[str], setting: str) -> None
 
 def reserved_names(special_tokens: Mapping[str, int]) -> list[str]:
     """Return the names of reserved special tokens, sorted by id."""
-    return sorted((name for name in special_tokens if "reserved_special_token" in name), key=special_tokens.__getitem__)
+    names = [name for name in special_tokens if re.search(_RESERVED, name)]
+    return sorted(names, key=special_tokens.__getitem__)

@@ -1,0 +1,104 @@
+"""Added tokens of a tokenizer in Hugging Face's format: those of tokenizer.json, and those that other files add or change."""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.data.tokenizer.special_tokens import looks_special
+from trainer.system.files import read_json_object
+
+_FIELDS = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or {} if the file is missing. Raises ConfigError."""
+    try:
+        return read_json_object(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise ConfigError("tokenizer.path", f"{path} is not a JSON object") from None
+
+
+def name_of(value: Any) -> str | None:
+    """Return the name of a special token. value: its name, or an object with the name as "content"."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else None
+
+
+def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> set[str]:
+    """Add the tokens of tokenizer_config.json and added_tokens.json to a tokenizer, as transformers does. Flags in
+    tokenizer_config.json replace those in tokenizer.json. Return the names that the files give to special tokens. Raises
+    ConfigError if a token would get another id than it states.
+
+    Args:
+        package: the package `tokenizers`.
+        tokenizer: the tokenizers.Tokenizer of the folder's tokenizer.json, which is changed.
+        folder: the tokenizer's folder.
+    """
+    config = json_object(folder / "tokenizer_config.json")
+    names = config if "added_tokens_decoder" in config else config | json_object(folder / "special_tokens_map.json")
+    listed = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
+    listed = list(listed.values()) if isinstance(listed, Mapping) else listed
+    extra = [name_of(value) for value in listed] if isinstance(listed, list) else []
+    special = {*(name_of(names.get(role)) for role in _NAMED), *extra} - {None}
+    for token_id, token, file in _configured(package, tokenizer, config, special, folder):
+        existing = tokenizer.token_to_id(token.content)
+        tokenizer.add_tokens([token])
+        added = tokenizer.token_to_id(token.content)
+        if added != token_id:
+            reason = f"tokenizer.json gives it {added}" if existing is not None else f"the next free id is {added}"
+            message = f"{file} gives {token.content} the id {token_id}, but {reason}; correct one of the two files"
+            raise ConfigError("tokenizer.path", message)
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    if missing := [name for name in extra if name and tokenizer.token_to_id(name) is None]:
+        message = f"the tokenizer's folder names the special token {missing[0]}, which the vocabulary does not have"
+        way = "add it with tokenizer.extra_special_tokens, or remove it from tokenizer_config.json"
+        raise ConfigError("tokenizer.path", f"{message}; {way}")
+    known = sorted(name for name in special - added if tokenizer.token_to_id(name) is not None)
+    tokenizer.add_special_tokens([package.AddedToken(name, special=True, normalized=False) for name in known])
+    return special
+
+
+def _configured(
+    package: ModuleType, tokenizer: Any, config: Mapping[str, Any], special: set[str], folder: Path
+) -> list[tuple[int, Any, str]]:
+    """Return the id, the token and the file of each token that files beside tokenizer.json define, sorted by id."""
+    file, entries = "tokenizer_config.json", config.get("added_tokens_decoder")
+    if entries is None:  # the format of older versions of transformers, which has no flags
+        present = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        file, ids = "added_tokens.json", json_object(folder / "added_tokens.json")
+        flags = {name: {"special": name in special, "normalized": name not in special} for name in ids}
+        flags |= {name: {f: getattr(present[name], f) for f in _FIELDS} for name in ids if name in present}
+        entries = {i: {"content": name, **flags[name]} for name, i in ids.items()}
+    try:
+        flags = [{name: value for name, value in entry.items() if name in _FIELDS} for entry in entries.values()]
+        if not all(values["content"] for values in flags):
+            raise ValueError
+        tokens = [(int(i), package.AddedToken(**values)) for i, values in zip(entries, flags, strict=True)]
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise ConfigError("tokenizer.path", f"{folder / file} does not list added tokens with their ids") from None
+    return [(i, token, file) for i, token in sorted(tokens, key=lambda entry: entry[0])]
+
+
+def protect_special(package: ModuleType, tokenizer: Any, named: Collection[str]) -> None:
+    """Make special those added tokens that some folders do not call special, so that any text could contain them: tokens with a
+    role such as EOS, and tokens whose names look special, such as <｜User｜>. named: names of the tokens with a role."""
+    tokens = [
+        token
+        for _, token in sorted(tokenizer.get_added_tokens_decoder().items())
+        if not token.special and (token.content in named or looks_special(token.content))
+    ]
+    flags = [{name: getattr(token, name) for name in _FIELDS} | {"special": True} for token in tokens]
+    tokenizer.add_special_tokens([package.AddedToken(**values) for values in flags])
+
+
+def with_added_tokens(content: bytes, tokenizer: Any) -> dict[str, Any]:
+    """Return the content of a tokenizer.json with all added tokens of a tokenizer."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    entries = [{"id": i} | {name: getattr(token, name) for name in _FIELDS} for i, token in added]
+    return json.loads(content) | {"added_tokens": entries}

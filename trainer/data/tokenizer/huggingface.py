@@ -1,0 +1,164 @@
+"""Tokenizers in Hugging Face's format, run by the package `tokenizers`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import ConfigError
+from trainer.config.packages import require_package
+from trainer.data.tokenizer.hf_added_tokens import (
+    add_configured_tokens,
+    json_object,
+    name_of,
+    protect_special,
+    with_added_tokens,
+)
+from trainer.data.tokenizer.hf_json import json_bytes, json_files
+from trainer.data.tokenizer.placeholders import PlaceholderEncoder, depends_on_neighbours
+from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
+
+# Files in which Hugging Face's formats name EOS, in order of precedence.
+_NAMES = ("tokenizer_config.json", "special_tokens_map.json")
+_IDS = ("generation_config.json", "config.json")
+COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Names of the files that are saved and exported together with a tokenizer.json."""
+_ADD_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+"""Classes for which versions of transformers before 5 follow add_bos_token (default: true) and not the post-processor."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer that is defined by a tokenizer.json and by the files that transformers reads beside it."""
+
+    def __init__(self, path: Path):
+        """path: a tokenizer.json or its folder."""
+        package = require_package("tokenizers", "tokenizer.backend")
+        path = path / "tokenizer.json" if path.is_dir() else path
+        content = path.read_bytes()
+        self._tokenizer = tokenizer = _parse(package, content, path)
+        plain = _plain_tokens(tokenizer)
+        unchanged = repr(tokenizer.get_added_tokens_decoder())
+        named = add_configured_tokens(package, tokenizer, path.parent)
+        is_complete = repr(tokenizer.get_added_tokens_decoder()) == unchanged
+        self._json = content if is_complete else json_bytes(with_added_tokens(content, tokenizer))
+        protect_special(package, tokenizer, named)
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1  # the ids may have gaps
+        added = tokenizer.get_added_tokens_decoder()
+        special = {i: added[i] for i in sorted(added) if added[i].special}
+        self.special_tokens = {token.content: i for i, token in special.items()}
+        self.prefix = _prefix(tokenizer)
+        self.bos = self._find_bos(path, ids)
+        self.eos = self._find_eos(path, ids)
+        companions = (path.with_name(name) for name in COMPANION_FILES)
+        self._companions = {file.name: file.read_bytes() for file in companions if file.is_file()}
+        # The ids may come from a file of the model, which is not saved with the tokenizer.
+        ids_file = json_files({"generation_config.json": {"bos_token_id": self.bos, "eos_token_id": self.eos}})
+        self.files = {"tokenizer.json": content} | self._companions | ids_file
+        shape = f"{self.bos if self.prefix == (self.bos,) else list(self.prefix)} {self.eos}"
+        shape += "" if _plain_tokens(tokenizer) == plain else f" {_plain_tokens(tokenizer)}"
+        self.fingerprint = content_fingerprint("huggingface", content + shape.encode())
+        stated = json_object(path.with_name(_NAMES[0])).get("add_bos_token")
+        if stated not in (None, bool(self.prefix)):
+            says = f"tokenizer_config.json says add_bos_token = {json.dumps(stated)}"
+            does = f"{'adds' if self.prefix else 'does not add'} BOS, which counts"
+            self.warnings = (f"{says}, but tokenizer.json {does}",)
+        self._parts = None
+        if depends_on_neighbours(json.loads(content), added.values()):
+            self._parts = PlaceholderEncoder(package, tokenizer, special)
+            self.parts_fingerprint = content_fingerprint("placeholders", repr(sorted(added.items())).encode())
+
+    def _find_bos(self, path: Path, ids: Mapping[str, int]) -> int | None:
+        """Return the id of the token that the folder's files call bos_token, or None."""
+        for file in _NAMES:
+            config = json_object(path.with_name(file))
+            if "bos_token" in config:
+                return ids.get(name_of(config["bos_token"]))
+        if len(self.prefix) == 1:
+            return self.prefix[0]
+        if path.with_name(_NAMES[0]).exists():
+            return None  # what a model's file calls bos_token_id is no token of its tokenizer
+        found = (json_object(path.with_name(file)).get("bos_token_id") for file in _IDS)
+        return next((token for token in found if self._is_token(token)), None)
+
+    def _find_eos(self, path: Path, ids: Mapping[str, int]) -> int:
+        """Return the id of the EOS token, as specified by a file in the tokenizer's folder."""
+        for file in (*_NAMES, *_IDS):
+            config = json_object(path.with_name(file))
+            name, token = name_of(config.get("eos_token")), config.get("eos_token_id")
+            token = token[0] if isinstance(token, list) and token else token
+            token = token if name is None else ids.get(name)
+            if self._is_token(token):
+                return token
+        message = f"the tokenizer's folder names no EOS token in any of {', '.join((*_NAMES, *_IDS))}"
+        way = "name the token that ends a document as eos_token in tokenizer_config.json"
+        raise ConfigError("tokenizer.path", f"{message}; {way}")
+
+    def _is_token(self, token: Any) -> bool:
+        return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < self.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_parts(self, parts: Sequence[str | int], before: Sequence[str | int] = ()) -> list[int]:
+        if self._parts is None:
+            return super().encode_parts(parts, before)
+        return self._parts.encode(parts, before)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def text_bytes(self) -> np.ndarray:
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.files["tokenizer.json"]).get("decoder"))
+        special = set(self.special_tokens.values())
+        pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
+        num_bytes = [len(piece) if byte_level else piece_bytes(piece) for piece in pieces]
+        return np.array([0 if token in special else count for token, count in enumerate(num_bytes)])
+
+    def huggingface_files(self) -> dict[str, bytes]:
+        files = {"tokenizer.json": self._json} | self._companions
+        config, adds_bos = json.loads(files.get("tokenizer_config.json", b"{}")), bool(self.prefix)
+        if _stated_add_bos(config) not in (None, adds_bos):
+            files["tokenizer_config.json"] = json_bytes(config | {"add_bos_token": adds_bos})
+        return files
+
+
+def _stated_add_bos(config: Mapping[str, Any]) -> bool | None:
+    """Return whether older versions of transformers prepend BOS because of a tokenizer_config.json, or None if it does not
+    matter to them."""
+    name = config.get("tokenizer_class")
+    if isinstance(name, str) and name.removesuffix("Fast") in _ADD_BOS:
+        return config.get("add_bos_token", True)
+    return config.get("add_bos_token")
+
+
+def _parse(package: Any, content: bytes, path: Path) -> Any:
+    """Return a tokenizers.Tokenizer. Raises ConfigError."""
+    try:
+        tokenizer = package.Tokenizer.from_str(content.decode())
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of the package's Rust code is not an Exception
+        raise ConfigError("tokenizer.path", f"{path} is not a valid tokenizer.json") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # names in text are encoded as plain text
+    return tokenizer
+
+
+def _plain_tokens(tokenizer: Any) -> list[str]:
+    """Return the added tokens that are recognized in plain text."""
+    added = tokenizer.get_added_tokens_decoder()
+    return [f"{i} {added[i]!r}" for i in sorted(added) if not added[i].special]
+
+
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokens that the post-processor prepends to a text."""
+    for text in ("a", "0", " ", "."):  # a vocabulary may lack some of them
+        encoding = tokenizer.encode(text)
+        if any(sequence is not None for sequence in encoding.sequence_ids):
+            start = next(i for i, sequence in enumerate(encoding.sequence_ids) if sequence is not None)
+            return tuple(encoding.ids[:start])
+    return tuple(tokenizer.encode("").ids)
