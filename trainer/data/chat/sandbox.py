@@ -24,6 +24,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trainer.system.signals import STOP_SIGNALS
+
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
 _DATE = datetime(2024, 7, 26)
@@ -97,7 +99,7 @@ def _reason(error: Exception) -> str:
 
 
 def _serve(cpu_s: float, memory_mib: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the parent handles them
     with contextlib.suppress(OSError, ValueError):  # macOS cannot limit memory
         present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
