@@ -24,8 +24,13 @@ if [ -z "${NGPU:-}" ]; then
 fi
 export NGPU
 
+# Signals that arrive while Python starts wait until the trainer, or the launcher, is ready to handle them.
+start=("$PYTHON")
+if env --block-signal=INT true 2>/dev/null; then # GNU coreutils 8.31
+    start=(env --block-signal=INT,TERM,HUP,USR1,USR2 "$PYTHON")
+fi
 # exec: the trainer, or the launcher, receives signals itself and its exit code becomes the script's.
 if [ "$NGPU" = 1 ] && [ "${NNODES:-1}" = 1 ]; then
-    exec "$PYTHON" "$ROOT/train.py" "$@"
+    exec "${start[@]}" "$ROOT/train.py" "$@"
 fi
-exec "$PYTHON" "$ROOT/trainer/launch.py" "$@"
+exec "${start[@]}" "$ROOT/trainer/launch.py" "$@"

@@ -1,17 +1,30 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
+from trainer.system.signals import SignalListener, end_before_training
+from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error
+
+if __name__ == "__main__":  # before the other imports, during which signals arrive too
+    open_standard_streams()
+    listener = SignalListener(end_before_training)
+
 import faulthandler
 import gc
 import os
 import sys
-from contextlib import suppress
+from functools import partial
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import check_environment, config_from_command_line, one_line_errors
-from trainer.system.process import die_with_parent, exit_on_interrupt, limit_spinning, local_rank, restore_interrupt
+from trainer.config.command_line import (
+    check_environment,
+    config_from_command_line,
+    one_line_errors,
+    refuse_separate_tasks,
+)
+from trainer.system.children import end_children
+from trainer.system.process import die_with_parent, limit_spinning
 
 
-def run(config: Config) -> int:
+def run(config: Config, listener: SignalListener) -> int:
     """Train on this rank as the configuration specifies. Return the exit code."""
     limit_spinning()
     # Imported here so that --help and errors in settings do not wait for torch.
@@ -47,7 +60,7 @@ def run(config: Config) -> int:
             trainer = build_trainer(config, resolved, rank_device, saved)
             gc.collect()
             gc.freeze()  # later collections do not visit imported objects, which takes 0.2 s, at another step on each rank
-            trainer.train(StopRequest())
+            trainer.train(StopRequest(listener))
     except ConfigError as error:
         release_if_empty(config, lock)
         distributed.print_once_per_node(config.explain(error))
@@ -59,40 +72,34 @@ def run(config: Config) -> int:
         distributed.print_once_per_node(f"[rank {os.environ.get('RANK', '0')}] {error}")
         return 1
     except (DistNetworkError, DistStoreError) as error:
-        print(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}", file=sys.stderr)
+        print_error(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}")
         return 1
     distributed.shutdown()
     return 0
 
 
-def main() -> None:
+def main(listener: SignalListener) -> None:
+    listener.react = partial(end_before_training, clean_up=end_children)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # no rank survives a launcher that is killed
     else:
         faulthandler.enable(all_threads=False)  # a fatal signal, such as SIGBUS, which a launcher would report
-    exit_on_interrupt()
     check_environment()
     config = config_from_command_line(sys.argv[1:])
-    restore_interrupt()
+    refuse_separate_tasks()
     code = 1
     try:
-        code = run(config)
+        code = run(config, listener)
     except SystemExit as exit:
         code = exit.code
-    except KeyboardInterrupt:
-        if local_rank() == 0:
-            print("interrupted; rerun the same command to resume from the latest checkpoint, if any", file=sys.stderr)
-        code = 130
     except BaseException as error:
         from trainer.runtime.distributed import report_failure
 
         report_failure(error)
     # Skips the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
+    flush_standard_streams()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    main()
+    main(listener)

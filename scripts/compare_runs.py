@@ -12,6 +12,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.config.render import differing_settings

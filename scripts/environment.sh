@@ -5,6 +5,9 @@
 # Uses the current interpreter if it has the modules, otherwise .venv in this clone, which is created or completed if needed.
 # Nothing outside the clone is changed. PYTHON=... sets the interpreter to try first.
 
+# Otherwise Ctrl-C would end only the check of an interpreter, and the next one would be tried or installed.
+trap 'echo interrupted >&2; exit 130' INT
+
 has_modules() { # PYTHON MODULES
     "$1" - "$2" >/dev/null 2>&1 <<'PYTHON_CODE'
 import importlib.metadata, importlib.util, sys

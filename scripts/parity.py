@@ -17,7 +17,6 @@ import itertools
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -348,5 +347,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end the ranks too
     run_to_end(main)

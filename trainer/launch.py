@@ -4,23 +4,40 @@ run_llama_train.sh calls this file and documents the variables NGPU, NNODES, NOD
 arguments are forwarded to train.py.
 """
 
-import logging
 import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+from trainer.system.signals import ENDING_SIGNALS, SAME_REQUEST_S, SignalListener, end_before_training
+from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error
+
+if __name__ == "__main__":  # before the other imports, during which signals arrive too
+    open_standard_streams()
+    listener = SignalListener(end_before_training)
+
+import logging
+import math
 import re
 import signal
 import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-from trainer.config.command_line import config_from_command_line, die, environment_int, one_line_errors, run_to_end
+from trainer.config.command_line import (
+    config_from_command_line,
+    die,
+    environment_int,
+    one_line_errors,
+    refuse_separate_tasks,
+    run_to_end,
+)
 from trainer.system.process import cores
 
 
@@ -51,15 +68,18 @@ class TorchrunOptions:
             die(f"NNODES={max_nodes}: set MASTER_ADDR to the host name of the first node")
         return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
+    @property
+    def elastic(self) -> bool:
+        return self.min_nodes < self.max_nodes
+
     def arguments(self, timeout_s: float) -> list[str]:
         """Return torchrun's arguments. timeout_s: maximum time that the nodes wait for each other."""
-        elastic = self.min_nodes < self.max_nodes
-        nodes = f"{self.min_nodes}:{self.max_nodes}" if elastic else str(self.max_nodes)
+        nodes = f"{self.min_nodes}:{self.max_nodes}" if self.elastic else str(self.max_nodes)
         options = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
-        options += ["--signals-to-handle", "SIGHUP,SIGQUIT"]  # `SignalForwarder` handles the others
+        options += ["--signals-to-handle", ""]  # `SignalForwarder` handles all, unless the parent process ignores them
         if self.max_nodes == 1 and "MASTER_PORT" not in os.environ:
             return [*options, "--standalone"]  # uses any free port
-        if elastic:
+        if self.elastic:
             # Otherwise ranks use the store of the first launcher, and a node that rejoins does not know its restart count.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             endpoint = f"{self.address}:{self.port}"
@@ -78,8 +98,9 @@ def _num_nodes() -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def main() -> NoReturn:
+def main(listener: SignalListener) -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
+    refuse_separate_tasks()
     options = TorchrunOptions.from_environment()
     # torch logs pages of C++ frames for a failed connection; it reads this level when it is imported.
     inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
@@ -87,11 +108,11 @@ def main() -> NoReturn:
     # Imported here so that errors in settings do not wait for torch.
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from trainer.run.resolve import resolve
-    from trainer.runtime import device
+    from trainer.runtime import device, elastic, rendezvous
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
@@ -104,47 +125,85 @@ def main() -> NoReturn:
     # and logs a traceback if, after a complete run, the first node's launcher ends while this one reads from its store.
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    arguments = options.arguments(config.distributed.init_timeout_s)
-    forwarder = SignalForwarder(SignalException)
+    timeout_s = config.distributed.init_timeout_s
+    arguments = options.arguments(timeout_s)
+    forwarder = SignalForwarder()
+    listener.react = forwarder.receive
     try:
-        torchrun.main([*arguments, str(ROOT / "train.py"), *sys.argv[1:]])
+        if options.elastic:
+            elastic.prepare(options.address, options.port, options.min_nodes, timeout_s)
+        elif options.max_nodes > 1:
+            address, node, nodes = (options.address, options.port), options.node, options.max_nodes
+            _store = rendezvous.wait_for_nodes(*address, node, nodes, timeout_s)  # it lives until the run ends
+        torchrun.main([*arguments, os.path.join(ROOT, "train.py"), *sys.argv[1:]])
+        code = 0
     except ChildFailedError as error:
-        sys.exit(forwarder.exit_code() if forwarder.signal else exit_code(error))
-    except (DistNetworkError, DistStoreError) as error:
+        code = forwarder.exit_code(error)
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
         where = f" at {options.address}:{options.port}" if "--standalone" not in arguments else ""
-        die(f"rendezvous of the launchers failed{where}: {str(error).splitlines()[0]}")
-    except SignalException as error:
-        sys.exit(128 + error.sigval)
-    sys.exit(0)
+        late = f"fewer than {options.min_nodes} nodes joined within {timeout_s:g} s"  # torch's error for it has no text
+        text = (str(error) or late).splitlines()[0]
+        print_error(f"rendezvous of the launchers failed{where}: {text}")
+        code = 1
+    flush_standard_streams()
+    os._exit(code)  # the interpreter's clean-up would fail if the console cannot be written
 
 
 class SignalForwarder:
-    """Signal handler that forwards SIGTERM and SIGINT to the ranks, which then save and exit. Without this handler,
-    torchrun would kill the ranks before they have saved. A second signal also stops the launcher."""
+    """Reaction to stop signals that forwards them to the ranks, which then save and exit. If there are no ranks, it ends the
+    launcher. A repeated SIGTERM or SIGINT kills ranks that do not react to it."""
 
-    def __init__(self, stop_now: Callable[[str, signal.Signals], Exception]):
-        """stop_now: exception class. torchrun stops the ranks when such an exception is raised."""
-        self.stop_now = stop_now
+    def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self.since = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._forward)
+        self._first_s = math.inf  # time of the first SIGTERM or SIGINT
 
-    def _forward(self, number: int, frame: object) -> None:
-        repeated = self.signal is not None and time.monotonic() - self.since > 1
-        if self.signal is None:
-            self.signal, self.since = signal.Signals(number), time.monotonic()
-        ranks = children()
-        for rank in ranks:
-            with suppress(ProcessLookupError):  # the rank has just ended
-                os.kill(rank, number)
-        if repeated or not ranks:
-            raise self.stop_now(f"signal {number}", signal.Signals(number))
+    def receive(self, number: signal.Signals) -> None:
+        now, ranks = time.monotonic(), children()
+        first, repeated = self.signal is None, number in ENDING_SIGNALS and now > self._first_s + SAME_REQUEST_S
+        if first or repeated:
+            self.signal = number
+        if number in ENDING_SIGNALS:
+            self._first_s = min(self._first_s, now)
+        send(number, ranks)
+        if first and not ranks:
+            end_before_training(number, clean_up=lambda: send(signal.SIGKILL, children()))
+        if first:
+            threading.Thread(target=prevent_restarts, args=(set(ranks),), daemon=True).start()
+        if repeated:
+            while children() and time.monotonic() < now + SAME_REQUEST_S:
+                time.sleep(0.05)
+            send(signal.SIGKILL, ranks)
+            if not ranks:  # they have ended, but the launcher waits for those of other nodes
+                print_error(f"a repeated {number.name} ends the launcher")
+                os._exit(128 + number)
 
-    def exit_code(self) -> int:
-        """Report that the state was not saved, and return the launcher's exit code. Used if ranks failed after the signal."""
-        print(f"the run was stopped by {self.signal.name} before its state could be saved", file=sys.stderr)
-        return 128 + self.signal
+    def exit_code(self, error) -> int:
+        """Return the launcher's exit code after ranks have failed, and print the reason if they could not."""
+        rank, failure = error.get_first_failure()
+        codes = [failure.exitcode for failure in error.failures.values()]
+        if self.signal is not None:
+            if 128 + self.signal not in codes:  # otherwise, a rank has printed it
+                print_error(f"the run was stopped by {self.signal.name} before its state could be saved")
+            return 128 + self.signal
+        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+        # A rank that a signal has ended before training prints a line only if it is the first of the node.
+        if code > 128 and (failure.exitcode < 0 or failure.local_rank > 0):
+            name = signal.Signals(code - 128).name
+            print_error(f"rank {rank} was killed by {name}; the other ranks of this node were stopped")
+        return code
+
+
+def prevent_restarts(ranks: set[int]) -> NoReturn:
+    """Kill all later ranks. torchrun starts them if a rank fails after the run was asked to stop."""
+    while True:
+        time.sleep(0.1)
+        send(signal.SIGKILL, [rank for rank in children() if rank not in ranks])
+
+
+def send(number: int, processes: list[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(process, number)
 
 
 def children() -> list[int]:
@@ -157,16 +216,5 @@ def children() -> list[int]:
         return [int(pid) for pid in found.stdout.split()]
 
 
-def exit_code(error) -> int:
-    """Return the exit code of the first rank that failed, or 128 + the signal number if a signal killed this rank. In that case
-    also print the signal, because the rank could not report it."""
-    rank, failure = error.get_first_failure()
-    if failure.exitcode >= 0:
-        return failure.exitcode
-    name = signal.Signals(-failure.exitcode).name
-    print(f"rank {rank} was killed by {name}; the other ranks of this node were stopped", file=sys.stderr)
-    return 128 - failure.exitcode
-
-
 if __name__ == "__main__":
-    run_to_end(main, "interrupted before the run started")  # once ranks run, they handle Ctrl-C
+    run_to_end(partial(main, listener))

@@ -23,7 +23,7 @@ from trainer.config import ConfigError
 from trainer.config.packages import require_package
 from trainer.config.schema import DeviceChoice
 from trainer.runtime.device import gpu_count, require_enough_gpus
-from trainer.system.children import children_ignore_interrupts
+from trainer.system.children import children_ignore_signals
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write
 from trainer.testing.layouts import Table
@@ -83,7 +83,7 @@ class Processes:
             pipe, end = context.Pipe()
             arguments = (name, task, rank, str(task.folder / f"{name}.store"), end, self._log)
             process = context.Process(target=serve, args=arguments, daemon=True)
-            with children_ignore_interrupts():
+            with children_ignore_signals():
                 process.start()
             end.close()
             self._pipes.append(pipe)

@@ -9,15 +9,13 @@ import pytest
 
 from tests.commands import run_script
 from tests.conftest import ROOT
-from trainer.config import ConfigError
-from trainer.config.command_line import check_environment, run_to_end
-from trainer.system.children import children_ignore_interrupts
+from trainer.config import ConfigError, command_line
+from trainer.config.command_line import check_environment, refuse_separate_tasks, run_to_end
+from trainer.system.children import children_ignore_signals
 from trainer.system.logging import MAX_LINE, shorten
 
-LIGHT = {"scripts/compare_runs.py", "scripts/dev/generate_config_docs.py"}
-"""Scripts that import neither numpy nor torch."""
 RUNNABLE = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
-SCRIPTS = sorted({str(path.relative_to(ROOT)) for path in RUNNABLE} - LIGHT)
+SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in RUNNABLE)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +40,61 @@ def test_the_port_of_a_single_process_is_not_read(monkeypatch):
     """Kubernetes sets MASTER_PORT=tcp://... if a service has the name "master"."""
     monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
     check_environment()
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Function that sets environment variables, after those of a cluster are removed."""
+    for name in ("WORLD_SIZE", "NNODES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda values: [monkeypatch.setenv(*pair) for pair in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("values", "launcher"), [(SRUN, "srun"), (MPIRUN, "mpirun"), ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpirun")]
+)
+def test_several_tasks_without_a_rendezvous_are_refused(variables, values, launcher, capsys):
+    variables(values)
+    with pytest.raises(SystemExit) as exit:
+        refuse_separate_tasks()
+    assert (exit.value.code, capsys.readouterr().err) == (
+        2,
+        f"{next(iter(values))}=2: {launcher} has started 2 tasks of this command, which would be 2 separate runs. For one run, "
+        "start one task per node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, set "
+        "NNODES=1\n",
+    )
+
+
+def test_only_the_first_of_several_tasks_prints_the_line(variables, capsys, monkeypatch):
+    variables(SRUN | {"SLURM_PROCID": "1"})
+    monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit) as exit:
+        refuse_separate_tasks()
+    assert (exit.value.code, capsys.readouterr().err) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": "0",
+            "SLURM_JOB_ID": "7",
+        },  # a batch script, or the shell of an allocation
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # srun --pty
+        SRUN | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node-a"},  # scripts/slurm/train.sbatch
+        MPIRUN | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node-a"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"NNODES": "1"} | SRUN,
+    ],
+)
+def test_one_task_or_tasks_with_a_rendezvous_are_not_refused(variables, values):
+    variables(values)
+    refuse_separate_tasks()
 
 
 def test_long_messages_keep_their_beginning_and_end():
@@ -114,10 +167,19 @@ def test_scripts_handle_interrupts_before_they_import_other_packages(script):
     assert imported - set(sys.stdlib_module_names) == {"trainer"}
 
 
+def test_sigterm_ends_a_script_like_an_interrupt():
+    program = (
+        "import os, signal; from trainer.config.command_line import run_to_end\n"
+        "run_to_end(lambda: os.kill(os.getpid(), signal.SIGTERM), 'ended')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "ended\n")
+
+
 def test_interrupts_wait_until_a_child_process_has_started():
     """The child has blocked SIGINT, which this process receives when the block ends."""
     program = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-    with pytest.raises(KeyboardInterrupt), children_ignore_interrupts():
+    with pytest.raises(KeyboardInterrupt), children_ignore_signals():
         os.kill(os.getpid(), signal.SIGINT)
         child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert child.stdout == "True\n"

@@ -50,4 +50,8 @@ CASES: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]]
     46: ("secrets of the environment: in no output", values.case_46),
     49: ("batches that do not arrive: rank reported, or stopped without a loss; same result", processes.case_49),
     48: ("random faults, one a minute, unattended: same result with little delay", soak.case_48),
+    50: ("all processes suspended for longer than the time limits: same result", processes.case_50),
+    51: ("SIGHUP to all processes of a run under nohup: no effect; same result", processes.case_51),
+    52: ("streams closed, full, or without a reader: exit code 0; same result", processes.case_52),
+    53: ("signal to a launcher or rank that waits for another: one line, ends within 2 s", processes.case_53),
 }

@@ -96,9 +96,17 @@ class TrialRun:
     """A started run."""
 
     def __init__(
-        self, harness: "FaultHarness", name: str, ranks: int, flags: Sequence[str], fault: dict | None, **variables: str
+        self,
+        harness: "FaultHarness",
+        name: str,
+        ranks: int,
+        flags: Sequence[str],
+        fault: dict | None,
+        wrapper: Sequence[str],
+        **variables: str,
     ):
-        """fault: for sitecustomize.py in every process of the run. variables: of the environment."""
+        """fault: for sitecustomize.py in every process of the run. wrapper: command that runs the script. variables: of the
+        environment."""
         self.folder = harness.folder / "runs" / name
         harness.runs.append(self)
         self.logs = tuple(harness.folder / f"{name}-{len(harness.runs)}.{stream}" for stream in ("out", "err"))
@@ -106,7 +114,7 @@ class TrialRun:
         environment |= {"PYTHON": sys.executable, "NGPU": str(ranks), **variables}
         if fault is not None:
             environment |= {"FAULT": json.dumps(fault), "PYTHONPATH": str(Path(__file__).parent)}
-        command = [str(ROOT / "run_llama_train.sh"), "--config", str(harness.config), "--run.name", name]
+        command = [*wrapper, str(ROOT / "run_llama_train.sh"), "--config", str(harness.config), "--run.name", name]
         command += ["--run.output_folder", str(harness.folder / "runs"), *harness.layout, *flags]
         self.start = time.monotonic()
         with self.logs[0].open("w") as out, self.logs[1].open("w") as err:
@@ -231,9 +239,15 @@ class FaultHarness:
         self.config.write_text(CONFIG.format(corpus=write_corpus(folder / "corpus", 200), **settings))
 
     def run(
-        self, name: str, ranks: int = 2, flags: Sequence[str] = (), fault: dict | None = None, **variables: str
+        self,
+        name: str,
+        ranks: int = 2,
+        flags: Sequence[str] = (),
+        fault: dict | None = None,
+        wrapper: Sequence[str] = (),
+        **variables: str,
     ) -> TrialRun:
-        return TrialRun(self, name, ranks, flags, fault, **variables)
+        return TrialRun(self, name, ranks, flags, fault, wrapper, **variables)
 
     def close(self) -> None:
         """Kill all runs that have not ended."""

@@ -279,3 +279,65 @@ def wait_until_stopped(run: TrialRun) -> None:
     while not any(is_stopped(pid) for pid in run.pids()):
         expect(time.monotonic() - run.start < 120, "no process was stopped within 120 s")
         time.sleep(0.1)
+
+
+def case_50(harness: FaultHarness, rng: SeededRandom) -> None:
+    """Suspend all processes for longer than a step and a collective may take."""
+    flags = mode_flags(rng.choice(MODES))
+    limits = ["--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5"]
+    run = harness.run(harness.fresh("case-50"), 2, [*flags, *limits])
+    run.wait_for_step(rng.randrange(1, harness.steps // 2))
+    time.sleep(rng.uniform(0, 0.2))
+    pids = run.pids()
+    for pid in pids:
+        kill(pid, signal.SIGSTOP)
+    time.sleep(12)
+    for pid in pids:
+        kill(pid, signal.SIGCONT)
+    expect_complete(run.wait())
+    harness.finish("case-50", 2, flags)
+
+
+def expect_complete(result: ProcessResult) -> None:
+    expect(result.code == 0 and "Traceback" not in result.err, f"exited with {result.code}: {result.err[-300:]}")
+
+
+def case_51(harness: FaultHarness, rng: SeededRandom) -> None:
+    """Send SIGHUP to all processes of a run that was started with nohup."""
+    run = harness.run(harness.fresh("case-51"), 2, wrapper=["nohup"])
+    run.wait_for_step(rng.randrange(1, harness.steps // 2))
+    for pid in run.pids():
+        kill(pid, signal.SIGHUP)
+    result = run.wait()
+    expect(result.code == 0 and "SIGHUP" not in result.out, f"exited with {result.code}: {result.out[-300:]}")
+    harness.finish("case-51", 2)
+
+
+REDIRECTIONS = (">&-", "2>&-", "<&- >&- 2>&-", "> >(head -1)", ">/dev/full 2>/dev/full")
+
+
+def case_52(harness: FaultHarness, rng: SeededRandom) -> None:
+    """Run with streams that are closed, full, or whose reader exits."""
+    ranks = rng.choice((1, 2))
+    shell = ["bash", "-c", f'exec "$@" {rng.choice(REDIRECTIONS)}', "bash"]
+    expect_complete(harness.run(harness.fresh("case-52"), ranks, wrapper=shell).wait())
+    harness.finish("case-52", ranks)
+
+
+def case_53(harness: FaultHarness, rng: SeededRandom) -> None:
+    """Send a signal to one of two launchers, or ranks, while it waits for the other."""
+    number = rng.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    member = rng.choice(("0", "1"))
+    places = ({"NNODES": "2", "NODE_RANK": member}, {"NNODES": "2:4"}, {"WORLD_SIZE": "2", "RANK": member})
+    port = str(rng.randrange(20000, 30000))
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **rng.choice(places)}
+    run = harness.run(harness.fresh("case-53"), 1, **variables)
+    while "waiting until" not in run.logs[0].read_text():
+        expect(run.process.poll() is None and time.monotonic() - run.start < 60, "no line that it waits")
+        time.sleep(0.05)
+    start = time.monotonic()
+    run.process.send_signal(number)
+    result = run.wait(60)
+    expect(time.monotonic() - start <= 2, f"ended after {time.monotonic() - start:.1f} s")
+    line = f"{number.name}: the run ends before its first step, so there is nothing to save\n"
+    expect((result.code, result.err) == (128 + number, line), f"exited with {result.code}: {result.err[-300:]}")

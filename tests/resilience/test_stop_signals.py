@@ -3,47 +3,48 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from trainer.resilience.stop_signals import StopRequest
 from trainer.system import logging
+from trainer.system.signals import STOP_SIGNALS
 
 
 @pytest.fixture
 def request_after(monkeypatch):
-    """Function that returns the request after signals, whose messages have been collected in `lines`."""
+    """Function that returns the request after signals at the given times, whose messages are collected in `lines`."""
 
-    def read(lines, *signals):
-        request = StopRequest.__new__(StopRequest)
-        request.requested = False
+    def receive(lines, *signals):
+        listener = SimpleNamespace(react=None)
+        request = StopRequest(listener)
         monkeypatch.setattr(logging, "info", lambda line: lines.append((line, request.requested)))
-        pipe, end = os.pipe()
-        os.write(end, bytes(signals))
-        os.close(end)
-        with pytest.raises(ValueError, match="unpack"):  # the end of the pipe
-            request._read(pipe)
+        for second, number in signals:
+            monkeypatch.setattr(time, "monotonic", lambda second=second: second)
+            listener.react(number)
         return request
 
-    return read
+    return receive
 
 
-def test_only_sigterm_and_sigint_request_a_stop(request_after):
-    """The pipe also receives other signals, such as SIGCHLD, which their own handlers process."""
-    assert not request_after([], signal.SIGCHLD, signal.SIGCHLD).requested
-    assert request_after([], signal.SIGCHLD, signal.SIGTERM).requested
-
-
-def test_a_request_is_confirmed_once_and_is_in_effect_before_its_message(request_after):
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_request_is_confirmed_once_and_is_in_effect_before_its_message(request_after, number):
     lines = []
-    request_after(lines, signal.SIGINT, signal.SIGINT)
-    assert lines == [("SIGINT: the run stops after this step or the next; a second signal ends it immediately", True)]
+    request_after(lines, (0.0, number), (0.5, number))
+    text = "the run stops after this step or the next; a repeated SIGTERM or SIGINT ends it immediately"
+    assert lines == [(f"{number.name}: {text}", True)]
 
 
-def test_a_second_signal_ends_the_process_with_a_line(request_after, monkeypatch, capsys):
-    codes, clock = [], iter([0.0, 0.5, 2.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+def test_a_repeated_sigterm_or_sigint_ends_the_process_with_a_line(request_after, monkeypatch, capsys):
+    codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    request_after([], signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+    request_after([], (0.0, signal.SIGINT), (0.5, signal.SIGINT), (2.0, signal.SIGTERM))
     assert codes == [143]
-    assert capsys.readouterr().err == "a second SIGTERM ends this process\n"
+    assert capsys.readouterr().err == "a repeated SIGTERM ends this process\n"
+
+
+def test_other_signals_never_end_the_process_nor_count_as_the_first_sigterm(request_after, monkeypatch):
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"exited with {code}"))
+    hang_ups = [(float(second), signal.SIGHUP) for second in range(0, 10, 2)]
+    assert request_after([], *hang_ups, (10.0, signal.SIGUSR1), (12.0, signal.SIGTERM), (14.0, signal.SIGHUP)).requested

@@ -1,9 +1,7 @@
 """Detection of hangs."""
 
-import json
 import sys
 import threading
-import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _wait_batch_p2p
 
 from trainer.resilience import watchdog
-from trainer.resilience.watchdog import Watchdog, parse_collectives, waits_for_stage
+from trainer.resilience.watchdog import Watchdog, waits_for_stage
 
 
 @contextmanager
@@ -19,18 +17,15 @@ def simulated_clock():
     """Context manager that replaces the watchdog's clock. It yields a watchdog without its thread, with a timeout of 30 s, and a
     function that advances the clock and returns overdue_s."""
     clock = [100.0]
-    watchdog.time = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    try:
-        dog = Watchdog(0.0)
-        dog.timeout_s = 30.0
+    dog = Watchdog(0.0)
+    dog.clock = SimpleNamespace(now=lambda: clock[0])
+    dog.timeout_s = 30.0
 
-        def overdue_after(seconds):
-            clock[0] += seconds
-            return dog.overdue_s()
+    def overdue_after(seconds):
+        clock[0] += seconds
+        return dog.overdue_s()
 
-        yield dog, overdue_after
-    finally:
-        watchdog.time = time
+    yield dog, overdue_after
 
 
 def overdue_times():
@@ -145,15 +140,3 @@ def test_a_rank_ends_although_the_store_does_not_answer(monkeypatch, capfd):
 def test_a_rank_that_waits_for_another_stage_is_recognized():
     assert waits_for_stage(SimpleNamespace(f_code=_wait_batch_p2p.__code__))
     assert not waits_for_stage(sys._getframe()) and not waits_for_stage(None)
-
-
-def test_a_collective_that_has_not_completed_is_reported():
-    trace = {
-        "pg_status": {
-            "0": {"last_enqueued_collective": "7", "last_completed_collective": "6"},
-            "1": {"last_enqueued_collective": "3", "last_completed_collective": "3"},
-        },
-        "entries": [{"pg_id": 0, "collective_seq_id": 7, "profiling_name": "gloo:all_reduce"}],
-    }
-    assert parse_collectives(json.dumps(trace)) == ["waiting in gloo:all_reduce, collective 7 of process group 0"]
-    assert parse_collectives("") == []

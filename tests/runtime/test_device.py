@@ -64,6 +64,7 @@ def test_cores_are_divided_among_the_ranks_of_a_node(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setattr(devices, "cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         devices.set_cpu_threads(0)
         assert torch.get_num_threads() == 4
@@ -71,6 +72,31 @@ def test_cores_are_divided_among_the_ranks_of_a_node(monkeypatch):
         assert torch.get_num_threads() == 3
         with pytest.raises(ConfigError, match=r"training.cpu_threads: this node has only 8 cores"):
             devices.set_cpu_threads(9)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "threads", "warning"),
+    [
+        ("3", 0, 3, ""),
+        ("3", 2, 2, ""),
+        ("3,2", 0, 3, ""),
+        ("0", 0, 4, ""),
+        ("64", 0, 8, "OMP_NUM_THREADS=64: this node has only 8 cores, so 8 threads are used"),
+    ],
+)
+def test_omp_num_threads_is_respected_unless_the_setting_is_set(
+    monkeypatch, capsys, variable, setting, threads, warning
+):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(devices, "cores", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    try:
+        devices.set_cpu_threads(setting)
+        assert torch.get_num_threads() == threads
+        assert warning in capsys.readouterr().err
     finally:
         torch.set_num_threads(before)
 

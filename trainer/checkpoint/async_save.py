@@ -25,7 +25,7 @@ from trainer.runtime.device import local_world_size
 from trainer.runtime.distributed import is_peer_loss, run_on_rank_0
 from trainer.runtime.dtensor import to_local
 from trainer.runtime.host_memory import HostTransfer, pin
-from trainer.system.children import children_ignore_interrupts
+from trainer.system.children import children_ignore_signals
 from trainer.system.process import detach_signals
 
 _ALIGNMENT = 64
@@ -201,7 +201,7 @@ class ProcessWriter(StagedWriter):
         self.process = context.Process(
             target=_serve, args=(child_connection, os.getpid(), peers, memory, self.plan), daemon=True
         )
-        with children_ignore_interrupts():
+        with children_ignore_signals():
             self.process.start()
         child_connection.close()
 

@@ -18,6 +18,7 @@ from trainer.system.children import end_children
 from trainer.system.files import describe, folder_error
 from trainer.system.logging import printable, shorten
 from trainer.system.process import local_rank, restore_interrupt
+from trainer.system.streams import open_standard_streams, print_error
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -55,8 +56,11 @@ class Arguments(argparse.ArgumentParser):
 
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
     """Check the environment and call main. On a ConfigError or a file system error, print one line and exit with code 2. On
-    Ctrl-C, print one line and exit with code 130. If the reader of stdout has exited, exit with code 141."""
+    Ctrl-C or SIGTERM, print one line and exit with code 130 or 143. If the reader of stdout has exited, exit with code 141."""
+    open_standard_streams()
     try:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
         restore_interrupt()
         check_environment()
         try:
@@ -71,10 +75,18 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
         if error.strerror is None:  # not an error of the file system
             raise
         die(describe(error))
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        print_error(interrupted)
         end_children()
-        os._exit(130)
+        os._exit(143 if isinstance(interrupt, _Terminated) else 130)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a script in the same way as Ctrl-C."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
 
 
 def utf8(text: str) -> str:
@@ -143,12 +155,41 @@ def check_environment() -> None:
         environment_int("MASTER_PORT", 29500, 1, 65535)
 
 
+_TASK_COUNTS = {
+    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("mpirun", "PMI_RANK"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun", "MV2_COMM_WORLD_RANK"),
+    "FLUX_JOB_SIZE": ("flux run", "FLUX_TASK_RANK"),
+}
+"""Variable with the number of tasks that a launcher has started -> this launcher, variable with the index of the task.
+SLURM_NTASKS is not among them: it is also set in the shell of an allocation, which is one process."""
+
+
+def refuse_separate_tasks() -> None:
+    """Exit with code 2 if a launcher has started several tasks of this command, but nothing says how they form one run. The first
+    task prints one line."""
+    if "WORLD_SIZE" in os.environ or "NNODES" in os.environ:
+        return
+    for name, (launcher, index) in _TASK_COUNTS.items():
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            if os.environ.get(index, "0") != "0":
+                time.sleep(5)  # as in `die`
+                sys.exit(2)
+            die(
+                f"{name}={count}: {launcher} has started {count} tasks of this command, which would be {count} separate runs. "
+                "For one run, start one task per node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). "
+                "For separate runs, set NNODES=1"
+            )
+
+
 def die(line: str) -> NoReturn:
     """Print one line and exit with code 2. Under torchrun, all ranks of a node fail with the same line, but only
     local rank 0 prints it."""
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
-    print(shorten(printable(line)), file=sys.stderr, flush=True)
+    print_error(shorten(printable(line)))
     sys.exit(2)
 
 

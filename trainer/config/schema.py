@@ -219,7 +219,8 @@ class TrainingConfig:
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Maximum number of tokens whose logits are held in memory at once."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
-    """Number of threads per rank for CPU operators, at most the node's cores; 0: the cores divided by the node's ranks."""
+    """Number of threads per rank for CPU operators, at most the node's cores; 0: `OMP_NUM_THREADS` if it is set, otherwise the
+    cores divided by the node's ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

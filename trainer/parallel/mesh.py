@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import ConfigError, ParallelConfig
+from trainer.runtime.collectives import lift_torch_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Meshes:
     group. So do all axes of one rank. Other axes share no group, because collectives of one group wait for each other."""
 
     def __init__(self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None):
-        """timeout: of collectives; None: torch's default."""
+        """timeout: of collectives, not counting time in which the ranks are suspended; None: torch's default."""
         groups: dict[str, ProcessGroup] = {}
 
         def mesh(**axes: int) -> DeviceMesh:
@@ -81,6 +82,8 @@ class Meshes:
                 if name not in groups:
                     partition = ranks.movedim(axis, -1).flatten(0, -2).tolist()
                     groups[name] = _new_group(partition, f"mesh_{name}", timeout)
+                    if timeout is not None and groups[name].size() > 1:
+                        lift_torch_limit(groups[name])
             of_axes = [groups[name] for name in names]
             return DeviceMesh.from_group(of_axes, device.type, ranks, mesh_dim_names=tuple(axes))
 

@@ -1,7 +1,6 @@
 """Detection of hangs and of ranks without a heartbeat."""
 
 import faulthandler
-import json
 import os
 import sys
 import threading
@@ -10,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
 import torch.distributed as dist
 
+from trainer.runtime.collectives import waiting_collectives
 from trainer.runtime.distributed import clone_store
+from trainer.system.clock import RunningClock
+from trainer.system.streams import print_error
 
 _LONGEST_STEPS = 5
 """Minimum ratio of a hang's duration to the longest step so far. A hang also lasts longer than the timeout."""
@@ -36,17 +37,18 @@ class Watchdog:
 
     The first step and evaluations may compile, so their limit is longer. The code under `paused` and the end of the run are not
     timed. In all of these phases, the watchdog checks the heartbeat of the next rank, because this rank would wait for a rank
-    that has ended.
+    that has ended. Time in which this process was suspended does not count.
     """
 
     def __init__(self, timeout_s: float):
         """timeout_s: the watchdog ends the process after this many seconds without a completed step; 0 disables the watchdog."""
         self.timeout_s = timeout_s
         self.beat_s = min(5.0, timeout_s / 4)
+        self.clock = RunningClock(self.beat_s)
         self.step = 0
         self.longest_s = 0.0
         self.since: float | None = None
-        """Start time of the current step, or None while no step is timed."""
+        """The clock's reading at the start of the current step, or None while no step is timed."""
         self.may_compile = True
         """Whether the current step may compile."""
         self.is_loading = False
@@ -62,7 +64,7 @@ class Watchdog:
             threading.Thread(target=self._watch_neighbour, daemon=True).start()
 
     def after_step(self, step: int) -> None:
-        now = time.monotonic()
+        now = self.clock.now()
         if self.since is not None and not self.may_compile:
             self.longest_s = max(self.longest_s, now - self.since)
         self.since, self.step, self.may_compile = now, step, False
@@ -73,14 +75,14 @@ class Watchdog:
         its own that cannot compile. asked_to_stop: whether this rank was asked to stop. If so, the process ends after _STOP_S."""
         is_first = self.may_compile
         if is_first:
-            self.since, self.may_compile = time.monotonic(), False
+            self.since, self.may_compile = self.clock.now(), False
         self.asked_to_stop, self.is_loading = asked_to_stop, True
         try:
             yield
         finally:
             self.is_loading = False
             if is_first:
-                self.since, self.may_compile = time.monotonic(), True
+                self.since, self.may_compile = self.clock.now(), True
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], None]]:
@@ -88,14 +90,14 @@ class Watchdog:
         before, may_compile = self.since, self.may_compile
 
         def start() -> None:
-            self.since = time.monotonic()
+            self.since = self.clock.now()
 
         start()
         self.may_compile = True
         try:
             yield start
         finally:
-            self.since, self.may_compile = None if before is None else time.monotonic(), may_compile
+            self.since, self.may_compile = None if before is None else self.clock.now(), may_compile
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,7 +105,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self.since = None if before is None else time.monotonic()
+            self.since = None if before is None else self.clock.now()
 
     def close(self) -> None:
         """Stop timing steps. Heartbeats continue until the process ends."""
@@ -112,8 +114,8 @@ class Watchdog:
 
     def overdue_s(self) -> float:
         """Return the seconds since the current step began if this time exceeds the limit, otherwise 0."""
-        since = self.since
-        waited_s = 0.0 if since is None else time.monotonic() - since
+        since, now = self.since, self.clock.now()
+        waited_s = 0.0 if since is None else now - since
         limit_s = max(self.timeout_s, _LONGEST_STEPS * self.longest_s)
         if self.may_compile:
             limit_s = max(_COMPILING * self.timeout_s, _MIN_COMPILING_S)
@@ -133,8 +135,8 @@ class Watchdog:
             if not (self.is_loading and self.asked_to_stop()):
                 asked_step = None
             elif asked_step != self.step:
-                asked_step, asked_at = self.step, time.monotonic()
-            elif time.monotonic() - asked_at > _STOP_S:
+                asked_step, asked_at = self.step, self.clock.now()
+            elif self.clock.now() - asked_at > _STOP_S:
                 self._end_without_data()
             time.sleep(self.beat_s)
             beats += 1
@@ -146,7 +148,7 @@ class Watchdog:
         """
         store, rank = clone_store(), dist.get_rank()
         neighbour = (rank + 1) % dist.get_world_size()
-        last, changed = b"", time.monotonic()
+        last, changed = b"", self.clock.now()
         while True:
             time.sleep(self.beat_s)
             try:
@@ -155,10 +157,9 @@ class Watchdog:
             except RuntimeError:
                 return  # the process that hosts the store has ended
             if current != last or is_timed:
-                last, changed = current, time.monotonic()
-            elif (silent_s := time.monotonic() - changed) > max(self.timeout_s, _MIN_SILENCE_S):
-                text = f"[rank {rank}] rank {neighbour} has sent no heartbeat for {silent_s:.0f} s"
-                print(text, file=sys.stderr, flush=True)
+                last, changed = current, self.clock.now()
+            elif (silent_s := self.clock.now() - changed) > max(self.timeout_s, _MIN_SILENCE_S):
+                print_error(f"[rank {rank}] rank {neighbour} has sent no heartbeat for {silent_s:.0f} s")
                 os._exit(1)
 
     def _end(self, waited_s: float) -> None:
@@ -167,12 +168,10 @@ class Watchdog:
             lines.append(
                 "this rank waits for training data: a process of data.num_workers or the token store's disk hangs"
             )
-        for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # a build of torch has those of its backends
-            if recorder := getattr(torch._C._distributed_c10d, name, None):
-                lines += parse_collectives(recorder())
+        lines += waiting_collectives()
         if waits_for_stage(sys._current_frames().get(threading.main_thread().ident)):
             lines.append("waiting for another stage of the pipeline")
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print_error("\n".join(lines))
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # Query the store last and in another thread, because it may be on a node that hangs or cannot be reached.
         stalled: list[list[str]] = []
@@ -180,13 +179,14 @@ class Watchdog:
         query.start()
         query.join(3 * self.beat_s + _STORE_TIMEOUT_S)
         lines = stalled[0] if stalled else ["the node of rank 0 does not answer; the state of other ranks is unknown"]
-        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr, flush=True)
+        for line in lines:
+            print_error(line)
         os._exit(1)
 
     def _end_without_data(self) -> None:
         text = f"no training data for step {self.step + 1} within {_STOP_S:.0f} s of the stop request"
         advice = "the run ends without saving; rerun the same command to resume from the latest checkpoint, if any"
-        print(f"[rank {dist.get_rank()}] {text}: {advice}", file=sys.stderr, flush=True)
+        print_error(f"[rank {dist.get_rank()}] {text}: {advice}")
         os._exit(1)
 
     def _stalled_ranks(self) -> list[str]:
@@ -217,19 +217,3 @@ def waits_for_stage(frame: FrameType | None) -> bool:
     """Return whether a thread waits in a pipeline schedule. The flight recorder of gloo does not list sends and receives. frame:
     the innermost frame of the thread."""
     return frame is not None and frame.f_code.co_name == "_wait_batch_p2p"
-
-
-def parse_collectives(dump: str) -> list[str]:
-    """Return a line for each process group whose latest collective has not completed. dump: flight recorder's JSON dump."""
-    try:
-        trace = json.loads(dump)
-        names = {(str(e["pg_id"]), e["collective_seq_id"]): e["profiling_name"] for e in trace["entries"]}
-        lines = []
-        for group, state in trace["pg_status"].items():
-            started = int(state["last_enqueued_collective"])
-            if started > int(state["last_completed_collective"]):
-                name = names.get((group, started), "a collective")
-                lines.append(f"waiting in {name}, collective {started} of process group {group}")
-        return lines
-    except (ValueError, KeyError, TypeError):
-        return []

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.schema import DeviceChoice
 from trainer.runtime.accelerators import ACCELERATORS
+from trainer.system import logging
 from trainer.system.process import cores, local_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -100,10 +101,17 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def set_cpu_threads(threads: int) -> None:
-    """Set the number of threads for CPU operators. 0 means this rank's share of the cores. Raise ConfigError if there are more
-    threads than cores, which would make each step many times slower."""
+    """Set the number of threads for CPU operators. 0 means OMP_NUM_THREADS if it is set, otherwise this rank's share of the
+    cores. Raise ConfigError if there are more threads than cores, which would make each step many times slower."""
     if threads > cores():
         raise ConfigError("training.cpu_threads", f"this node has only {cores()} cores")
+    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are for nested parallel regions
+    if not threads and chosen.isdecimal() and int(chosen):
+        threads = min(int(chosen), cores())
+        if threads < int(chosen):
+            logging.warning(
+                f"OMP_NUM_THREADS={chosen}: this node has only {threads} cores, so {threads} threads are used"
+            )
     torch.set_num_threads(threads or max(1, cores() // local_world_size()))
 
 

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,8 +15,11 @@ from torch import Tensor
 
 from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
+from trainer.runtime.collectives import lift_torch_limit, limit_collectives
+from trainer.runtime.rendezvous import connect, wait_for_all
 from trainer.system.logging import shorten
 from trainer.system.process import local_rank, node_id
+from trainer.system.streams import print_error
 
 T = TypeVar("T")
 
@@ -38,17 +40,23 @@ def world_size() -> int:
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
     _allow_more_connections()
-    store = _create_store(timedelta(seconds=config.init_timeout_s))
-    _wait_for_all_ranks(store, config.init_timeout_s)
+    store = _create_store(config.init_timeout_s)
+    rank = int(os.environ.get("RANK", "0"))
+    announces = rank == 0 and world_size() > 1
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if announces else None
+    wait_for_all(store, "ranks", rank, world_size(), config.init_timeout_s, where)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")  # enables the flight recorder that the watchdog reads
     dist.init_process_group(
         devices.communication_backend(device),
         store=store,
-        rank=int(os.environ.get("RANK", "0")),
+        rank=rank,
         world_size=world_size(),
         timeout=timedelta(seconds=config.timeout_s),
         device_id=device if device.type != "cpu" else None,
     )
+    if world_size() > 1:
+        lift_torch_limit(dist.group.WORLD)
+        limit_collectives(config.timeout_s)
 
 
 def _allow_more_connections() -> None:
@@ -58,42 +66,17 @@ def _allow_more_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (largest, largest))
 
 
-def _create_store(timeout: timedelta) -> dist.Store:
+def _create_store(timeout_s: float) -> dist.Store:
     if world_size() == 1:
         return dist.HashStore()
     # torchrun's agent hosts the store. Without torchrun, rank 0 does.
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size(),
-        is_master=not by_agent and os.environ["RANK"] == "0",
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = connect(address, port, "rank 0", timeout_s, is_master=not by_agent and os.environ["RANK"] == "0")
     if not by_agent:
         return store
     # The agent's store outlives a restart: without a prefix, a rank may read addresses of the failed attempt.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _wait_for_all_ranks(store: dist.Store, timeout_s: float) -> None:
-    """Wait until every rank has joined. After timeout_s, raise a DistStoreError that lists the missing ranks."""
-    ranks, rank = range(world_size()), os.environ.get("RANK", "0")
-    store.set(f"joined/{rank}", "")
-    if rank == "0":
-        message = ""
-        try:
-            store.wait([f"joined/{rank}" for rank in ranks], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
-            missing = [str(rank) for rank in ranks if not store.check([f"joined/{rank}"])]
-            shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            message = f"these of the {len(ranks)} ranks did not join within {timeout_s:g} s: {shown}"
-        store.set("all_joined", message)
-    # Wait for twice the time, because rank 0 may have started to wait later.
-    store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
-    if message := store.get("all_joined").decode():
-        raise dist.DistStoreError(message)
 
 
 def shutdown() -> None:
@@ -113,7 +96,7 @@ def print_once_per_node(line: str) -> None:
     with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
         _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
         if _store().add(f"reported/{node_id()}", 1) == 1:
-            print(shorten(line), file=sys.stderr, flush=True)
+            print_error(shorten(line))
 
 
 def report_failure(error: BaseException) -> None:
@@ -128,7 +111,7 @@ def report_failure(error: BaseException) -> None:
     with suppress(*_STORE_LOST):
         if dist.is_initialized():
             _store().set("failed", "")
-    print(f"[rank {rank}] " + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    print_error(f"[rank {rank}] " + "".join(traceback.format_exception(error)))
 
 
 def is_peer_loss(error: BaseException) -> bool:

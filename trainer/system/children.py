@@ -1,4 +1,4 @@
-"""Processes that multiprocessing starts, and their behaviour after Ctrl-C."""
+"""Processes that multiprocessing starts, and their behaviour after signals."""
 
 import multiprocessing
 import os
@@ -9,33 +9,38 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
+from trainer.system.signals import STOP_SIGNALS
+
 
 @contextmanager
-def children_ignore_interrupts() -> Iterator[None]:
-    """Context manager in which new processes inherit that SIGINT is blocked, because this process handles Ctrl-C for them. They
-    would otherwise print tracebacks while they import modules. This process handles Ctrl-C when the block ends."""
+def children_ignore_signals() -> Iterator[None]:
+    """Context manager in which new processes inherit that stop signals are blocked, because this process handles them. After
+    Ctrl-C, they would otherwise print tracebacks while they import modules. This process handles Ctrl-C when the block ends."""
     received = []
-    handler = signal.signal(
-        signal.SIGINT, lambda *arguments: received.append(arguments)
-    )  # other threads receive it too
-    resource_tracker.ensure_running()  # would unblock SIGINT if it were started later
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):  # otherwise SIGINT is ignored
+        signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))  # other threads receive it too
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM, now or when a process starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-        if received and callable(handler):
-            handler(*received[0])
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if received:
+                handler(*received[0])
 
 
 def end_children() -> None:
     """Kill the processes that multiprocessing has started, and unlink its semaphores, about which Python would warn otherwise."""
-    for child in multiprocessing.active_children():
+    children = multiprocessing.active_children()
+    util._run_finalizers(0)
+    for child in children:  # last, because another thread may report that a child was killed
         child.kill()
     if server := forkserver._forkserver._forkserver_pid:
         os.kill(server, signal.SIGKILL)
-    util._run_finalizers(0)
 
 
 def exit_with_parent() -> None:
@@ -51,9 +56,9 @@ def exit_with_parent() -> None:
 
 
 def start_fork_server(modules: Sequence[str]) -> ForkServerContext:
-    """Return a context whose processes are forked from a server that has imported the modules. They ignore SIGINT."""
+    """Return a context whose processes are forked from a server that has imported the modules. They ignore stop signals."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
-    with children_ignore_interrupts():
+    with children_ignore_signals():
         forkserver.ensure_running()
     return context

@@ -39,13 +39,22 @@ def _is_logging_rank() -> bool:
 
 def _log(text: str, file: TextIO) -> None:
     if _is_logging_rank():
-        rank = f"[rank {_rank()}] " if _rank() else ""
-        with suppress(OSError):  # a full disk or a closed terminal must not stop a run
-            print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
+        _write(text, file)
+
+
+def _write(text: str, file: TextIO) -> None:
+    rank = f"[rank {_rank()}] " if _rank() else ""
+    with suppress(OSError):  # a full disk or a closed terminal must not stop a run
+        print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
 
 
 def info(text: str) -> None:
     _log(text, sys.stdout)
+
+
+def announce(text: str) -> None:
+    """Log a line on this rank even if LOG_RANK does not list it."""
+    _write(text, sys.stdout)
 
 
 def warning(text: str) -> None:

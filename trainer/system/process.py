@@ -7,6 +7,9 @@ import socket
 import sys
 from pathlib import Path
 
+from trainer.system.signals import STOP_SIGNALS
+from trainer.system.streams import open_standard_streams, print_error
+
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
@@ -59,7 +62,9 @@ def die_with_parent() -> None:
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds."""
+    """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds.
+    Scripts call this first, so it also opens standard streams that are closed."""
+    open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
         signal.signal(signal.SIGINT, _exit_interrupted)
 
@@ -72,13 +77,13 @@ def restore_interrupt() -> None:
 
 def _exit_interrupted(*_: object) -> None:
     if local_rank() == 0:
-        print("interrupted", file=sys.stderr, flush=True)
+        print_error("interrupted")
     os._exit(130)
 
 
 def detach_signals(*_: object) -> None:
-    """Ignore SIGINT and SIGTERM, because the parent process handles them. Exit when the parent process exits."""
+    """Ignore stop signals, because the parent process handles them. Exit when the parent process exits."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()

@@ -29,6 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.data.chat.traced import BEGIN, END, TEMPLATE, UNKNOWN, Traced, join, literal, origins_of, to_json, trace
+from trainer.system.signals import STOP_SIGNALS
 
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""
@@ -200,7 +201,7 @@ def _reason(error: Exception) -> str:
 
 
 def _serve(cpu_s: float, memory_mib: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the parent handles them
     with contextlib.suppress(OSError, ValueError):  # macOS cannot limit memory
         present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -23,7 +23,7 @@ from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.children import children_ignore_interrupts, exit_with_parent
+from trainer.system.children import children_ignore_signals, exit_with_parent
 from trainer.system.logging import progress
 from trainer.system.process import cores, detach_signals
 
@@ -160,7 +160,7 @@ def _in_order(
     pending = deque()
     try:
         for task in tasks:
-            with children_ignore_interrupts():  # the pool starts a worker when no worker is idle
+            with children_ignore_signals():  # the pool starts a worker when no worker is idle
                 pending.append(pool.submit(_tokenize_in_worker, *task))
             if len(pending) > max_pending:
                 yield pending.popleft().result()

@@ -1,0 +1,100 @@
+"""Waiting for the other nodes or ranks of a run. A process that waits for long says so once."""
+
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trainer.system.logging import announce
+
+SILENCE_S = 5.0
+"""Seconds after which a process says for whom it waits."""
+
+
+def connect(address: str, port: int, first: str, timeout_s: float, **options: bool) -> dist.TCPStore:
+    """Return the store of a run, which its first member hosts. Raise DistNetworkError if it is not reached within timeout_s.
+
+    Args:
+        address: host name of the first member.
+        port: its port.
+        first: name of the first member, for messages.
+        timeout_s: also the timeout of the store's later requests.
+        options: `is_master` if this process is the first member, and other options of TCPStore.
+    """
+    if not options.get("is_master"):
+        _await_answer(address, port, first, timeout_s)
+    return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, **options)
+
+
+def _await_answer(address: str, port: int, first: str, timeout_s: float) -> None:
+    """Wait until a process listens at an address. TCPStore would log each attempt."""
+    start, announced = time.monotonic(), False
+    while (waited_s := time.monotonic() - start) < timeout_s:
+        if waited_s > SILENCE_S and not announced:
+            announce(f"waiting until {clock_time(start + timeout_s)} for {first} to answer at {address}:{port}")
+            announced = True
+        with suppress(OSError):
+            socket.create_connection((address, port), timeout=1).close()
+            return
+        time.sleep(0.1)
+    raise dist.DistNetworkError(f"{first} did not answer at {address}:{port} within {timeout_s:g} s")
+
+
+def wait_for_all(store: dist.Store, members: str, index: int, count: int, timeout_s: float, where: str | None) -> None:
+    """Wait until every member of a run has called this function. After timeout_s, raise a DistStoreError that lists the missing
+    ones.
+
+    Args:
+        store: store of the run.
+        members: plural noun, such as "ranks".
+        index: index of this member.
+        count: number of members.
+        timeout_s: maximum time that the first member waits for the others.
+        where: address for the message of a member that waits for long; None: this member waits silently.
+    """
+    keys = [f"joined/{i}" for i in range(count)]
+    store.set(keys[index], "")
+    if index == 0:
+        complete = _wait(store, keys, members, timeout_s, where)
+        late = f"these of the {count} {members} did not join within {timeout_s:g} s: {_missing(store, keys)}"
+        store.set("all_joined", "" if complete else late)
+    elif where is not None:
+        _wait(store, keys, members, 2 * timeout_s, where)  # the first member may have started to wait later
+    store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
+    if message := store.get("all_joined").decode():
+        raise dist.DistStoreError(message)
+
+
+def _wait(store: dist.Store, keys: list[str], members: str, timeout_s: float, where: str | None) -> bool:
+    """Return whether the keys exist before timeout_s. It asks repeatedly: torch logs a wait whose time runs out."""
+    start, announced = time.monotonic(), False
+    while not store.check(keys):
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s or store.check(["all_joined"]):
+            return False
+        if waited_s > SILENCE_S and where is not None and not announced:
+            until, missing = clock_time(start + timeout_s), _missing(store, keys)
+            announce(f"waiting until {until} for these of the {len(keys)} {members} to join at {where}: {missing}")
+            announced = True
+        time.sleep(1 if announced else 0.05)
+    return True
+
+
+def _missing(store: dist.Store, keys: list[str]) -> str:
+    indices = [str(i) for i, key in enumerate(keys) if not store.check([key])]
+    return ", ".join(indices[:8]) + (", ..." if len(indices) > 8 else "")
+
+
+def wait_for_nodes(address: str, port: int, node: int, nodes: int, timeout_s: float) -> dist.Store:
+    """Wait until the launchers of all nodes have called this function. Return the connection to the store at this address, which
+    the first node hosts. torchrun uses the same store."""
+    store = connect(address, port, "the first node", timeout_s, is_master=node == 0, multi_tenant=True)
+    wait_for_all(dist.PrefixStore("launchers", store), "nodes", node, nodes, timeout_s, f"{address}:{port}")
+    return store
+
+
+def clock_time(moment: float) -> str:
+    """Return the time of day of a time that time.monotonic() returns."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() + moment - time.monotonic()))
