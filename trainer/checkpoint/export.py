@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.checkpoint import manifest
 from trainer.checkpoint.adapter import is_adapter, open_weights, write_peft
 from trainer.checkpoint.commit import latest_per_step
+from trainer.checkpoint.exported_tokenizer import exported_tokenizer
 from trainer.checkpoint.huggingface import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -52,9 +53,11 @@ class HfExport:
             self.files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
         if model.tokenizer:
             self.files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
-        for name in (CHAT_TEMPLATE, GENERATION_CONFIG):
-            if (checkpoint / name).exists():
-                self.files[name] = (checkpoint / name).read_bytes()
+        if (checkpoint / CHAT_TEMPLATE).exists():
+            self.files[CHAT_TEMPLATE] = (checkpoint / CHAT_TEMPLATE).read_bytes()
+        self.files = exported_tokenizer(self.files, self.spec.huggingface)
+        if (checkpoint / GENERATION_CONFIG).exists():
+            self.files[GENERATION_CONFIG] = (checkpoint / GENERATION_CONFIG).read_bytes()
 
     def num_bytes(self) -> int:
         return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize

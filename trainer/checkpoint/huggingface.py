@@ -346,6 +346,26 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
         dtype, shape, read = folder.index[name].dtype, folder.index[name].shape, partial(folder.rows, name)
         pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
         entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
+    tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
+    ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config}
+    sizes, seq_len = asdict(folder.sizes), folder.seq_len
+    model = ModelMetadata(family, sizes, seq_len, seq_len, "", tuple(tokenizer_files), ids, {}, ())
+    carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
+    contents = {name: folder.content(name) for name in (*tokenizer_files, *carried)}
+    write_model(out, entries, {MODEL_FILE: model.text().encode(), **contents}, shard_bytes, str(folder.folder))
+
+
+def write_model(
+    out: Path, entries: list[TensorWrite], contents: Mapping[str, bytes], shard_bytes: int, origin: str
+) -> None:
+    """Write a checkpoint that contains only a model. Replaces `out`.
+
+    Args:
+        entries: the model's parameters.
+        contents: name -> content of the other files, among them model.json.
+        shard_bytes: maximum size of a file with parameters.
+        origin: from where the model was read.
+    """
     with atomic_folder(out) as unfinished:
         files, stored = {}, {}
         for i, group in enumerate(group_by_file(entries, shard_bytes)):
@@ -354,15 +374,6 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
             stored |= {
                 e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
             }
-        tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
-        ids = {
-            key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config
-        }
-        sizes, seq_len = asdict(folder.sizes), folder.seq_len
-        model = ModelMetadata(family, sizes, seq_len, seq_len, "", tuple(tokenizer_files), ids, {}, ())
-        contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
-        carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
-        contents |= {name: folder.content(name) for name in (*tokenizer_files, *carried)}
-        for name, content in contents.items():
+        for name, content in {INDEX: index_text(stored).encode(), **contents}.items():
             files[name] = manifest.write_file(unfinished / name, content)
-        manifest.write(unfinished, Manifest(files, {"from": str(folder.folder)}))
+        manifest.write(unfinished, Manifest(files, {"from": origin}))

@@ -14,10 +14,11 @@ import tiktoken
 
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.packages import require_package
+from trainer.data.tokenizer import sentencepiece_json
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.hf_json import json_bytes, tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.sentencepiece_proto import user_defined
+from trainer.data.tokenizer.sentencepiece_proto import CONTROL, USER_DEFINED, parse
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
 
@@ -167,8 +168,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.eos = processor.eos_id()
         if self.bos < 0 or self.eos < 0:
             raise ConfigError("tokenizer.path", f"{path} must define a BOS token and an EOS token")
-        self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
-        special = self._control | user_defined(content)
+        self._model = parse(content)
+        self._control = self._model.of_type(CONTROL)
+        special = self._control | self._model.of_type(USER_DEFINED)
         self.special_tokens = {special[token]: token for token in sorted(special)}
         self.fingerprint = _fingerprint("sentencepiece", content)
 
@@ -194,8 +196,15 @@ class SentencePieceTokenizer(Tokenizer):
     def huggingface_files(self) -> dict[str, bytes]:
         names = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": self._processor.unk_id()}
         config = {key: self._processor.id_to_piece(token) for key, token in names.items() if token >= 0}
-        config |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False}
-        return dict(self.files) | _json_files({"tokenizer_config.json": config})
+        config |= {"add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False}
+        if not self._model.adds_prefix:
+            config["add_prefix_space"] = False  # llama.cpp would add one
+        content = sentencepiece_json.tokenizer_json(self._model, self.bos)
+        if content is None:
+            config |= {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+            return dict(self.files) | _json_files({"tokenizer_config.json": config})
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+        return dict(self.files) | _json_files({"tokenizer.json": content, "tokenizer_config.json": config})
 
 
 # Files in which Hugging Face's formats name BOS and EOS, in order of precedence.
