@@ -101,12 +101,13 @@ TEMPLATES = [
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}",
     # white space control, line ends that trim_blocks removes, and indentation that lstrip_blocks removes
-    "{%- for m in messages %}\n  <{{ m.role }}>\n    {%- generation -%}\n  {{ m.content }}  \n\n  {%- endgeneration %}\n\n{% endfor %}",
+    "{%- for m in messages %}\n  <{{ m.role }}>\n    {%- generation -%}\n  {{ m.content }}  \n\n"
+    "  {%- endgeneration %}\n\n{% endfor %}",
     "{% for m in messages %}\n    {% generation %}\n\n    {{ m.content }}\n  {% endgeneration %}  \n x {% endfor %}",
     "a \n {%+ generation +%}\n b {%generation%}c{%endgeneration%}{%+ endgeneration +%} \n d",
     # names that are no tags
-    "{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ '{% generation %}' }}{% if '%}' == \"{% endgeneration %}\" %}{% endif %}"
-    "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ '{% generation %}' }}"
+    "{% if '%}' == \"{% endgeneration %}\" %}{% endif %}{% generation %}{{ messages[0].content }}{% endgeneration %}",
     # variables that end with the block
     "{% set x = 1 %}{% generation -%} {% set x = 2 %}{{ x }}{% endgeneration %}\n{{ x }}",
 ]  # fmt: skip

@@ -62,7 +62,7 @@ def test_byte_pair_models_yield_the_same_tokens(mixed, tmp_path, options):
 
 
 def test_unigram_models_yield_equally_probable_tokens(mixed, tmp_path):
-    """Of several segmentations with the same score, the two libraries may return different ones."""
+    """The two libraries may return different ones of several segmentations with the same score."""
     config = train_sentencepiece(tmp_path, input="", sentence_iterator=words(), **UNIGRAM)
     tokenizer, other = convert(config)
     score, different = tokenizer._processor.get_score, 0
