@@ -34,6 +34,7 @@ from trainer.checkpoint.storage import (
 from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import COMPANION_FILES, TOKENIZERS
 from trainer.system.files import atomic_folder, digest_of, folder_error, parse_json_object
+from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
 
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
@@ -119,6 +120,7 @@ def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
         generation = read_object(file) if file.exists() else {}
         if (folder / manifest.NAME).exists():
             return ModelMetadata.read(folder).context_window, generation
+        require_model_folder(folder)
         return _read_config(folder / "config.json")[3], generation
 
 
@@ -151,6 +153,17 @@ def file_inside(folder: Path, name: Any) -> Path:
     return path
 
 
+def require_model_folder(folder: Path) -> None:
+    """Raise ConfigError if the path is not a folder with a complete model in Hugging Face's format, as far as the names and sizes of
+    its files show it."""
+    if problem := folder_error(folder):
+        raise ConfigError("", f"{folder}: {problem}")
+    if problem := folder_problem(folder):
+        raise ConfigError("", f"{folder} {problem}")
+    if not os.path.exists(folder / "config.json"):
+        raise ConfigError("", f"{folder}: this folder is not a Hugging Face model, because it has no config.json")
+
+
 class HfModelFolder:
     """A folder with a model in Hugging Face format."""
 
@@ -158,11 +171,11 @@ class HfModelFolder:
         """spec: expected model family, or None for any family. Raises ConfigError if the folder contains no model in this format,
         a model of another architecture, or tensors that are not those of the model."""
         self.folder = folder
-        if not os.path.exists(folder / "config.json"):
-            message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
-            raise ConfigError("", f"{folder}: {message}")
+        require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
             self.config, self.spec, self.sizes, self.seq_len = _read_config(self.folder / "config.json", spec)
+            if problem := quantization_problem(self.config) or weights_problem(folder):
+                raise ConfigError("", f"{folder} {problem}")
             self.index = self._index(self._stored())
 
     def content(self, name: str) -> bytes:
@@ -281,6 +294,10 @@ def read_architecture(path: Path) -> tuple[str, Any]:
     Raises ConfigError."""
     # The user may name a link to a file, but the files of a folder may not be links out of it.
     file = path / "config.json" if path.is_dir() else Path(os.path.realpath(path))
+    if path.is_dir():
+        require_model_folder(path)
+    if problem := pointer_problem(file):
+        raise ConfigError("", problem)
     _, spec, sizes, _ = _read_config(file)
     return family_of(spec, sizes), sizes
 

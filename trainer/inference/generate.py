@@ -221,7 +221,7 @@ def _load_tokenizer(folder: Path, weights: WeightSource | AdapterSource) -> tupl
     if weights.hf_folder is None:
         metadata = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
-    config = folder / "tokenizer_config.json"
-    if not template and config.exists() and b'"chat_template"' in weights.hf_folder.content(config.name):
-        template = str(config)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if not template and (folder / name).exists() and b'"chat_template"' in weights.hf_folder.content(name):
+            template = str(folder / name)
     return load_hf_tokenizer(folder), template, weights.hf_folder.seq_len

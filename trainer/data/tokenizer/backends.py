@@ -21,6 +21,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.sentencepiece_proto import CONTROL, USER_DEFINED, parse
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.system.files import read_json_object
+from trainer.system.model_folder import folder_problem, pointer_problem
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Path of the default rank file. scripts/train_tokenizer.py trained it on the Python standard library."""
@@ -304,6 +305,11 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Load the configured tokenizer. Raises ConfigError if its file cannot be read or is invalid for the backend."""
     path = Path(config.path) if config.path else DEFAULT_FILE
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if problem := pointer_problem(file):
+        raise ConfigError("tokenizer.path", problem)
+    if path.is_dir() and not file.exists() and (problem := folder_problem(path)):
+        raise ConfigError("tokenizer.path", f"{path} has no tokenizer.json, and {problem}")
     try:
         backend = TOKENIZERS[config.backend]
         tokenizer = backend(path, config.reuse_reserved_tokens) if config.reuse_reserved_tokens else backend(path)
