@@ -96,7 +96,7 @@ WEIGHTS = {
         f"contains 2 of 2 files with weights, but no {INDEX}; download the model again, with this file",
     ),
     "two sets of files without an index": (
-        after_split(lambda folder: (shutil.copy(folder / B, folder / "model-00003-of-00003.safetensors"), (folder / INDEX).unlink())),
+        after_split(lambda f: (shutil.copy(f / B, f / "model-00003-of-00003.safetensors"), (f / INDEX).unlink())),
         f"contains 3 of 2 or 3 files with weights, but no {INDEX}; download the model again, with this file",
     ),
     "files beside a single file": (
@@ -224,9 +224,9 @@ def test_every_setting_that_names_a_folder_describes_it(tiny, tmp_path, kind):
     names, what = FOLDERS[kind]
     folder = folder_with(tmp_path / "given", *names)
     what = f"{folder} {what.format(folder=folder)}"
-    assert str(pytest.raises(ConfigError, resolve_model, ModelConfig(huggingface=str(folder))).value) == (
-        f"model.huggingface: {what}"
-    )
+    with pytest.raises(ConfigError) as error:
+        resolve_model(ModelConfig(huggingface=str(folder)))
+    assert str(error.value) == f"model.huggingface: {what}"
     with pytest.raises(ConfigError) as error:
         WeightSource(folder, alone=True)
     assert error.value.message == what

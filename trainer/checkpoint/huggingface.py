@@ -40,7 +40,7 @@ MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *COMPANION_FILES)
+_TOKENIZER_FILES = ("tokenizer.json", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
@@ -154,8 +154,8 @@ def file_inside(folder: Path, name: Any) -> Path:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise ConfigError if the path is not a folder with a complete model in Hugging Face's format, as far as the names and sizes of
-    its files show it."""
+    """Raise ConfigError if the path is not a folder with a model in Hugging Face's format, as far as the names and sizes of its
+    files show it."""
     if problem := folder_error(folder):
         raise ConfigError("", f"{folder}: {problem}")
     if problem := folder_problem(folder):

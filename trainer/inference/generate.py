@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.components import CausalMask, attention_kernel, visible_keys
 from models.spec import LayerKind
 from trainer.checkpoint.adapter import AdapterSource, open_weights
-from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
+from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format

@@ -52,8 +52,8 @@ def pointer_problem(path: Path) -> str:
 
 
 def folder_problem(folder: Path) -> str:
-    """Return what the folder contains instead of a model in Hugging Face's format, and what to do, without the name of the folder,
-    or "" if nothing was recognized."""
+    """Return what the folder contains instead of a model in Hugging Face's format, and what to do, without the folder's name. An
+    empty text means that nothing was recognized."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -133,7 +133,7 @@ def _files_of_index(index: Path) -> set[str] | None:
 
 
 def quantization_problem(config: Any) -> str:
-    """Return why the weights cannot be trained if a config.json says that they are quantized, without the folder's name, or ""."""
+    """Return why the weights cannot be read if config.json says that they are quantized, without the folder's name, or ""."""
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or not settings:
         return ""

@@ -17,8 +17,8 @@ _MAX_BYTES = 1_000_000
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     """Return the Jinja text of a template, and its variables (name -> text), or None if no tokenizer_config.json defines them.
 
-    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json or chat_template.json; or a folder with one of them, of which
-    the first in _FILES is read. Raises ConfigError if the template cannot be read.
+    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json or chat_template.json; or a folder, of which the first file
+    of _FILES with a template is read. Raises ConfigError if the template cannot be read.
     """
     if choice in BUILT_IN:
         return _read(BUILT_IN[choice]), None

@@ -210,7 +210,16 @@ class SentencePieceTokenizer(Tokenizer):
 
 # Files in which Hugging Face's formats name BOS and EOS, in order of precedence.
 _BOS_EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
-COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+COMPANION_FILES = (
+    *(
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
+    *("tokenizer.model", "vocab.json", "merges.txt"),  # read by llama.cpp, and by the slow tokenizers of transformers 4
+)
 """Names of the files that are saved and exported together with a tokenizer.json."""
 
 

@@ -12,7 +12,7 @@ from jinja2.ext import Extension
 from models import MODELS
 from scripts.dev.check_exports import strings, write_tokenizers
 from tests.commands import run_script
-from trainer.checkpoint.exported_tokenizer import exported_tokenizer, without_generation_tags
+from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
 from trainer.data.tokenizer.backends import load_tokenizer
 
 FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]

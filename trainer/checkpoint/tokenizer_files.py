@@ -1,13 +1,19 @@
-"""Tokenizer files of exports, such that all versions of transformers, and other readers, encode text as in training."""
+"""Tokenizers of checkpoints, and the files of exports with which transformers and other readers encode text as in training."""
 
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from models.huggingface import HuggingFace
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE
+from trainer.checkpoint import manifest
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, GENERATION_CONFIG, MODEL_FILE, ModelMetadata
+from trainer.checkpoint.manifest import CorruptError
+from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.hf_json import json_bytes
+from trainer.data.tokenizer.protocol import Tokenizer
 
 _CLASS = "PreTrainedTokenizerFast"
 """The only class that all versions of transformers load from tokenizer.json alone. Others change parts of it: transformers 5
@@ -28,9 +34,47 @@ QWEN2_PATTERN = (
 """Regular expression with which transformers' Qwen2Tokenizer splits text."""
 
 
+def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokenizer:
+    """Load the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none."""
+    if not model.tokenizer:
+        return load_hf_tokenizer(checkpoint)
+    path = str(checkpoint / model.tokenizer_files[0])
+    reuse, extra = model.reuse_reserved_tokens, model.extra_special_tokens
+    config = TokenizerConfig(
+        backend=model.tokenizer, path=path, reuse_reserved_tokens=reuse, extra_special_tokens=extra
+    )
+    return load_tokenizer(config)
+
+
+def load_hf_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face folder. Raises ConfigError if the folder has none."""
+    for file, backend in (("tokenizer.json", "huggingface"), ("tokenizer.model", "sentencepiece")):
+        if (folder / file).exists():
+            return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
+    raise ConfigError("", f"{folder} contains neither tokenizer.json nor tokenizer.model")
+
+
+def exported_files(checkpoint: Path, model: ModelMetadata) -> dict[str, bytes]:
+    """Return name -> content of the files of an export that do not depend on the weights: tokenizer, chat template and
+    generation_config.json. model: metadata of the checkpoint. Raises ConfigError if a file is damaged."""
+    with manifest.damage_as_config_error(checkpoint):
+        if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
+            raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
+        spec, _ = model.spec_and_sizes()
+    files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
+    if model.tokenizer:
+        files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
+    others = {n: (checkpoint / n).read_bytes() for n in (CHAT_TEMPLATE, GENERATION_CONFIG) if (checkpoint / n).exists()}
+    return exported_tokenizer({**files, **others}, spec.huggingface)
+
+
 def exported_tokenizer(files: Mapping[str, bytes], hf: HuggingFace) -> dict[str, bytes]:
-    """Return name -> content of the tokenizer files of an export. files: those of the tokenizer, and the chat template."""
+    """Return name -> content of the tokenizer files of an export. files: those of the tokenizer, the chat template, and others,
+    which are returned as they are."""
     files = dict(files)
+    if "chat_template.json" in files:  # only the processors of models of several modalities read it
+        template = json.loads(files.pop("chat_template.json")).get("chat_template")
+        files = {CHAT_TEMPLATE: template.encode()} | files if isinstance(template, str) else files
     config = json.loads(files.get("tokenizer_config.json", b"{}"))
     if CHAT_TEMPLATE in files:
         config.pop("chat_template", None)  # the file takes precedence, but not in all readers
