@@ -179,13 +179,15 @@ def test_an_index_that_names_the_single_file_is_not_stale(model):
 
 
 def folder_with(folder, *names, content="{}"):
-    for name in names:
+    folder.mkdir(parents=True)
+    for name in filter(None, names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
     return folder
 
 
 FOLDERS = {
+    "an empty folder": (("",), "is empty"),
     "a peft adapter": (
         ("adapter_config.json", "adapter_model.safetensors"),
         "contains an adapter of the package peft, not a model; use its base model here, and the adapter as lora.init_from",
@@ -206,7 +208,7 @@ FOLDERS = {
     "DeepSpeed": (("zero_to_fp32.py", "latest"), "contains a checkpoint of DeepSpeed; run its zero_to_fp32.py"),
     "a failed download": (
         (".cache/huggingface/download/a.incomplete",),
-        "is empty, although it has hidden files; the download may have failed",
+        "is empty; its download is not complete",
     ),
     "a started download": (
         ("README.md", ".cache/huggingface/download/a.incomplete"),

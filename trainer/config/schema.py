@@ -396,8 +396,7 @@ class CheckpointConfig:
     init_from: str = ""
     """Path of a new run's initial weights: a run folder, checkpoint or Hugging Face model folder. Empty: random weights."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
-    """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows. With
-    [lora] rank, train_fully must include both."""
+    """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
     """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
     export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False

@@ -59,7 +59,7 @@ def folder_problem(folder: Path) -> str:
     except OSError:
         return ""
     if not [name for name in names if not name.startswith(".")]:
-        return "is empty" + (", although it has hidden files; the download may have failed" if names else "")
+        return "is empty" + ("; its download is not complete" if is_downloading(folder) else "")
     pointers = [name for name in names if name.endswith(_LFS_SUFFIXES) and is_lfs_pointer(folder / name)]
     if pointers:
         return f"contains Git LFS pointers instead of files ({_some(pointers)}); run `git lfs pull` in this folder"
@@ -129,7 +129,8 @@ def _files_of_index(index: Path) -> set[str] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     # An invalid name is reported where the file is opened.
-    return names if names and all(isinstance(name, str) and Path(name).name == name for name in names) else None
+    is_plain = all(isinstance(name, str) and name.isprintable() and name and Path(name).name == name for name in names)
+    return names if names and is_plain else None
 
 
 def quantization_problem(config: Any) -> str:
