@@ -13,6 +13,7 @@ from models import MODELS
 from scripts.dev.check_exports import strings, write_tokenizers
 from tests.commands import run_script
 from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
+from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 
 FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
@@ -148,3 +149,43 @@ def test_exports_have_one_template_without_tags(configs):
         assert "chat_template" not in json.loads(both["tokenizer_config.json"]), (
             "readers would not agree on the template"
         )
+
+
+# ---------------------------------------------------------------- files of a base folder
+
+
+def base_folder(configs, tmp_path):
+    """Return a folder with tokenizer.json and the files that other readers need, and the names of these files."""
+    folder = tmp_path / "base"
+    shutil.copytree(configs["llama folder"].path, folder)
+    (folder / "added_tokens.json").write_text("{}")
+    return folder, {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_files_of_a_base_folder_are_exported_again(configs, tmp_path):
+    folder, before = base_folder(configs, tmp_path)
+    assert before.keys() >= {"tokenizer.model", "tokenizer.json", "added_tokens.json"}
+    config = TokenizerConfig(backend="huggingface", path=str(folder))
+    exported = exported_tokenizer(load_tokenizer(config).huggingface_files(), MODELS["llama2"].huggingface)
+    kept = before.keys() - {"tokenizer_config.json"}
+    assert {name: exported[name] for name in kept} == {name: before[name] for name in kept}
+
+
+def test_readers_of_tokenizer_model_find_new_tokens(configs, tmp_path):
+    """llama.cpp reads the tokens that tokenizer.model does not have in tokenizer_config.json."""
+    folder, _ = base_folder(configs, tmp_path)
+    config = TokenizerConfig(backend="huggingface", path=str(folder), extra_special_tokens=("<|new|>",))
+    tokenizer = load_tokenizer(config)
+    exported = exported_tokenizer(tokenizer.huggingface_files(), MODELS["llama2"].huggingface)
+    decoder = json.loads(exported["tokenizer_config.json"])["added_tokens_decoder"]
+    assert decoder[str(tokenizer.vocab_size - 1)]["content"] == "<|new|>"
+    assert_same_tokens(config, write_export(tmp_path / "export", "llama2", config))
+
+
+def test_chat_template_json_becomes_the_file_that_all_readers_know(configs, tmp_path):
+    folder, _ = base_folder(configs, tmp_path)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    exported = write_export(tmp_path / "export", "gemma3", TokenizerConfig(backend="huggingface", path=str(folder)))
+    assert not (exported / "chat_template.json").exists()
+    loaded = transformers.AutoTokenizer.from_pretrained(exported)
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
