@@ -102,6 +102,16 @@ def _adapt_gemma3(config: Config) -> Config:
     return {**_adapt(config, period), "rope_local_base_freq": theta}
 
 
+def _extra_gemma3(sizes: Gemma3Sizes) -> Config:
+    """Return the fields of all versions of transformers: 4.51 reads the distance between layers without a window instead of
+    layer_types."""
+    types = sizes.all_layer_types
+    period = types.index("full") + 1 if "full" in types else len(types) + 1
+    is_regular = all((name == "full") == ((i + 1) % period == 0) for i, name in enumerate(types))
+    pattern = {"sliding_window_pattern": period} if is_regular else {}
+    return write_windows(sizes) | pattern | write_rope_by_type(sizes, sizes.rope_local_base_freq)
+
+
 _NAMES = NAMES | {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -150,7 +160,8 @@ _largest = partial(_large, head_dim=128, query_pre_attn_scalar=168)
 GEMMA3 = ModelSpec(
     model=gemma3,
     sizes={
-        "debug": _gemma3(**DEBUG, query_pre_attn_scalar=24, window=40, layer_types=("sliding",) * 3 + ("full",)),
+        # Six layers, because some readers assume that exactly every sixth layer has no window.
+        "debug": _gemma3(**DEBUG | {"n_layers": 6}, query_pre_attn_scalar=24, window=40),
         "270m": _small(dim=640, n_layers=18, hidden_dim=2048),
         "1b": _small(dim=1152, n_layers=26, hidden_dim=6912),
         "4b": _large(dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, hidden_dim=10240),
@@ -164,6 +175,6 @@ GEMMA3 = ModelSpec(
         fixed=_FIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         defaults=_DEFAULTS | {"vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
         adapt=_adapt_gemma3,
-        extra=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_local_base_freq),
+        extra=_extra_gemma3,
     ),
 )

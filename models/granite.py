@@ -11,7 +11,7 @@ from models.blocks import PreNormBlock
 from models.components import Attention, Norm, Output, ScaledEmbedding
 from models.decoder import Decoder
 from models.huggingface import HuggingFace
-from models.sizes import DEBUG, DecoderSizes
+from models.sizes import DEBUG_DERIVED, DecoderSizes
 from models.spec import Head, LayerKind, ModelSpec
 
 
@@ -71,7 +71,7 @@ _8b = partial(_large, dim=4096, head_dim=128, hidden_dim=12800, attention_multip
 GRANITE3 = ModelSpec(
     model=granite,
     sizes={
-        "debug": _granite(**DEBUG, attention_multiplier=1 / 24, logits_scaling=4.0),
+        "debug": _granite(**DEBUG_DERIVED, attention_multiplier=1 / 16, logits_scaling=4.0),
         "3.0-2b": _2b(),
         "3.0-8b": _8b(),
         "3.1-2b": _2b(rope_theta=5e6),

@@ -92,6 +92,10 @@ class HuggingFace:
     """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order."""
     is_paired: bool = False
     """Whether the model rotates neighbouring values, so the rows of each head's queries and keys have another order."""
+    byte_level_class: str = ""
+    """Value of tokenizer_class by which other readers than transformers recognize a byte-level tokenizer, or "" for any value."""
+    forced_class: str = ""
+    """Class with which transformers 5 loads all tokenizers of this type of model, or "" for the one that the files name."""
 
     def name(self, parameter: str) -> str:
         """Return the name of the stored tensor that contains a parameter."""

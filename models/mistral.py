@@ -99,7 +99,7 @@ _ministral3 = partial(
 MINISTRAL3 = ModelSpec(
     model=ministral3,
     sizes={
-        "debug": Ministral3Sizes(**DEBUG, rope_type="yarn", rope_factor=4.0, rope_original_seq_len=32),
+        "debug": Ministral3Sizes(**DEBUG, **_YARN | {"rope_factor": 4.0, "rope_original_seq_len": 32}),
         "3b": _ministral3(dim=3072, n_layers=26, hidden_dim=9216, tied_embeddings=True),
         "8b": _ministral3(dim=4096, n_layers=34, hidden_dim=14336),
         "14b": _ministral3(dim=5120, n_layers=40, hidden_dim=16384, rope_theta=1e9),

@@ -22,7 +22,7 @@ from models.huggingface import (
     write_windows,
 )
 from models.rope import Rope
-from models.sizes import DEBUG, DecoderSizes, MixedSizes, text_of
+from models.sizes import DEBUG_DERIVED, DecoderSizes, MixedSizes, text_of
 from models.spec import LayerKind, ModelSpec
 
 
@@ -60,7 +60,7 @@ _olmo2 = partial(Olmo2Sizes, head_dim=128, vocab_size=100352)
 OLMO2 = ModelSpec(
     model=olmo,
     sizes={
-        "debug": Olmo2Sizes(**DEBUG),
+        "debug": Olmo2Sizes(**DEBUG_DERIVED),
         "1b": _olmo2(dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, hidden_dim=8192),
         "7b": _olmo2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
         "13b": _olmo2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824),
@@ -86,7 +86,7 @@ _olmo3 = partial(
 OLMO3 = ModelSpec(
     model=olmo,
     sizes={
-        "debug": _olmo3(**DEBUG, window=40, rope_original_seq_len=32),
+        "debug": _olmo3(**DEBUG_DERIVED, window=40, rope_original_seq_len=32),
         "7b": _olmo3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
         "32b": _olmo3(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648),
     },

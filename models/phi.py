@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from models.decoder import pre_norm_decoder
 from models.huggingface import NAMES, Config, HuggingFace, first, rope_object
-from models.sizes import DEBUG, WindowedSizes
+from models.sizes import DEBUG_DERIVED, WindowedSizes
 from models.spec import ModelSpec
 
 
@@ -52,7 +52,7 @@ PHI = ModelSpec(
     sizes={
         "debug": PhiSizes(
             **{"partial_rotary_factor": 0.5, "rope_type": "longrope", "rope_factor": 4.0, "rope_original_seq_len": 32},
-            **{"rope_short_factors": (1.0,) * 4, "rope_long_factors": (1.0, 1.2, 1.7, 3.0)} | DEBUG | {"head_dim": 16},
+            **{"rope_short_factors": (1.0,) * 4, "rope_long_factors": (1.0, 1.2, 1.7, 3.0)} | DEBUG_DERIVED,
         ),
         "3-mini-4k": _mini(vocab_size=32064, window=2047),
         "3-medium-4k": _14b(vocab_size=32064, window=2047),
@@ -65,6 +65,7 @@ PHI = ModelSpec(
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         adapt=_adapt,
         extra=_extra,
+        byte_level_class="GPT2Tokenizer",  # llama.cpp reads tokenizer.model otherwise
         names=NAMES
         | dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), "self_attn.qkv_proj")
         | dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), "mlp.gate_up_proj"),

@@ -9,7 +9,7 @@ from torch import nn
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import Config, HuggingFace, first, with_layer_types, write_layer_types
-from models.sizes import DEBUG, MixedSizes, text_of
+from models.sizes import DEBUG, DEBUG_DERIVED, MixedSizes, text_of
 from models.spec import LayerKind, ModelSpec
 
 
@@ -62,7 +62,7 @@ _small = partial(QwenSizes, n_kv_heads=2, vocab_size=151936, tied_embeddings=Tru
 QWEN2_5 = ModelSpec(
     model=qwen2,
     sizes={
-        "debug": QwenSizes(**DEBUG),
+        "debug": QwenSizes(**DEBUG_DERIVED),
         "0.5b": _small(dim=896, n_layers=24, n_heads=14, head_dim=64, hidden_dim=4864),
         "1.5b": _small(dim=1536, n_layers=28, n_heads=12, head_dim=128, hidden_dim=8960),
         "3b": _small(dim=2048, n_layers=36, n_heads=16, head_dim=128, hidden_dim=11008),
@@ -72,7 +72,11 @@ QWEN2_5 = ModelSpec(
         "72b": _large(dim=8192, n_layers=80, n_heads=64, hidden_dim=29568),
     },
     huggingface=_huggingface(
-        model_type="qwen2", architecture="Qwen2ForCausalLM", sizes_type=QwenSizes, defaults=_DEFAULTS
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        sizes_type=QwenSizes,
+        defaults=_DEFAULTS,
+        forced_class="Qwen2Tokenizer",
     ),
 )
 

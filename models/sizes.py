@@ -225,7 +225,9 @@ class MixedSizes(WindowedSizes):
 
 
 DEBUG = dict(dim=128, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=24, hidden_dim=352, vocab_size=2048)
-"""Dimensions for a laptop, with the vocabulary of the shipped tokenizer."""
+"""Dimensions for a laptop, with the vocabulary of the shipped tokenizer. Heads are wider than dim / n_heads."""
+DEBUG_DERIVED = DEBUG | dict(head_dim=16)
+"""Dimensions for families whose heads always have dim / n_heads values. Some readers of their files do not read the head dim."""
 
 
 def shortest_period(values: Sequence[T]) -> tuple[T, ...]:

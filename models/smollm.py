@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import Config, HuggingFace, first, with_layer_types, write_layer_types
-from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period, text_of
+from models.sizes import DEBUG_DERIVED, MixedSizes, repeated, require, shortest_period, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
@@ -64,7 +64,7 @@ def _extra(sizes: SmolLM3Sizes) -> Config:
 SMOLLM3 = ModelSpec(
     model=smollm3,
     sizes={
-        "debug": SmolLM3Sizes(**DEBUG),
+        "debug": SmolLM3Sizes(**DEBUG_DERIVED),
         "3b": SmolLM3Sizes(
             **{"dim": 2048, "n_layers": 36, "n_heads": 16, "n_kv_heads": 4, "head_dim": 128, "hidden_dim": 11008},
             **{"vocab_size": 128256, "tied_embeddings": True},

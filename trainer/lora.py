@@ -74,6 +74,19 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     return TrainedParameters(fully, adapter_shapes(model, targets, config.rank))
 
 
+def require_trained_vocabulary(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> None:
+    """Raise ConfigError if a matrix with one row for each token is frozen. model: the complete model, without adapters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear)}
+    outside = [n for n in tables if not n.startswith(f"{plan.blocks}.")]
+    if any(names[tables[n].weight] not in trained.fully for n in outside):
+        needed = ",".join(dict.fromkeys(names[tables[n].weight].removesuffix(".weight") for n in outside))
+        message = (
+            f"must include {needed} with [checkpoint] resize_embeddings: the rows of new tokens would stay untrained"
+        )
+        raise ConfigError("lora.train_fully", message)
+
+
 def adapter_shapes(model: nn.Module, targets: Iterable[str], rank: int) -> dict[str, tuple[int, int]]:
     """Return name of an adapter's matrix -> shape. targets: names of linear modules."""
     shapes = {}

@@ -407,6 +407,102 @@ def test_rows_of_a_peft_tensor_that_the_run_does_not_train_must_be_zero(ranks, b
     assert lines == [f"--lora.init_from {folder}: {problem}"] * 2
 
 
+# ---------------------------------------------------------------- new tokens
+
+NEW = ["<|new|>", "<|newer|>"]
+GROWN = [
+    *("--tokenizer.extra_special_tokens", ",".join(NEW), "--model.overrides.vocab_size", "2050"),
+    *("--checkpoint.resize_embeddings", "true", "--lora.train_fully", "tok_embeddings,output"),
+]
+
+
+def grown_model(argv):
+    """Train on this rank, and return the trained parameters by name, and the initial vocabulary."""
+    trainer = trainer_from(combine(argv))
+    parameters = trainer.engine.parameters
+    initial = {n: full(p).clone() for n, p in parameters.items() if n in ("tok_embeddings.weight", "output.weight")}
+    trainer.train()
+    return {n: full(p).clone() for n, p in parameters.items() if p.requires_grad}, initial
+
+
+@pytest.mark.parametrize("text", ["dp_shard=1", "dp_shard=2", "tp=2", "dp_shard=2 pp=2", "tp=2 pp=2 cpu_offload=true"])
+def test_new_tokens_are_trained_as_on_one_rank(ranks, bases, on_one_rank, tmp_path, text):
+    layout = Layout.parse(text)
+    argv = [*bases("llama"), *LORA, *GROWN, "--training.steps", "3", "--training.local_batch_size"]
+    size = num_ranks(load_config([*argv, "2", *flags(layout.settings)]).parallel)
+    expected = on_one_rank(*argv, "8", *flags(layout.single_rank_settings))
+    run = measured(ranks, size, [*argv, "2", *flags(layout.settings)], tmp_path / "run")
+    assert within(deviations(expected, run), LIMITS["fp32"])
+    trained, initial = {}, {}
+    for of_rank, of_vocabulary in ranks(size).run(
+        grown_model, [*argv, "2", *flags(layout.settings), *in_folder(tmp_path / "again"), "--training.steps", "1"]
+    ):
+        trained, initial = trained | of_rank, initial | of_vocabulary
+    base = WeightSource(checkpoint_of(Path(bases("llama")[-1])), alone=True)
+    for name in ("tok_embeddings.weight", "output.weight"):
+        stored = base.rows(name, 0, 2048)
+        assert torch.equal(initial[name][:2048], stored)
+        torch.testing.assert_close(
+            initial[name][2048:], stored.double().mean(0).float().expand(2, -1), rtol=0, atol=1e-7
+        )
+        assert not torch.equal(trained[name][2048:], initial[name][2048:]), "the new rows are trained"
+
+
+def test_a_run_with_new_tokens_resumes_bitwise_in_any_layout(ranks, bases, tmp_path):
+    argv = [*bases("llama"), *LORA, *GROWN, "--training.local_batch_size", "4", "--checkpoint.interval_steps", "2"]
+    whole = [*argv, *in_folder(tmp_path / "whole"), "--training.steps", "4"]
+    expected = ranks(2).run(train, whole)[0].weights
+    shutil.copytree(tmp_path / "whole", tmp_path / "tp")
+    for name in ("whole", "tp"):
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000004")
+    assert ranks(2).run(train, whole)[0].weights == expected
+    ranks(2).run(train, [*argv, *in_folder(tmp_path / "tp"), "--training.steps", "4", "--parallel.tp", "2"])
+    losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("whole", "tp")]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-6)
+
+
+def test_new_tokens_are_merged_exported_and_read_by_peft(ranks, bases, tmp_path):
+    """A user loads the tokenizer of the adapter's folder, and enlarges the base model to it."""
+    peft = pytest.importorskip("peft")
+    argv = [*bases("llama"), *LORA, *GROWN, "--training.local_batch_size", "4"]
+    ranks(2).run(train, [*argv, *in_folder(tmp_path / "run"), "--training.steps", "3"])
+    checkpoint, tokens = checkpoint_of(tmp_path / "run"), torch.arange(2002, 2050).view(2, 24)
+    HfExport(open_weights(checkpoint, alone=True).base.folder, torch.float32).write(
+        tmp_path / "base", GIB, lambda n: None
+    )
+    HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    write_peft(checkpoint, tmp_path / "peft")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
+    assert tokenizer.convert_tokens_to_ids(NEW) == [2048, 2049] and len(tokenizer) == 2050
+    with torch.no_grad():
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        base.resize_token_embeddings(len(tokenizer))
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        (ours,) = ranks(1).run(merged_logits, checkpoint, tokens)
+    for logits in (merged, ours):
+        assert logits.shape[-1] == 2050 and (logits - adapted).norm() <= 1e-5 * adapted.norm()
+    # Another run continues with the adapter, in both formats.
+    for name in ("run", "peft"):
+        extra = ["--lora.init_from", str(tmp_path / name), "--optimizer.lr", "1e-30", "--training.steps", "1"]
+        folder = tmp_path / f"from_{name}"
+        ranks(2).run(train, [*argv, *extra, *in_folder(folder), "--optimizer.weight_decay", "0"])
+        write_peft(checkpoint_of(folder), tmp_path / "again")
+        first, again = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("peft", "again"))
+        assert hash_of(first) == hash_of(again)
+
+
+def test_tied_new_tokens_are_merged(ranks, bases, tmp_path):
+    argv = [*bases("tied"), *LORA, *GROWN, "--training.local_batch_size", "4", "--lora.train_fully", "tok_embeddings"]
+    ranks(2).run(train, [*argv, *in_folder(tmp_path / "run"), "--training.steps", "2", "--parallel.tp", "2"])
+    checkpoint, tokens = checkpoint_of(tmp_path / "run"), torch.arange(2002, 2050).view(2, 24)
+    HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    with torch.no_grad():
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+        (ours,) = ranks(1).run(merged_logits, checkpoint, tokens)
+    assert merged.shape[-1] == 2050 and (ours - merged).norm() <= 1e-5 * merged.norm()
+
+
 # ---------------------------------------------------------------- errors
 
 MISTAKES = {
@@ -424,6 +520,10 @@ MISTAKES = {
     ("--checkpoint.init_from", ""): "--checkpoint.init_from : is required with [lora] rank",
     ("--checkpoint.init_exclude", "output.weight"): (
         "--checkpoint.init_exclude output.weight: cannot be combined with [lora] rank, which keeps the base model unchanged"
+    ),
+    ("--checkpoint.resize_embeddings", "true", "--lora.train_fully", "output"): (
+        "--lora.train_fully output: must include tok_embeddings,output with [checkpoint] resize_embeddings: "
+        "the rows of new tokens would stay untrained"
     ),
     ("--lora.init_from", "/no/such"): "--lora.init_from /no/such: no such folder",
     ("--lora.init_from", "{run}", "--lora.rank", "8"): "--lora.rank 8: must be 4, as in the adapter {checkpoint}",

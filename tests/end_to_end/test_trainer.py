@@ -127,7 +127,8 @@ FAMILY_ROWS = [
     "tp=2 model.name=granite3",  # multipliers
     "tp=2 activation_checkpoint.mode=full model.name=gemma2 model.overrides.window=10",  # capped scores and logits
     "cp=2 model.name=gemma2 model.overrides.window=10",
-    "tp=2 pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10",
+    "tp=2 pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10 "
+    "model.overrides.layer_types=sliding,full",
     "tp=4 model.name=phi",  # rotation of a part of each head
 ]
 

@@ -24,6 +24,7 @@ from trainer.checkpoint.huggingface import (
 )
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, read_index, read_rows, write_safetensors
+from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.schema import toml_value
@@ -107,7 +108,10 @@ class AdapterSource:
         self.base = WeightSource(folder, self.spec, alone)
         if self.base.digest() != self.adapter.base_digest:
             raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
-        self.index = self.base.index
+        # Fully trained parameters replace those of the base. They may have more rows, for new tokens.
+        self.index = self.base.index | {
+            key: stored for key, stored in self.adapter.index.items() if key in self.base.index
+        }
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter. Merged rows are fp32. Raises CorruptError."""
@@ -121,8 +125,9 @@ class AdapterSource:
     @torch.no_grad()
     def load_into(self, parameters: Tensors) -> None:
         """Load the parameters in place, collectively. Each rank reads only its shards of the base model."""
-        self.base.load_into(parameters)
-        own = {f"model/{name}": p for name, p in parameters.items() if name in self.adapter.trained.fully}
+        fully = self.adapter.trained.fully
+        self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
+        own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
         load_into(self.folder, self.adapter.index, own, cast=True)
         for target in self.adapter.trained.targets:
             local, (rows, columns) = local_region(parameters[f"{target}.weight"])
@@ -290,11 +295,13 @@ def _dropped_rows(names: PeftNames, tensors: Any, trained: Tensors) -> Iterator[
 
 
 def write_peft(checkpoint: Path, out: Path) -> None:
-    """Write the adapter of a checkpoint in the format of the package peft. If several matrices are stored as one tensor, their
-    adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`. Raises CorruptError or ConfigError."""
+    """Write the adapter of a checkpoint in the format of the package peft, with its tokenizer and chat template. If several
+    matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
+    Raises CorruptError or ConfigError."""
     adapter = AdapterCheckpoint(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
     require_peft_support(names, adapter.trained.fully)
+    files = exported_files(checkpoint, adapter.metadata)
     groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
     own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
 
@@ -334,6 +341,8 @@ def write_peft(checkpoint: Path, out: Path) -> None:
     with atomic_folder(out) as folder:
         write_safetensors(folder / _PEFT_TENSORS, entries, export_metadata(checkpoint))
         (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        for name, file in files.items():
+            (folder / name).write_bytes(file)
 
 
 def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:

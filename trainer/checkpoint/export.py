@@ -15,9 +15,7 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.adapter import is_adapter, open_weights, write_peft
 from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
-    CHAT_TEMPLATE,
     GENERATION_CONFIG,
-    MODEL_FILE,
     ModelMetadata,
     Progress,
     export_metadata,
@@ -27,15 +25,12 @@ from trainer.checkpoint.huggingface import (
 )
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import TensorWrite, write_safetensors
-from trainer.config import ConfigError, TokenizerConfig
-from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.checkpoint.tokenizer_files import exported_files
+from trainer.config import ConfigError
 from trainer.system import logging
 from trainer.system.files import atomic_folder
 from trainer.system.units import GIB
 
-_BACKENDS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
-"""Tokenizer file of a Hugging Face folder, in order of precedence -> backend."""
 _SHARD_BYTES = 5 * GIB
 
 
@@ -49,14 +44,7 @@ class HfExport:
         self.spec, self.sizes, self.index = self.weights.spec, self.weights.sizes, self.weights.index
         with manifest.damage_as_config_error(checkpoint):
             self.model = model = ModelMetadata.read(checkpoint)
-            if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
-                raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
-            self.files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
-        if model.tokenizer:
-            self.files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
-        for name in (CHAT_TEMPLATE, GENERATION_CONFIG):
-            if (checkpoint / name).exists():
-                self.files[name] = (checkpoint / name).read_bytes()
+        self.files = exported_files(checkpoint, model)
 
     def num_bytes(self) -> int:
         return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
@@ -116,30 +104,6 @@ def is_export_of(folder: Path, checkpoint: Path) -> bool:
             return tensors.metadata() == export_metadata(checkpoint)
     except (SafetensorError, OSError, ValueError):
         return False
-
-
-def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokenizer:
-    """Load the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none."""
-    if not model.tokenizer:
-        return load_hf_tokenizer(checkpoint)
-    path = str(checkpoint / model.tokenizer_files[0])
-    reuse, extra = model.reuse_reserved_tokens, model.extra_special_tokens
-    config = TokenizerConfig(
-        backend=model.tokenizer,
-        path=path,
-        pattern=model.pattern,
-        reuse_reserved_tokens=reuse,
-        extra_special_tokens=extra,
-    )
-    return load_tokenizer(config)
-
-
-def load_hf_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder. Raises ConfigError if the folder has none."""
-    for file, backend in _BACKENDS.items():
-        if (folder / file).exists():
-            return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
-    raise ConfigError("", f"{folder} contains none of {', '.join(_BACKENDS)}")
 
 
 def export_run(run_folder: Path, skip_existing: bool = False) -> None:

@@ -35,12 +35,13 @@ from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import TOKENIZERS
 from trainer.data.tokenizer.huggingface import COMPANION_FILES
 from trainer.system.files import atomic_folder, digest_of, folder_error, parse_json_object
+from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
 
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", *COMPANION_FILES)
+_TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
@@ -125,6 +126,7 @@ def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
             model = ModelMetadata.read(folder)
             ids, window = model.special_token_ids, model.context_window
         else:
+            require_model_folder(folder)
             ids, _, _, window = _read_config(folder / "config.json")
         if generation.get("eos_token_id") is None and ids.get("eos_token_id") is not None:
             generation["eos_token_id"] = ids["eos_token_id"]
@@ -160,6 +162,17 @@ def file_inside(folder: Path, name: Any) -> Path:
     return path
 
 
+def require_model_folder(folder: Path) -> None:
+    """Raise ConfigError if the path is not a folder with a model in Hugging Face's format, as far as the names and sizes of its
+    files show it."""
+    if problem := folder_error(folder):
+        raise ConfigError("", f"{folder}: {problem}")
+    if problem := folder_problem(folder):
+        raise ConfigError("", f"{folder} {problem}")
+    if not os.path.exists(folder / "config.json"):
+        raise ConfigError("", f"{folder}: this folder is not a Hugging Face model, because it has no config.json")
+
+
 class HfModelFolder:
     """A folder with a model in Hugging Face format."""
 
@@ -167,11 +180,11 @@ class HfModelFolder:
         """spec: expected model family, or None for any family. Raises ConfigError if the folder contains no model in this format,
         a model of another architecture, or tensors that are not those of the model."""
         self.folder = folder
-        if not os.path.exists(folder / "config.json"):
-            message = folder_error(folder) or "this folder is not a Hugging Face model, because it has no config.json"
-            raise ConfigError("", f"{folder}: {message}")
+        require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
             self.config, self.spec, self.sizes, self.seq_len = _read_config(self.folder / "config.json", spec)
+            if problem := quantization_problem(self.config) or weights_problem(folder):
+                raise ConfigError("", f"{folder} {problem}")
             self.index = self._index(self._stored())
 
     def content(self, name: str) -> bytes:
@@ -290,6 +303,10 @@ def read_architecture(path: Path) -> tuple[str, Any]:
     Raises ConfigError."""
     # The user may name a link to a file, but the files of a folder may not be links out of it.
     file = path / "config.json" if path.is_dir() else Path(os.path.realpath(path))
+    if path.is_dir():
+        require_model_folder(path)
+    if problem := pointer_problem(file):
+        raise ConfigError("", problem)
     _, spec, sizes, _ = _read_config(file)
     return family_of(spec, sizes), sizes
 
@@ -355,6 +372,26 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
         dtype, shape, read = folder.index[name].dtype, folder.index[name].shape, partial(folder.rows, name)
         pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
         entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
+    tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
+    ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config}
+    sizes, seq_len = asdict(folder.sizes), folder.seq_len
+    model = ModelMetadata(family, sizes, seq_len, seq_len, "", tuple(tokenizer_files), ids, {}, ())
+    carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
+    contents = {name: folder.content(name) for name in (*tokenizer_files, *carried)}
+    write_model(out, entries, {MODEL_FILE: model.text().encode(), **contents}, shard_bytes, str(folder.folder))
+
+
+def write_model(
+    out: Path, entries: list[TensorWrite], contents: Mapping[str, bytes], shard_bytes: int, origin: str
+) -> None:
+    """Write a checkpoint that contains only a model. Replaces `out`.
+
+    Args:
+        entries: the model's parameters.
+        contents: name -> content of the other files, among them model.json.
+        shard_bytes: maximum size of a file with parameters.
+        origin: from where the model was read.
+    """
     with atomic_folder(out) as unfinished:
         files, stored = {}, {}
         for i, group in enumerate(group_by_file(entries, shard_bytes)):
@@ -363,15 +400,6 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
             stored |= {
                 e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
             }
-        tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
-        ids = {
-            key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config
-        }
-        sizes, seq_len = asdict(folder.sizes), folder.seq_len
-        model = ModelMetadata(family, sizes, seq_len, seq_len, "", tuple(tokenizer_files), ids, {}, ())
-        contents = {INDEX: index_text(stored).encode(), MODEL_FILE: model.text().encode()}
-        carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
-        contents |= {name: folder.content(name) for name in (*tokenizer_files, *carried)}
-        for name, content in contents.items():
+        for name, content in {INDEX: index_text(stored).encode(), **contents}.items():
             files[name] = manifest.write_file(unfinished / name, content)
-        manifest.write(unfinished, Manifest(files, {"from": str(folder.folder)}))
+        manifest.write(unfinished, Manifest(files, {"from": origin}))

@@ -24,6 +24,7 @@ from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import logging
 from trainer.system.files import digest, digest_of, folder_error
+from trainer.system.model_folder import folder_problem
 
 _ROWS = 4096  # maximum number of rows read at once
 
@@ -53,7 +54,7 @@ class WeightSource:
             self.index = {f"model/{name}": stored for name, stored in self.hf_folder.index.items()}
         else:
             message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
-            raise ConfigError("", f"{folder} {message}")
+            raise ConfigError("", f"{folder} {folder_problem(folder) or message}")
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter. Raises CorruptError."""

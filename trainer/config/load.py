@@ -197,8 +197,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
-    for key in ("checkpoint.init_exclude", "checkpoint.resize_embeddings"):
-        yield key, config.lora.rank and config.value(key), message
+    yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     limit = config.distributed.timeout_s

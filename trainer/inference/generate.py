@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.components import CausalMask, attention_kernel, visible_keys
 from models.spec import LayerKind
 from trainer.checkpoint.adapter import AdapterSource, open_weights
-from trainer.checkpoint.export import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata, initial_model
+from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -234,7 +234,7 @@ def _load_tokenizer(folder: Path, weights: WeightSource | AdapterSource) -> tupl
     if weights.hf_folder is None:
         metadata = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
-    config = folder / "tokenizer_config.json"
-    if not template and config.exists() and b'"chat_template"' in weights.hf_folder.content(config.name):
-        template = str(config)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if not template and (folder / name).exists() and b'"chat_template"' in weights.hf_folder.content(name):
+            template = str(folder / name)
     return load_hf_tokenizer(folder), template, weights.hf_folder.seq_len

@@ -16,7 +16,7 @@ from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.lora import TrainedParameters, select_parameters
+from trainer.lora import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
@@ -80,6 +80,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
     trained = select_parameters(model, plan, config.lora)
+    if config.lora.rank and config.checkpoint.resize_embeddings:
+        require_trained_vocabulary(model, plan, trained)
     if config.checkpoint.export_huggingface and config.lora.rank:
         require_peft_support(PeftNames(spec, sizes), trained.fully, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)

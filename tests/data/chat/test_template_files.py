@@ -39,6 +39,8 @@ def test_files_without_a_template_are_rejected(tmp_path):
 
     config = tmp_path / "tokenizer_config.json"
     assert message_of("llama4") == "expected one of llama2, llama3, chatml, or an existing file or folder"
+    assert message_of(tmp_path) == f"{tmp_path} is empty"
+    (tmp_path / "README.md").touch()
     assert message_of(tmp_path) == f"{tmp_path} holds neither chat_template.jinja nor tokenizer_config.json"
     config.write_text("{")
     assert message_of(tmp_path) == f"{config} is not a JSON object"

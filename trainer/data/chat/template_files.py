@@ -8,36 +8,41 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 from trainer.system.files import parse_json_object
+from trainer.system.model_folder import folder_problem, pointer_problem
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
 BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
 _NAMED = {"<s>", "</s>"}
 """Special tokens that templates write by the variables bos_token and eos_token."""
+_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 _MAX_BYTES = 1_000_000
 
 
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     """Return the Jinja text of a template, and its variables (name -> text), or None if no tokenizer_config.json defines them.
 
-    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json; or a folder with chat_template.jinja (preferred) or
-    tokenizer_config.json. Raises ConfigError if the template cannot be read.
+    choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json or chat_template.json; or a folder, of which the first file
+    of _FILES with a template is read. Raises ConfigError if the template cannot be read.
     """
     if choice in BUILT_IN:
         return _read(BUILT_IN[choice]), None
     path = Path(choice)
     if path.is_dir():
-        files = [path / name for name in ("chat_template.jinja", "tokenizer_config.json") if (path / name).is_file()]
+        files = [path / name for name in _FILES if (path / name).is_file()]
         if not files:
-            raise ConfigError(SETTING, f"{path} holds neither chat_template.jinja nor tokenizer_config.json")
-        path = files[0]
+            names = "neither chat_template.jinja nor tokenizer_config.json"
+            raise ConfigError(SETTING, f"{path} {folder_problem(path) or f'holds {names}'}")
+        path = next((file for file in files if file.suffix != ".json" or "chat_template" in _json(file)), files[0])
     if not path.exists():
         raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder")
     if path.suffix != ".json":
         config = path.with_name("tokenizer_config.json")
         return _read(path), _names(_json(config)) if config.is_file() else None
-    content = _json(path)
-    return _template(content, path), _names(content)
+    content, config = _json(path), path.with_name("tokenizer_config.json")
+    # chat_template.json is the file of models of several modalities. Their tokenizer defines the variables.
+    tokens = _json(config) if path.name == _FILES[-1] and config.is_file() else content
+    return _template(content, path), _names(tokens)
 
 
 def fitting_template(template: str, special_tokens: Collection[str]) -> str:
@@ -56,6 +61,8 @@ def fitting_template(template: str, special_tokens: Collection[str]) -> str:
 
 
 def _read(path: Path) -> str:
+    if problem := pointer_problem(path):
+        raise ConfigError(SETTING, problem)
     try:
         content = path.read_bytes()
         if len(content) > _MAX_BYTES:

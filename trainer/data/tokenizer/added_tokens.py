@@ -52,7 +52,7 @@ class WithAddedTokens(Tokenizer):
             files["tokenizer.json"] = json_bytes(content)
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         decoder = config.get("added_tokens_decoder", {})
-        if decoder or "tokenizer.json" not in files:
+        if decoder or "tokenizer.json" not in files or "tokenizer.model" in files:
             config["added_tokens_decoder"] = decoder | {str(entry.pop("id")): entry for entry in map(dict, added)}
         files["tokenizer_config.json"] = json_bytes(config)
         return files

@@ -9,15 +9,17 @@ import numpy as np
 import sentencepiece
 
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.data.tokenizer import sentencepiece_json
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, PATTERNS, byte_pair_encoding, short_pieces
 from trainer.data.tokenizer.hf_added_tokens import json_object, name_of
 from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_files, tokenizer_json
 from trainer.data.tokenizer.huggingface import HuggingFaceTokenizer
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
-from trainer.data.tokenizer.sentencepiece_proto import user_defined
+from trainer.data.tokenizer.sentencepiece_proto import CONTROL, USER_DEFINED, parse
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.data.tokenizer.tekken import TekkenTokenizer
+from trainer.system.model_folder import folder_problem, pointer_problem
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Path of the default rank file. scripts/train_tokenizer.py trained it on the Python standard library."""
@@ -160,8 +162,9 @@ class SentencePieceTokenizer(Tokenizer):
             self.prefix = ()
             self.files |= json_files({"tokenizer_config.json": {"add_bos_token": False}})
             self.fingerprint += "-without-bos"
-        self._control = {t: processor.id_to_piece(t) for t in range(self.vocab_size) if processor.is_control(t)}
-        special = self._control | user_defined(content)
+        self._model = parse(content)
+        self._control = self._model.of_type(CONTROL)
+        special = self._control | self._model.of_type(USER_DEFINED)
         self.special_tokens = {special[token]: token for token in sorted(special)}
         # Sentencepiece prepends a space to every text, so that a word has the same token at every position.
         anchor = self.encode(_ANCHOR)
@@ -209,12 +212,19 @@ class SentencePieceTokenizer(Tokenizer):
         unknown = self._processor.unk_id()
         ids = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": unknown if unknown >= 0 else None}
         config = {key: None if token is None else self._processor.id_to_piece(token) for key, token in ids.items()}
+        config |= {"add_bos_token": bool(self.prefix), "add_eos_token": False, "clean_up_tokenization_spaces": False}
+        if not self._model.adds_prefix:
+            config["add_prefix_space"] = False  # llama.cpp would add one
+        files = {"tokenizer.model": self.files["tokenizer.model"]}
+        content = sentencepiece_json.tokenizer_json(self._model, self.bos if self.prefix else None)
+        if content is not None:
+            config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+            return files | json_files({"tokenizer.json": content, "tokenizer_config.json": config})
         special = {**{config["unk_token"]: ids["unk_token"]}, **self.special_tokens}
         decoder = {str(token): {"content": name, **SPECIAL_TOKEN_FLAGS} for name, token in special.items() if name}
         # legacy: prepend a space to the text after each special token.
         config |= {"tokenizer_class": "LlamaTokenizer", "legacy": True, "added_tokens_decoder": decoder}
-        config |= {"add_bos_token": bool(self.prefix), "add_eos_token": False}
-        return {"tokenizer.model": self.files["tokenizer.model"]} | json_files({"tokenizer_config.json": config})
+        return files | json_files({"tokenizer_config.json": config})
 
 
 TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
@@ -229,6 +239,11 @@ TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Load the configured tokenizer. Raises ConfigError if its file cannot be read or is invalid for the backend."""
     path = Path(config.path) if config.path else DEFAULT_FILE
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if problem := pointer_problem(file):
+        raise ConfigError("tokenizer.path", problem)
+    if path.is_dir() and not file.exists() and (problem := folder_problem(path)):
+        raise ConfigError("tokenizer.path", f"{path} has no tokenizer.json, and {problem}")
     try:
         options = {"reuse_reserved_tokens": config.reuse_reserved_tokens, "pattern": config.pattern}
         tokenizer = TOKENIZERS[config.backend](path, **{name: value for name, value in options.items() if value})

@@ -39,6 +39,22 @@ def merges(ranks: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
             yield pieces[0], pieces[1]
 
 
+def added_tokens(special: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return the entries of special tokens in a tokenizer.json. special: name -> id."""
+    # In the order of their ids: readers number them from the last rank on, whatever "id" states.
+    names = sorted(special, key=special.__getitem__)
+    return [{"id": special[name], "content": name, **SPECIAL_TOKEN_FLAGS} for name in names]
+
+
+def prepend_bos(bos: str, token: int) -> dict[str, Any]:
+    """Return the post-processor of a tokenizer.json that prepends BOS to every text. bos, token: its name and id."""
+    parts = [
+        [{"SpecialToken": {"id": bos, "type_id": i}}, {"Sequence": {"id": "AB"[i], "type_id": i}}] for i in range(2)
+    ]
+    names = {bos: {"id": bos, "ids": [token], "tokens": [bos]}}
+    return {"type": "TemplateProcessing", "single": parts[0], "pair": parts[0] + parts[1], "special_tokens": names}
+
+
 def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str, bos: str) -> dict[str, Any]:
     """Return the content of a tokenizer.json.
 
@@ -52,28 +68,16 @@ def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], patte
     def to_text(token: bytes) -> str:
         return "".join(char_of[byte] for byte in token)
 
-    first = {"Sequence": {"id": "A", "type_id": 0}}
-    bos_first = {"SpecialToken": {"id": bos, "type_id": 0}}
-    second = {"Sequence": {"id": "B", "type_id": 1}}
-    bos_second = {"SpecialToken": {"id": bos, "type_id": 1}}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        # In the order of their ids, in which readers number them.
-        "added_tokens": [
-            {"id": special[name], "content": name, **SPECIAL_TOKEN_FLAGS} for name in sorted(special, key=special.get)
-        ],
+        "added_tokens": added_tokens(special),
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [bos_first, first],
-            "pair": [bos_first, first, bos_second, second],
-            "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
-        },
+        "post_processor": prepend_bos(bos, special[bos]),
         "decoder": byte_level,
         "model": {
             "type": "BPE",

@@ -23,7 +23,14 @@ from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piec
 # Files in which Hugging Face's formats name EOS, in order of precedence.
 _NAMES = ("tokenizer_config.json", "special_tokens_map.json")
 _IDS = ("generation_config.json", "config.json")
-COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+COMPANION_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    *("tokenizer.model", "vocab.json", "merges.txt"),  # read by llama.cpp, and by the slow tokenizers of transformers 4
+)
 """Names of the files that are saved and exported together with a tokenizer.json."""
 _ADD_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 """Classes for which versions of transformers before 5 follow add_bos_token (default: true) and not the post-processor."""

@@ -1,0 +1,191 @@
+"""Tokenizer files and chat templates of exports, read by transformers."""
+
+import json
+import shutil
+
+import jinja2
+import pytest
+import transformers
+from jinja2 import nodes
+from jinja2.ext import Extension
+
+from models import MODELS
+from scripts.dev.check_exports import strings, write_tokenizers
+from tests.commands import run_script
+from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
+from trainer.config import TokenizerConfig
+from trainer.data.tokenizer.backends import load_tokenizer
+
+FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
+
+
+def test_transformers_reads_tokens_and_logits_of_every_family():
+    done = run_script("scripts/dev/check_exports.py", "--strings", "150")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()[1:]
+    assert [line.split(":")[0] for line in lines] == list(MODELS)
+    assert all(": tokens are equal; logits deviate by " in line for line in lines)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    return write_tokenizers(tmp_path_factory.mktemp("tokenizers"))
+
+
+def write_export(folder, family, config):
+    """Write the tokenizer of an export, and config.json, from which transformers reads the type of model."""
+    folder.mkdir(exist_ok=True)
+    hf = MODELS[family].huggingface
+    for name, content in exported_tokenizer(load_tokenizer(config).huggingface_files(), hf).items():
+        (folder / name).write_bytes(content)
+    (folder / "config.json").write_text(json.dumps({"model_type": hf.model_type}))
+    return folder
+
+
+def assert_same_tokens(config, folder, **options):
+    own, loaded = load_tokenizer(config), transformers.AutoTokenizer.from_pretrained(folder, **options)
+    for text in strings(60):
+        assert loaded(text, add_special_tokens=False, split_special_tokens=True).input_ids == own.encode(text)
+    assert len(loaded) == own.vocab_size, "transformers added a token to the vocabulary"
+    return loaded
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "phi", "gemma3", "llama3"])
+@pytest.mark.parametrize("name", ["shipped", "sentencepiece", "qwen folder"])
+def test_an_export_that_transformers_saves_again_keeps_its_tokens(configs, tmp_path, family, name):
+    folder = write_export(tmp_path / "a", family, configs[name])
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "b")
+    shutil.copy(folder / "config.json", tmp_path / "b")
+    assert_same_tokens(configs[name], tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["shipped", "qwen folder"])
+def test_trust_in_the_code_of_a_folder_changes_no_tokens(configs, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = write_export(tmp_path / "a", "qwen2.5", configs[name])
+    assert (folder / "tokenizer_from_file.py").exists() == (name == "shipped"), "Qwen's own tokenizer needs no code"
+    assert_same_tokens(configs[name], folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_accepts_what_the_tokenizer_returns(configs, tmp_path, family):
+    loaded = transformers.AutoTokenizer.from_pretrained(write_export(tmp_path / "a", family, configs["shipped"]))
+    assert sorted(loaded("a text")) == ["attention_mask", "input_ids"]  # token_type_ids would be an error in generate()
+
+
+def test_llama_cpp_finds_the_files_of_phi(configs, tmp_path):
+    """Its converter reads tokenizer.model, unless tokenizer_class is GPT2Tokenizer."""
+    for name, expected in (("shipped", "GPT2Tokenizer"), ("sentencepiece", "PreTrainedTokenizerFast")):
+        folder = write_export(tmp_path / name, "phi", configs[name])
+        assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == expected
+        assert (folder / "tokenizer.model").exists() == (name == "sentencepiece")
+
+
+# ---------------------------------------------------------------- chat templates
+
+
+class Generation(Extension):
+    """{% generation %} as in transformers: the body has its own scope."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller):
+        return caller()
+
+
+TEMPLATES = [
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    # white space control, line ends that trim_blocks removes, and indentation that lstrip_blocks removes
+    "{%- for m in messages %}\n  <{{ m.role }}>\n    {%- generation -%}\n  {{ m.content }}  \n\n"
+    "  {%- endgeneration %}\n\n{% endfor %}",
+    "{% for m in messages %}\n    {% generation %}\n\n    {{ m.content }}\n  {% endgeneration %}  \n x {% endfor %}",
+    "a \n {%+ generation +%}\n b {%generation%}c{%endgeneration%}{%+ endgeneration +%} \n d",
+    # names that are no tags
+    "{# {% generation %} #}{% raw %}{% generation %}{% endraw %}{{ '{% generation %}' }}"
+    "{% if '%}' == \"{% endgeneration %}\" %}{% endif %}{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    # variables that end with the block
+    "{% set x = 1 %}{% generation -%} {% set x = 2 %}{{ x }}{% endgeneration %}\n{{ x }}",
+]  # fmt: skip
+CONVERSATIONS = [
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "  Hello\n"}],
+    [{"role": "system", "content": "s"}, {"role": "assistant", "content": ""}, {"role": "user", "content": " \n "}],
+    [{"role": "assistant", "content": "{% generation %}"}] * 3,
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_without_generation_tags_renders_the_same_text(template):
+    with_tags = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation])
+    without_tags = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+    stripped = without_generation_tags(template)
+    for messages in CONVERSATIONS:
+        expected = with_tags.from_string(template).render(messages=messages)
+        assert without_tags.from_string(stripped).render(messages=messages) == expected
+    assert without_generation_tags(stripped) == stripped
+
+
+def test_a_template_without_such_tags_does_not_change():
+    template = "{% for m in messages %}{{ m.content }}{% set generation = 1 %}{% endfor %} {%  generations %}"
+    assert without_generation_tags(template) == template
+
+
+def test_exports_have_one_template_without_tags(configs):
+    tagged = "{% generation %}x{% endgeneration %}"
+    files = load_tokenizer(configs["qwen folder"]).huggingface_files()
+    config = json.loads(files["tokenizer_config.json"])
+    hf = MODELS["qwen3"].huggingface
+    for template in (tagged, [{"name": "default", "template": tagged}, {"name": "tool_use", "template": "y"}]):
+        files["tokenizer_config.json"] = json.dumps(config | {"chat_template": template}).encode()
+        found = json.loads(exported_tokenizer(files, hf)["tokenizer_config.json"])["chat_template"]
+        assert "{%" not in json.dumps(found) and type(found) is type(template)
+        both = exported_tokenizer(files | {"chat_template.jinja": tagged.encode()}, hf)
+        assert both["chat_template.jinja"] == b"{# generation #}x{# endgeneration #}"
+        assert "chat_template" not in json.loads(both["tokenizer_config.json"]), (
+            "readers would not agree on the template"
+        )
+
+
+# ---------------------------------------------------------------- files of a base folder
+
+
+def base_folder(configs, tmp_path):
+    """Return a folder with tokenizer.json and the files that other readers need, and the names of these files."""
+    folder = tmp_path / "base"
+    shutil.copytree(configs["llama folder"].path, folder)
+    (folder / "added_tokens.json").write_text("{}")
+    return folder, {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_files_of_a_base_folder_are_exported_again(configs, tmp_path):
+    folder, before = base_folder(configs, tmp_path)
+    assert before.keys() >= {"tokenizer.model", "tokenizer.json", "added_tokens.json"}
+    config = TokenizerConfig(backend="huggingface", path=str(folder))
+    exported = exported_tokenizer(load_tokenizer(config).huggingface_files(), MODELS["llama2"].huggingface)
+    kept = before.keys() - {"tokenizer_config.json"}
+    assert {name: exported[name] for name in kept} == {name: before[name] for name in kept}
+
+
+def test_readers_of_tokenizer_model_find_new_tokens(configs, tmp_path):
+    """llama.cpp reads the tokens that tokenizer.model does not have in tokenizer_config.json."""
+    folder, _ = base_folder(configs, tmp_path)
+    config = TokenizerConfig(backend="huggingface", path=str(folder), extra_special_tokens=("<|new|>",))
+    tokenizer = load_tokenizer(config)
+    exported = exported_tokenizer(tokenizer.huggingface_files(), MODELS["llama2"].huggingface)
+    decoder = json.loads(exported["tokenizer_config.json"])["added_tokens_decoder"]
+    assert decoder[str(tokenizer.vocab_size - 1)]["content"] == "<|new|>"
+    assert_same_tokens(config, write_export(tmp_path / "export", "llama2", config))
+
+
+def test_chat_template_json_becomes_the_file_that_all_readers_know(configs, tmp_path):
+    folder, _ = base_folder(configs, tmp_path)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    exported = write_export(tmp_path / "export", "gemma3", TokenizerConfig(backend="huggingface", path=str(folder)))
+    assert not (exported / "chat_template.json").exists()
+    loaded = transformers.AutoTokenizer.from_pretrained(exported)
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"

@@ -1,0 +1,156 @@
+"""Recognition of folders and files that are not, or not completely, a model in Hugging Face's format."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+_POINTER = b"version https://git-lfs"
+_LARGEST_POINTER = 1024  # bytes; real pointers have about 130
+_LFS_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".bin")
+_PARTIAL = (".incomplete", ".part", ".crdownload", ".aria2", "!qB")
+"""Suffixes of files that a download has not completed."""
+
+_SAFE = "save the model as safetensors (transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+_KINDS: tuple[tuple[str, str], ...] = (
+    # name of a file that only such a folder has -> what the folder contains, and what to do
+    (
+        r"adapter_config\.json",
+        "contains an adapter of the package peft, not a model; use its base model here, and the adapter as lora.init_from",
+    ),
+    (r".*\.gguf", "contains a model in llama.cpp's format GGUF; use the original model in Hugging Face's format"),
+    (
+        r"consolidated.*\.(safetensors|pth)",
+        "contains weights in the format of their publisher (consolidated); use the model in Hugging Face's format",
+    ),
+    (r"model_index\.json", "contains a model of the package diffusers, which is not a language model"),
+    (r".*\.distcp", "contains a checkpoint of torch.distributed.checkpoint; convert it to Hugging Face's format"),
+    (r"mp_rank_.*|zero_pp_rank_.*|zero_to_fp32\.py", "contains a checkpoint of DeepSpeed; run its zero_to_fp32.py"),
+    (r".*\.onnx", "contains a model in the format ONNX; use the original model in Hugging Face's format"),
+)
+_PICKLES = r"pytorch_model.*\.bin|.*\.pt|.*\.pth"
+_OTHER_WEIGHTS = r"tf_model\.h5|flax_model\.msgpack|rust_model\.ot"
+SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+"""Name of one of several files with weights, whose group is their number."""
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file is a pointer that Git LFS replaces by the file."""
+    try:
+        if path.stat().st_size > _LARGEST_POINTER:
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def pointer_problem(path: Path) -> str:
+    """Return why the file cannot be read if it is a Git LFS pointer, else ""."""
+    return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder" * is_lfs_pointer(path)
+
+
+def folder_problem(folder: Path) -> str:
+    """Return what the folder contains instead of a model in Hugging Face's format, and what to do, without the folder's name. An
+    empty text means that nothing was recognized."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return ""
+    if not [name for name in names if not name.startswith(".")]:
+        return "is empty" + ("; its download is not complete" if is_downloading(folder) else "")
+    pointers = [name for name in names if name.endswith(_LFS_SUFFIXES) and is_lfs_pointer(folder / name)]
+    if pointers:
+        return f"contains Git LFS pointers instead of files ({_some(pointers)}); run `git lfs pull` in this folder"
+    if partial := [name for name in names if name.endswith(_PARTIAL) and name.rpartition(".")[0] not in names]:
+        return f"contains unfinished downloads ({_some(partial)}); download the model again"
+    if "config.json" in names:
+        return ""
+    if is_downloading(folder):
+        return "contains a download that is not complete; download the model again"
+    for pattern, what in _KINDS:
+        if any(re.fullmatch(pattern, name) for name in names):
+            return what
+    if "snapshots" in names or "snapshots" in folder.name:
+        inner = "snapshots/*" if "snapshots" in names else "*"
+        if found := sorted(folder.glob(f"{inner}/config.json")):
+            return f"is a folder of Hugging Face's cache; use its snapshot {found[-1].parent}"
+    return ""
+
+
+def weights_problem(folder: Path) -> str:
+    """Return why the weights of a folder with a config.json cannot be read, without the name of the folder, or ""."""
+    names = set(os.listdir(folder))
+    index_file, single = "model.safetensors.index.json", "model.safetensors"
+    shards = sorted(filter(SHARD.fullmatch, names))
+    if index_file in names:
+        return _index_problem(folder / index_file, names, shards)
+    if single in names:
+        if shards:
+            return f"contains {single} beside {_some(shards)}; remove those that belong to another model"
+        return ""
+    if shards:
+        counts = sorted({int(SHARD.fullmatch(name)[1]) for name in shards})  # type: ignore[index]
+        present = f"{len(shards)} of {' or '.join(map(str, counts))} files with weights, but no {index_file}"
+        return f"contains {present}; download the model again, with this file"
+    if found := [name for name in sorted(names) if re.fullmatch(_PICKLES, name)]:
+        return f"contains weights only as pickles, which can run code when they are loaded ({_some(found)}); {_SAFE}"
+    if found := [name for name in sorted(names) if re.fullmatch(_OTHER_WEIGHTS, name)]:
+        return f"contains weights only in the format of another library ({_some(found)}); {_SAFE}"
+    for pattern, what in _KINDS:
+        if any(re.fullmatch(pattern, name) for name in names):
+            return what
+    unfinished = "; its download is not complete" if is_downloading(folder) else ""
+    return f"contains no weights: it has neither {single} nor {index_file}{unfinished}"
+
+
+def _index_problem(index: Path, names: set[str], shards: list[str]) -> str:
+    listed = _files_of_index(index)
+    if listed is None:
+        return ""  # the reader of the index reports this
+    missing, single = sorted(listed - names), "model.safetensors"
+    if single in names and single not in listed:
+        return f"contains both {single} and {index.name}, which names {_some(sorted(listed))}; remove the stale one"
+    if missing:
+        return (
+            f"lacks {_some(missing)}, {len(missing)} of the {len(listed)} files that {index.name} names; download them"
+        )
+    if extra := [name for name in shards if name not in listed]:
+        return f"contains {_some(extra)}, which {index.name} does not name; remove the files of another model"
+    return ""
+
+
+def _files_of_index(index: Path) -> set[str] | None:
+    """Return the names of the files that an index lists, or None if it is invalid."""
+    try:
+        content = json.loads(index.read_bytes())
+        names = set(content["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    # An invalid name is reported where the file is opened.
+    is_plain = all(isinstance(name, str) and name.isprintable() and name and Path(name).name == name for name in names)
+    return names if names and is_plain else None
+
+
+def quantization_problem(config: Any) -> str:
+    """Return why the weights cannot be read if config.json says that they are quantized, without the folder's name, or ""."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict) or not settings:
+        return ""
+    method = settings.get("quant_method")
+    known = {"bitsandbytes": "bitsandbytes", "fp8": "FP8", "gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4"}
+    name = known.get(method, f"{method:.40}") if isinstance(method, str) else "an unnamed method"
+    bits = next((f" in {n} bits" for n in (4, 8) if settings.get(f"load_in_{n}bit") is True), "")
+    return (
+        f"contains weights that are quantized with {name}{bits}; use the original model, in bf16 or another float dtype"
+    )
+
+
+def is_downloading(folder: Path) -> bool:
+    """Return whether `hf download --local-dir` has started files in this folder that are not complete."""
+    return any((folder / ".cache" / "huggingface" / "download").rglob("*.incomplete"))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (" ..." if len(names) > 2 else "")
