@@ -167,8 +167,12 @@ def test_the_files_of_a_base_folder_are_exported_again(configs, tmp_path):
     assert before.keys() >= {"tokenizer.model", "tokenizer.json", "added_tokens.json"}
     config = TokenizerConfig(backend="huggingface", path=str(folder))
     exported = exported_tokenizer(load_tokenizer(config).huggingface_files(), MODELS["llama2"].huggingface)
-    kept = before.keys() - {"tokenizer_config.json"}
+    kept = before.keys() - {"tokenizer_config.json", "tokenizer.json"}
     assert {name: exported[name] for name in kept} == {name: before[name] for name in kept}
+    given, content = json.loads(before["tokenizer.json"]), json.loads(exported["tokenizer.json"])
+    # tokenizer_config.json names <unk> as unk_token, which transformers therefore adds to the special tokens.
+    assert [token["content"] for token in content.pop("added_tokens")] == ["<unk>", "<s>", "</s>"]
+    assert content == {name: value for name, value in given.items() if name != "added_tokens"}
 
 
 def test_readers_of_tokenizer_model_find_new_tokens(configs, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.random_text import random_documents
-from trainer.checkpoint.export import load_hf_tokenizer
+from trainer.checkpoint.tokenizer_files import load_hf_tokenizer
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.chat.format import ChatFormat
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
