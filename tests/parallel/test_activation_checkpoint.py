@@ -132,6 +132,7 @@ def test_gradients_are_bitwise_identical_and_unsaved_matmuls_are_recomputed(rank
 
 def test_the_gated_activation_saves_two_tensors_of_its_width():
     model = reference(replace(SIZES, n_layers=1))
+    apply_gated_products(model)
     x = torch.randn(BATCH, SEQ, SIZES.dim)
     with Recorder() as recorder:
         out = model.layers["0"].feed_forward(x)
