@@ -1,11 +1,15 @@
 """Orders of norms, attention and feed-forward layer in a block. h is the residual stream, (batch, seq, dim)."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.components import SILU, Activation, FeedForward, Norm
+from models.components import FeedForward, Norm
 from models.sizes import Sizes
+
+Activation = Callable[[Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -13,7 +17,7 @@ class Block(nn.Module):
 
     TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
 
-    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, activation: Activation = SILU):
+    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, activation: Activation = F.silu):
         super().__init__()
         self.attention_norm = norm(sizes.dim)
         self.attention = attention

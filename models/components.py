@@ -5,15 +5,12 @@ trainer/parallel/tensor.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.recompute import call_with_recomputed
 from models.rope import rotate_halves, without_rotation
 from models.sizes import Sizes
 from models.spec import Head, LayerKind
@@ -44,47 +41,16 @@ class AllHeadsRMSNorm(nn.RMSNorm):
 # ---------------------------------------------------------------- feed-forward layers
 
 
-@dataclass(frozen=True)
-class Activation:
-    """An activation function and its derivative."""
-
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    """Function (gradient, input) -> gradient of the input."""
-
-
-SILU = Activation(F.silu, torch.ops.aten.silu_backward)
-GELU_TANH = Activation(partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
-
-
-class GatedProduct(torch.autograd.Function):
-    """activation(gate) * up. Autograd saves the two factors, but not activation(gate)."""
-
-    @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation, ctx.factors = activation, None
-        return activation.forward(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.factors or ctx.saved_tensors
-        ctx.factors = None
-        return ctx.activation.backward(gradient * up, gate), ctx.activation.forward(gate).mul_(gradient), None
-
-    @staticmethod
-    def recompute(ctx: Any) -> Tensor:
-        """Compute the result of forward from the saved factors. Backward must not have run yet. ctx: the result's `grad_fn`."""
-        gate, up = ctx.factors = ctx.saved_tensors  # an activation checkpoint provides them only once
-        return ctx.activation.forward(gate).mul_(up)
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, or GeGLU with the activation GELU_TANH (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU, or GeGLU with the activation gelu_tanh (Shazeer 2020, arXiv:2002.05202)."""
 
     TENSOR: ClassVar = {"": "gather", "w1": "column", "w3": "column", "w2": "row"}
 
-    def __init__(self, sizes: Sizes, activation: Activation = SILU):
+    def __init__(self, sizes: Sizes, activation: Callable[[Tensor], Tensor] = F.silu):
         super().__init__()
         self.activation = activation
         self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
@@ -92,14 +58,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w1(x), self.w3(x)  # (batch, seq, local hidden)
-        if torch.compiler.is_compiling():
-            return self.w2(self.activation.forward(gate) * up)  # the compiler chooses which tensors to save
-        hidden = GatedProduct.apply(gate, up, self.activation)
-        if hidden.grad_fn is None:
-            return self.w2(hidden)
-        # Autograd would save four tensors; two are saved.
-        return call_with_recomputed(self.w2, hidden, partial(GatedProduct.recompute, hidden.grad_fn))
+        """x: (batch, seq, dim)."""
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
 # ---------------------------------------------------------------- attention

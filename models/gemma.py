@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import SandwichBlock
-from models.components import GELU_TANH, Attention, OffsetRMSNorm, Output, ScaledEmbedding
+from models.components import Attention, OffsetRMSNorm, Output, ScaledEmbedding, gelu_tanh
 from models.decoder import Decoder
 from models.huggingface import (
     NAMES,
@@ -76,7 +76,7 @@ def _decoder(sizes: GemmaSizes, attention: Callable[[LayerKind], Attention], sof
     norm = partial(OffsetRMSNorm, eps=sizes.norm_eps)
     embedding = GemmaEmbedding(sizes.vocab_size, sizes.dim, math.sqrt(sizes.dim))
     output = Output(sizes.dim, sizes.vocab_size, softcap)
-    return Decoder(sizes, norm, lambda kind: SandwichBlock(sizes, norm, attention(kind), GELU_TANH), embedding, output)
+    return Decoder(sizes, norm, lambda kind: SandwichBlock(sizes, norm, attention(kind), gelu_tanh), embedding, output)
 
 
 def gemma2(sizes: Gemma2Sizes) -> Decoder:

@@ -141,5 +141,5 @@ def run_step(argv: list[str], layout: str) -> str:
             batches = [
                 Batch(*torch.zeros(4, *shape, dtype=torch.int64, device=FAKE_GPU)) for _ in range(resolved.grad_accum)
             ]
-            outcome, *_ = engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
-    return outcome.device.type
+            result = engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
+    return result.outcome.device.type

@@ -1,6 +1,7 @@
 """Engine that holds one rank's model and optimizer, and runs optimizer steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -57,6 +58,18 @@ def build_model_parts(
         trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
         require_shard_independent_blocks(trained, config.optimizer)
     return model_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Values of one optimizer step, on the device and reduced over all ranks."""
+
+    outcome: Tensor
+    """Packed outcome for StepMonitor."""
+    num_terms: Tensor
+    """Number of the objective's terms: target tokens or pairs."""
+    means: dict[str, Tensor]
+    """Means of the loss and of the objective's metrics over the terms, by name."""
 
 
 class Engine:
@@ -121,11 +134,15 @@ class Engine:
 
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one optimizer step. Return the outcome for StepMonitor, the number of the objective's terms (target tokens or
-        pairs), and the means of the loss and of the objective's metrics, (1 + metrics,). All are reduced over all ranks. stop:
-        whether this rank was requested to stop. on_before_update: function that is called before the parameters, the optimizer
-        state and the guard's state are updated."""
+    ) -> StepResult:
+        """Run one optimizer step.
+
+        Args:
+            microbatches: This rank's microbatches, with full sequences.
+            lr: Learning rate.
+            stop: Whether this rank was asked to stop.
+            on_before_update: Called before the parameters, the optimizer state and the guard's state are updated.
+        """
         self.phases.start("reduction")
         self.optimizer.start_step(lr)
         num_terms = count_terms(microbatches, self.objective, self.batch_group)
@@ -136,10 +153,10 @@ class Engine:
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         self.phases.start("optimizer")
         on_before_update()
-        skip, outcome = self.guard.decide(means[0], grad_norm, votes)
+        skip, outcome = self.guard.decide(means["loss"], grad_norm, votes)
         self.optimizer.step(skip=skip)
         self.phases.start("other")
-        return outcome, num_terms, means
+        return StepResult(outcome=outcome, num_terms=num_terms, means=means)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen

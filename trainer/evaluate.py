@@ -92,15 +92,15 @@ class Evaluator:
             after_batch()
         objective = step.objective
         num_terms = int(torch.stack([count for _, count in sums]).sum().item())
-        loss_sum, *others = torch.stack([result for result, _ in sums]).double().sum(0).tolist()
-        loss = loss_sum / max(1, num_terms)
+        totals = {name: torch.stack([result[name] for result, _ in sums]).double().sum().item() for name in sums[0][0]}
+        means = {name: total / max(1, num_terms) for name, total in totals.items()}
+        loss = means["loss"]
         if objective.metrics:
-            means = {name: v / max(1, num_terms) for name, v in zip(objective.metrics, others, strict=True)}
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+            shown = ", ".join(f"{name} {means[name]:.4f}" for name in objective.metrics)
             logging.info(
                 f"{dataset.name}: loss {loss:.4f} over {num_terms} {objective.unit.removeprefix('num_')} ({shown})"
             )
-            return {"loss": loss, objective.unit: num_terms} | means
+            return means | {objective.unit: num_terms}
         entropy, num_bytes = dataset.target_statistics
         logging.info(
             f"{dataset.name}: loss {loss:.4f} nats over {num_terms} tokens (unigram entropy of these tokens: {entropy:.4f}, "
@@ -109,5 +109,5 @@ class Evaluator:
         perplexity = math.exp(min(loss, 700.0))
         metrics = {"loss": loss, "perplexity": perplexity, "unigram_entropy": entropy, "num_targets": num_terms}
         if num_bytes:
-            metrics["bits_per_byte"] = loss_sum / math.log(2) / num_bytes
+            metrics["bits_per_byte"] = totals["loss"] / math.log(2) / num_bytes
         return metrics

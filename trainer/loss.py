@@ -42,15 +42,22 @@ def _losses_and_gradient(
     first_row: int,
     group: ProcessGroup | None,
     softcap: float | None,
-    scale: Tensor | float | None,
+    grad_losses: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the cross-entropy of some tokens over the full vocabulary, (tokens,), and its gradient for the logits of this rank's
-    vocabulary rows, (tokens, rows) in the weight's dtype. Both are zero for tokens without a target.
+    """Return the cross-entropy of some tokens over the full vocabulary, and its gradient for the logits.
 
-    hidden: (tokens, dim). weight: this rank's vocabulary rows, (rows, dim). labels: (tokens,). first_row: index of the first of
-    these rows. group: ranks over which the vocabulary is sharded, or None if this rank has the full vocabulary. softcap: limit of
-    the logits, see Output in models/components.py. scale: factor of each token's gradient, (tokens, 1), or of all of them, a
-    scalar, or None for no gradient.
+    Args:
+        hidden: (tokens, dim).
+        weight: This rank's vocabulary rows, (rows, dim).
+        labels: (tokens,).
+        first_row: Index of this rank's first vocabulary row.
+        group: Ranks over which the vocabulary is sharded. None: this rank has the full vocabulary.
+        softcap: Limit of the logits, see Output in models/components.py.
+        grad_losses: Gradient of each token's loss, (tokens, 1). None: no gradient is computed.
+
+    Returns:
+        The losses, (tokens,) in fp32, and the gradient of this rank's logits, (tokens, rows) in the weight's dtype. Both are zero
+        for tokens without a target.
     """
     logits = F.linear(hidden, weight).float()
     if softcap is not None:
@@ -74,10 +81,12 @@ def _losses_and_gradient(
         dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
         sums, target_logits = sums_and_targets
     losses = ((sums.log() - target_logits) * is_target).squeeze(1)
-    if scale is None:
+    if grad_losses is None:
         return losses, None
-    scale = is_target * scale
+    scale = is_target * grad_losses
     if torch.compiler.is_compiling():
+        # One kernel reads the logits once. A compiled scatter_add would write and read them once more, in fp32: 2 % of a step
+        # of Llama 3.2 1B by its bytes. Uncompiled, this formula would need three more tensors of the logits' size.
         is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_on_rank, -1)
         logits = (logits / sums - is_target_row.float()) * scale
     else:
@@ -111,20 +120,31 @@ class _Projection:
     compiled: bool
 
     def run(
-        self, hidden: Tensor, weight: Tensor, scale: Tensor | float | None, trains_weight: bool
+        self, hidden: Tensor, weight: Tensor, grad_losses: Tensor | None, trains_weight: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the token losses, (tokens,) in fp32, the gradient of hidden, and the gradient of weight in fp32 if trains_weight
-        is true. hidden: (tokens, dim). weight, scale: see _losses_and_gradient; without a scale there are no gradients. The
-        gradient of hidden is partial: its sum over the ranks is the full gradient."""
+        """Compute the token losses and their gradients, chunk by chunk.
+
+        Args:
+            hidden: (tokens, dim).
+            weight: This rank's vocabulary rows, (rows, dim).
+            grad_losses: Gradient of each token's loss, (tokens, 1). None: no gradients are computed.
+            trains_weight: Whether to compute the gradient of the weight.
+
+        Returns:
+            The token losses, (tokens,) in fp32; the gradient of hidden, partial: its sum over the ranks is the full gradient;
+            and the gradient of weight in fp32. The gradients are None if they are not computed.
+        """
         compute = _compiled_losses_and_gradient() if self.compiled and self.group is None else _losses_and_gradient
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        grad_hidden = None if scale is None else torch.empty_like(hidden)
-        grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight and scale is not None else None
+        grad_hidden = grad_weight = None
+        if grad_losses is not None:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight else None
         options = self.first_row, self.group, self.softcap
         for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
-            factor = scale[chunk] if isinstance(scale, Tensor) and scale.dim() else scale
-            losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *options, factor)
+            grads = None if grad_losses is None else grad_losses[chunk]
+            losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *options, grads)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
@@ -134,27 +154,30 @@ class _Projection:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the token losses, times a factor. Forward computes each chunk's gradients while the chunk's logits exist. Logits are
-    therefore neither saved nor recomputed. The gradients are final: backward must start from this sum, with a gradient of 1."""
+    """Sum of the token losses. Forward computes each chunk's gradients while the chunk's logits exist. Logits are therefore
+    neither saved nor recomputed."""
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool, scale: Tensor | float
-    ) -> Tensor:
-        """needs_gradient: whether a backward follows. scale: the factor, a scalar."""
+    def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
+        """needs_gradient: whether a backward follows."""
         cast = weight.to(hidden.dtype)
-        gradient_scale = scale if needs_gradient else None
-        losses, grad_hidden, grad_weight = projection.run(hidden, cast, gradient_scale, ctx.needs_input_grad[1])
+        ones = hidden.new_ones(hidden.shape[0], 1, dtype=torch.float32) if needs_gradient else None
+        losses, grad_hidden, grad_weight = projection.run(hidden, cast, ones, ctx.needs_input_grad[1])
         if needs_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
             ctx.weight_dtype = weight.dtype
-        return losses.sum() * scale
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):
-        torch._assert_async(grad_total == 1, "backward must start from the loss")
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden, None if grad_weight is None else grad_weight.to(ctx.weight_dtype), None, None, None
+        # Not in place: zero-bubble schedules run this twice, for the gradients of the inputs and then for those of the weights.
+        if grad_weight is not None:
+            out = torch.empty_like(
+                grad_weight, dtype=ctx.weight_dtype
+            )  # no fp32 copy of one of the largest tensors of a step
+            grad_weight = torch.mul(grad_weight, grad_total, out=out)
+        return grad_hidden * grad_total, grad_weight, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -202,17 +225,20 @@ def token_losses(
 
 
 class CrossEntropyHead:
-    """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens, times a
-    factor. Backward must start from this result."""
+    """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens."""
 
-    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False, scale: Tensor | float = 1.0):
-        """labels: (batch, seq). chunk_tokens: number of tokens whose logits exist at the same time. compiled: whether to compile
-        the operations between the matrix products. With tensor parallelism they contain collectives and are not compiled.
-        scale: the factor, a scalar."""
+    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False):
+        """Create the head of one microbatch.
+
+        Args:
+            labels: (batch, seq).
+            chunk_tokens: Number of tokens whose logits exist at the same time.
+            compiled: Whether to compile the operations between the matrix products. With tensor parallelism they contain
+                collectives and are not compiled.
+        """
         self.labels = labels
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
-        self.scale = scale
 
     def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
         """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
@@ -220,29 +246,40 @@ class CrossEntropyHead:
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
         args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
-        return _SummedLoss.apply(*args, needs_gradient, self.scale)
+        return _SummedLoss.apply(*args, needs_gradient)
 
 
-class Objective(Protocol):
-    """Function that a run minimizes: the mean of a loss over the terms of a batch, such as target tokens."""
+class Readout(Protocol):
+    """What is computed from the last hidden states: a loss, or any other result."""
+
+    shape: tuple[int, ...]
+    """Shape of a head's result."""
+
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        """Return the head of a microbatch. The arguments are fields of Batch after context parallelism has sharded the
+        sequences."""
+
+
+class Objective(Readout, Protocol):
+    """Function that a run minimizes: the mean of a loss over the terms of a batch, such as target tokens. Its heads return the
+    sum of the loss over the terms or, if it has metrics, a vector of this sum and the sums of the metrics. Only the loss has a
+    gradient."""
 
     unit: str
     """Name of the number of terms in metrics."""
     metrics: tuple[str, ...]
     """Names of the metrics that are computed with the loss. They are means over the terms, too."""
-    shape: tuple[int, ...]
-    """Shape of a head's result."""
     chunk_tokens: int
     compiled: bool
     """Arguments of CrossEntropyHead."""
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
-        """Return the head of a microbatch. It computes the sum of the loss, or a vector of this sum and those of the metrics,
-        times `scale`. Only the loss has a gradient, and backward must start from it. labels, documents, reference: fields of
-        Batch after context parallelism has sharded the sequences."""
-
     def count(self, batch: Batch) -> Tensor:
         """Return the number of terms as a scalar. batch: full sequences."""
+
+
+def by_name(objective: Objective, values: Tensor) -> dict[str, Tensor]:
+    """Return "loss" and the objective's metrics by name. values: result of the objective's heads, (1 + metrics,)."""
+    return dict(zip(("loss", *objective.metrics), values.unbind(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -256,8 +293,8 @@ class CrossEntropy:
     metrics: ClassVar[tuple[str, ...]] = ()
     shape: ClassVar[tuple[int, ...]] = ()
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
-        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled, scale)
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels != IGNORE_INDEX).sum()

@@ -78,13 +78,13 @@ class Preference:
     metrics: ClassVar[tuple[str, ...]] = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
     shape: ClassVar[tuple[int, ...]] = (5,)
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
         def head(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
             log_ratios = -token_losses(labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
             if reference is not None:
                 log_ratios = log_ratios - reference
             pairs = self._by_pair(log_ratios, documents), self._by_pair(_is_target(labels), documents)
-            return self._sums(*pairs) * scale
+            return self._sums(*pairs)
 
         return head
 

@@ -5,15 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from torch import Tensor
-
 from trainer.batch import Batch
 from trainer.checkpoint.commit import SaveFailed
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import find_resume_point
 from trainer.config import Config
-from trainer.engine import Engine
+from trainer.engine import Engine, StepResult
 from trainer.evaluate import Evaluator
 from trainer.optim.lr_schedule import learning_rate
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
@@ -57,14 +55,14 @@ class Trainer:
         stopped = False
         try:
             while state.step < steps and not stopped:
-                outcome, *results = self.train_step(batches, asked_to_stop)
+                result = self.train_step(batches, asked_to_stop)
                 due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
-                latest, failed, stopping = self.monitor.observe(state, outcome, now=due)
-                if failed:
-                    batches = self.roll_back(failed, asked_to_stop)
+                verdict = self.monitor.observe(state, result.outcome, now=due)
+                if verdict.roll_back:
+                    batches = self.roll_back(verdict.roll_back, asked_to_stop)
                     continue
-                stopped = stopping
-                self._after_step(latest, *results, last=stopped or state.step == steps)
+                stopped = verdict.stop
+                self._after_step(verdict.outcome, result, last=stopped or state.step == steps)
             self._wait_for_saves()
             if self.profiler.recording:
                 self._profile(self.profiler.stop)
@@ -89,8 +87,8 @@ class Trainer:
             export_run(folder)
         logging.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
-    def train_step(self, batches: Iterator[Batch], asked_to_stop: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
-        """Run one optimizer step and return the results of `Engine.step`. asked_to_stop: whether this rank was asked to stop."""
+    def train_step(self, batches: Iterator[Batch], asked_to_stop: Callable[[], bool]) -> StepResult:
+        """Run one optimizer step. asked_to_stop: whether this rank was asked to stop."""
         training = self.config.training
         if self.profiler.starts_at(self.state.step + 1):
             self._profile(self.profiler.start)
@@ -98,33 +96,39 @@ class Trainer:
             microbatches = list(islice(batches, self.data.partition.grad_accum))
         self.stragglers.after_data(seconds())
         lr, before_update = self._lr(self.state.step + 1), self.checkpoints.before_update
-        results = self.engine.step(microbatches, lr, asked_to_stop(), before_update)
+        result = self.engine.step(microbatches, lr, asked_to_stop(), before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
         self.watchdog.after_step(self.state.step)
-        return results
+        return result
 
-    def _after_step(self, outcome: StepOutcome | None, num_terms: Tensor, means: Tensor, last: bool) -> None:
-        """Log, evaluate and save, each only if it is due. outcome: outcome of the step, or None if nothing is due. num_terms,
-        means: results of the step."""
+    def _after_step(self, outcome: StepOutcome | None, result: StepResult, last: bool) -> None:
+        """Log, evaluate and save, each only if it is due.
+
+        Args:
+            outcome: Outcome of the step. None if nothing is due.
+            result: Result of the step.
+            last: Whether the run ends after this step.
+        """
         step = self.state.step
         if self.metrics.due(step):
-            self._log_step(outcome, num_terms, means)
+            self._log_step(outcome, result)
             if straggler := self.stragglers.compare():
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
         if last or self.checkpoints.due(step):
             if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
-                self._log_step(outcome, num_terms, means)
+                self._log_step(outcome, result)
             self.save(outcome, last)
         else:
             self.metrics.log_saves(self.checkpoints.poll())
 
-    def _log_step(self, outcome: StepOutcome, num_terms: Tensor, means: Tensor) -> None:
+    def _log_step(self, outcome: StepOutcome, result: StepResult) -> None:
         objective = self.engine.objective
-        values = {objective.unit: int(num_terms.item())} | dict(zip(objective.metrics, means.tolist()[1:], strict=True))
+        values = {objective.unit: int(result.num_terms.item())}
+        values |= {name: result.means[name].item() for name in objective.metrics}
         self.metrics.log_step(self.state, outcome, self._lr(self.state.step), values)
 
     def evaluate(self) -> None:

@@ -298,10 +298,10 @@ def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") ->
             pacer.before_step()
             yield batch
 
-    def recorded(*args: object) -> Tensor:
-        loss = original(*args)
-        pacer.losses.append(loss.detach().squeeze(0))
-        return loss
+    def recorded(*args: object) -> dict[str, Tensor]:
+        means = original(*args)
+        pacer.losses.append(means["loss"].detach())
+        return means
 
     step = mock.patch.object(trainer.engine.forward_backward.__class__, "__call__", recorded)
     with mock.patch.object(TrainingData, "batches", paced), step:

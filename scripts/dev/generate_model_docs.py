@@ -12,8 +12,9 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+import torch.nn.functional as F
+
 from models import MODELS
-from models.components import SILU
 from models.decoder import Decoder
 from models.sizes import shortest_period
 from models.spec import ModelSpec, meta_model
@@ -45,7 +46,7 @@ def traits(model: Decoder) -> list[str]:
         "scaled scores": any(kind.scale is not None for kind in kinds),
         "soft-capped scores": any(kind.softcap is not None for kind in kinds),
         "soft-capped logits": model.output.softcap is not None,
-        "GeGLU": block.feed_forward.activation is not SILU,
+        "GeGLU": block.feed_forward.activation is not F.silu,
         "scaled embeddings": hasattr(model.tok_embeddings, "scale"),
         "scaled residual branches": hasattr(block, "multiplier"),
         "scaled logits": hasattr(model.output, "divisor"),

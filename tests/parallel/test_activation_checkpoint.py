@@ -14,6 +14,7 @@ from trainer.config import ActivationCheckpointConfig
 from trainer.config.fields import settings
 from trainer.loss import CrossEntropyHead
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
+from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.init_weights import initialize
 from trainer.parallel.tensor import apply_tensor
 from trainer.planning.recorder import Recorder
@@ -26,6 +27,7 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16):
     """Return a model sharded over all ranks, without FSDP, whose gathered parameters would count as memory."""
     with torch.device("meta"):
         model = llama(sizes).to(dtype)
+    apply_gated_products(model)
     ranks = dist.get_world_size()
     policies = {
         name: recompute_policy(int(name), checkpointing, gathers=ranks > 1, compiled=False) for name in model.layers
@@ -130,6 +132,7 @@ def test_gradients_are_bitwise_identical_and_unsaved_matmuls_are_recomputed(rank
 
 def test_the_gated_activation_saves_two_tensors_of_its_width():
     model = reference(replace(SIZES, n_layers=1))
+    apply_gated_products(model)
     x = torch.randn(BATCH, SEQ, SIZES.dim)
     with Recorder() as recorder:
         out = model.layers["0"].feed_forward(x)

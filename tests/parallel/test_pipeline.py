@@ -149,12 +149,12 @@ def accepted_microbatches(name, pp, maximum):
         except ConfigError:
             continue
         step = build_step(name, pp, microbatches)
-        losses = [step([batch] * microbatches, torch.tensor(16 * microbatches)) for _ in range(2)]
-        loss_sum, targets = step.evaluate([batch])
+        losses = [step([batch] * microbatches, torch.tensor(16 * microbatches))["loss"] for _ in range(2)]
+        sums, targets = step.evaluate([batch])
         assert all(isinstance(p, DTensor) for part in step.model_parts.values() for p in part.parameters())
-        losses.append(step([batch] * microbatches, torch.tensor(16 * microbatches)))
-        torch.testing.assert_close(torch.cat(losses) * 16, torch.full((3,), expected))
-        assert (loss_sum.item(), targets.item()) == (pytest.approx(expected, rel=1e-6), 16)
+        losses.append(step([batch] * microbatches, torch.tensor(16 * microbatches))["loss"])
+        torch.testing.assert_close(torch.stack(losses) * 16, torch.full((3,), expected))
+        assert (sums["loss"].item(), targets.item()) == (pytest.approx(expected, rel=1e-6), 16)
         accepted.append(microbatches)
     return accepted
 

@@ -37,7 +37,7 @@ def outcomes_of(config, pairs):
     guard, monitor = StabilityGuard(config, CPU), StepMonitor(config, CPU)
     for step, (loss, norm) in enumerate(pairs, start=1):
         skipped, outcome = guard.decide(torch.tensor(loss), torch.tensor(norm), torch.tensor(0.0))
-        read, _, _ = monitor.observe(TrainState(step=step), outcome, now=False)
+        read = monitor.observe(TrainState(step=step), outcome, now=False).outcome
         assert read.skipped == skipped.item()
         yield read
 
@@ -94,9 +94,9 @@ def test_skips_and_spikes_stop_or_roll_back_as_configured():
 def test_late_outcomes_are_read_one_step_late():
     monitor = StepMonitor(ResilienceConfig(), CPU)
     monitor.late = True
-    outcome = torch.zeros(6)
-    observed = [monitor.observe(TrainState(step=step), outcome, now=step == 3) for step in (1, 2, 3)]
-    assert [latest and latest.step for latest, _, _ in observed] == [None, 1, 3]
+    outcome = StepOutcome.pack(*torch.zeros(5))
+    observed = [monitor.observe(TrainState(step=step), outcome, now=step == 3).outcome for step in (1, 2, 3)]
+    assert [latest and latest.step for latest in observed] == [None, 1, 3]
 
 
 def skip(ranges, start, stop):

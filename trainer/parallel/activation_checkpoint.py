@@ -48,7 +48,7 @@ def recompute_policy(index: int, config: ActivationCheckpointConfig, gathers: bo
     """Return the recomputation policy of block `index` of the model. gathers: whether the block's forward gathers activations.
 
     Eager and compiled blocks recompute gathers by different mechanisms (tested with torch 2.13). Eager blocks use saved-tensor
-    hooks (models/recompute.py), which torch.compile refuses to trace. Compiled blocks use a checkpoint policy, which marks the
+    hooks (saved_tensors.py), which torch.compile refuses to trace. Compiled blocks use a checkpoint policy, which marks the
     gathers for the compiler's partitioner. An eager block with this checkpoint policy would cache every operator's result: on 2
     ranks, the block of tests/parallel/test_activation_checkpoint.py would save 273,920 bytes instead of 79,104. Its backward
     would also raise an exception, because a cached tensor is mutated.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.recompute import Restore, replace_saved
 from trainer.parallel.activation_checkpoint import Forward
+from trainer.parallel.saved_tensors import Restore, replace_saved
 from trainer.runtime.host_memory import Event, HostTransfer
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from trainer.batch import Batch
-from trainer.parallel.recompute import call_with_gathered
+from trainer.parallel.saved_tensors import call_with_gathered
 
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:

@@ -13,6 +13,7 @@ from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
+from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.lora import AdapterDropout
 from trainer.parallel.mesh import Meshes
@@ -39,14 +40,30 @@ def parallelize(
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
-    compiled: whether to compile each block. dtype: dtype of the computation ("bf16", "fp32"). seq_len: of a sample, in tokens.
-    document_mask: whether attention ends at document boundaries. adapt: function that freezes parameters of a stage and adds
-    adapters to it. It returns their dropout, if any.
+    The order, and why:
+        prune: only the modules of the stage remain.
+        feed-forward layers: uncompiled ones save fewer tensors; the other steps wrap their forward.
+        tensor parallelism: matrices become DTensors, so all later steps see shards.
+        adapters: they are sharded like the matrices that they belong to.
+        attention: kernels and masks of this device.
+        blocks: recomputation and compilation see sharded matrices. Recomputation is compiled with the block, except full
+            activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled
+            block.
+        FSDP: last, because it shards what remains.
 
-    FSDP is applied last, because it shards the results of pruning and of tensor parallelism. Adapters are added after tensor
-    parallelism, because they are sharded like the matrices that they belong to. Compilation is applied after tensor
-    parallelism, so that the compiler sees sharded matrices. Recomputation is compiled together with the block, except full
-    activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled block.
+    Args:
+        make_model: Returns the full model. It is called once for each stage, on the meta device.
+        plan: How the model may be sharded.
+        stages: This rank's stages.
+        meshes: The device meshes.
+        parallel: Degrees and schedules.
+        checkpointing: What blocks recompute.
+        compiled: Whether to compile each block.
+        dtype: Of the computation, "bf16" or "fp32".
+        seq_len: Length of a sample, in tokens.
+        document_mask: Whether attention ends at document boundaries.
+        attention_backend: Attention kernels and masks of the device.
+        adapt: Freezes parameters of a stage and adds adapters to it. It returns their dropout, if any.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
@@ -59,6 +76,8 @@ def parallelize(
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
+        if not compiled:
+            apply_gated_products(model)
         policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from models.spec import ParallelPlan
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
-from trainer.loss import Objective
+from trainer.loss import Readout
 from trainer.parallel.step import Step
 from trainer.runtime.distributed import sum_over
 
@@ -198,7 +198,7 @@ class PipelineStep(Step):
 
     def __post_init__(self) -> None:
         # State of the current step.
-        self.scale, self.results = torch.ones((), device=self.hidden.device), []
+        self.num_terms, self.results = torch.ones((), device=self.hidden.device), []
         for part in self.model_parts.values():
             part.register_forward_pre_hook(self._replace_labels_by_head, with_kwargs=True)
         stages = [self._torch_stage(part, stage) for stage, part in self.model_parts.items()]
@@ -207,7 +207,7 @@ class PipelineStep(Step):
             stages[0] if issubclass(cls, PipelineScheduleSingle) else stages,
             self.num_microbatches,
             loss_fn=self._loss,
-            scale_grads=False,  # the head already divides by the number of terms
+            scale_grads=False,  # the loss is already divided by the number of terms
         )
         self.rank_of_stage = stages[0].stage_index_to_group_rank
 
@@ -224,16 +224,17 @@ class PipelineStep(Step):
         """Replace the labels and the reference in a stage's arguments by the head. torch's schedules pass only tensors."""
         if "head" not in kwargs:
             labels, reference = kwargs.pop("labels"), kwargs.pop("reference", None)
-            kwargs["head"] = self.objective.head(labels, kwargs["documents"], reference, self.scale)
+            kwargs["head"] = self.objective.head(labels, kwargs["documents"], reference)
         return args, kwargs
 
     def _loss(self, result: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss in the head's result."""
+        """Return the loss in the head's result, divided by the number of terms."""
+        result = result / self.num_terms
         self.results.append(result.detach())
         return result.reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
 
-    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        self.scale, self.results = num_terms.clamp(min=1).reciprocal(), []  # a batch may be all padding
+    def _forward_backward(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Sequence[Tensor]:
+        self.num_terms, self.results = num_terms, []
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
         reference = {} if batch.reference is None else {"reference": batch.reference}
         self.phases.start("pipeline")
@@ -246,12 +247,11 @@ class PipelineStep(Step):
             documents=batch.documents,
             **reference,
         )
-        self.phases.start("reduction")
-        return self._sum(self.results, self.objective)
+        return self.results
 
-    def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
+    def _forward(self, batch: Batch, readout: Readout) -> Tensor | None:
         """Run one microbatch through all stages, without torch's schedule, because some schedules cannot run without backward."""
-        head = objective.head(batch.labels, batch.documents, batch.reference)
+        head = readout.head(batch.labels, batch.documents, batch.reference)
         ranks, group = self.rank_of_stage, self.pipeline_group
         x = batch.tokens
         for stage, part in self.model_parts.items():
@@ -265,5 +265,5 @@ class PipelineStep(Step):
                 dist.send(x.contiguous(), group=group, group_dst=ranks[stage.index + 1])
         return None
 
-    def _sum(self, results: Sequence[Tensor | None], objective: Objective) -> Tensor:
-        return sum_over(super()._sum(results, objective), self.pipeline_group)
+    def _sum(self, results: Sequence[Tensor | None], readout: Readout) -> Tensor:
+        return sum_over(super()._sum(results, readout), self.pipeline_group)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainer.batch import Batch
-from trainer.loss import Objective
+from trainer.loss import Objective, Readout, by_name
 from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.phases import PhaseTimer
@@ -23,7 +23,6 @@ class Step(ABC):
     model_parts: Mapping[Any, nn.Module]
     """Stage -> this rank's part of the model, in order. Without pipeline parallelism, the only part is the model."""
     objective: Objective
-    """Objective of training."""
     shard_sequence: Callable[[Batch], Batch]
     """Function that maps a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
@@ -32,29 +31,39 @@ class Step(ABC):
     loss_group: ProcessGroup
     """Group of ranks that compute the loss of different tokens. All of them belong to the same pipeline stage."""
 
-    @abstractmethod
-    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        """Run forward and backward. Return the means of the loss and of the objective's metrics, (1 + metrics,). num_terms:
-        global number of the objective's terms."""
+    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> dict[str, Tensor]:
+        """Run forward and backward. Return the means of the loss and of the objective's metrics over the terms, by name.
+        num_terms: global number of the objective's terms, a scalar."""
+        results = self._forward_backward(microbatches, num_terms.clamp(min=1))  # a batch may be all padding
+        self.phases.start("reduction")
+        return by_name(self.objective, self._sum(results, self.objective))
+
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the sums of the loss and of the objective's metrics over the terms, by name, and the number of terms."""
+        sums = self.read(microbatches, self.objective)
+        return by_name(self.objective, sums), count_terms(microbatches, self.objective, self.batch_group)
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch], objective: Objective | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sums of the loss and of the objective's metrics, (1 + metrics,), and the number of terms. objective:
-        default: that of training."""
-        objective = objective or self.objective
-        results = [self._forward(self.shard_sequence(batch), objective) for batch in microbatches]
+    def read(self, microbatches: Sequence[Batch], readout: Readout) -> Tensor:
+        """Run forward. Return the sum of the heads' results over microbatches and ranks, as a vector."""
+        results = [self._forward(self.shard_sequence(batch), readout) for batch in microbatches]
         for part in self.model_parts.values():
             reshard_all(part)  # backward normally does this, but it does not run here
-        return self._sum(results, objective), count_terms(microbatches, objective, self.batch_group)
+        return self._sum(results, readout)
 
     @abstractmethod
-    def _forward(self, batch: Batch, objective: Objective) -> Tensor | None:
+    def _forward_backward(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Sequence[Tensor]:
+        """Run forward and backward. Return the head's result of each microbatch, divided by the number of terms, or nothing on a
+        rank without the last stage."""
+
+    @abstractmethod
+    def _forward(self, batch: Batch, readout: Readout) -> Tensor | None:
         """Return the head's result for a batch of sharded sequences, or None on a rank without the last stage."""
 
-    def _sum(self, results: Sequence[Tensor | None], objective: Objective) -> Tensor:
+    def _sum(self, results: Sequence[Tensor | None], readout: Readout) -> Tensor:
         """Return the sum over the microbatches and over all ranks, as a vector."""
         own = [result for result in results if result is not None]
-        total = _total(own) if own else torch.zeros(objective.shape, device=self.phases.device)
+        total = _total(own) if own else torch.zeros(readout.shape, device=self.phases.device)
         return sum_over(total.reshape(-1), self.loss_group)
 
 
@@ -76,19 +85,18 @@ class SpmdStep(Step):
     start_microbatch: Callable[[bool], None]
     """Function called before each microbatch of a training step. Its argument is whether the microbatch is the last one."""
 
-    def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        results, scale = [], num_terms.clamp(min=1).reciprocal()  # a batch may be all padding
+    def _forward_backward(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Sequence[Tensor]:
+        results = []
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
             self.phases.start("forward")
-            result = self._forward(self.shard_sequence(batch), self.objective, scale)
+            result = self._forward(self.shard_sequence(batch), self.objective) / num_terms
             self.phases.start("backward")
             result.backward(torch.ones_like(result))  # only the loss has a gradient, metrics have none
             results.append(result.detach())
-        self.phases.start("reduction")
-        return self._sum(results, self.objective)
+        return results
 
-    def _forward(self, batch: Batch, objective: Objective, scale: Tensor | float = 1.0) -> Tensor:
+    def _forward(self, batch: Batch, readout: Readout) -> Tensor:
         (model,) = self.model_parts.values()
-        head = objective.head(batch.labels, batch.documents, batch.reference, scale)
+        head = readout.head(batch.labels, batch.documents, batch.reference)
         return model(batch.tokens, batch.positions, batch.documents, head=head)

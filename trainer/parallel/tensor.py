@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.spec import Head, ParallelPlan
-from trainer.parallel.recompute import call_with_gathered
+from trainer.parallel.saved_tensors import call_with_gathered
 
 
 class _Embedding(RowwiseParallel):

@@ -51,6 +51,29 @@ class StepOutcome:
     def __str__(self) -> str:
         return f"step {self.step}: loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g}"
 
+    @staticmethod
+    def pack(votes: Tensor, consecutive_skips: Tensor, total_skips: Tensor, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return the fields that the device computes as one vector. votes: number of ranks that were asked to stop."""
+        return torch.stack([x.to(loss) for x in (votes, consecutive_skips, total_skips, loss, grad_norm)])
+
+    @classmethod
+    def unpack(cls, step: int, cursor: int, packed: Tensor) -> "StepOutcome":
+        """Return the outcome whose other fields `pack` has packed. packed: vector in host memory."""
+        votes, consecutive_skips, total_skips, loss, grad_norm = packed.tolist()
+        return cls(step, cursor, votes > 0, int(consecutive_skips), int(total_skips), loss, grad_norm)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Consequences of the outcomes that were read after a step."""
+
+    outcome: StepOutcome | None
+    """The newest outcome. None if none was read."""
+    roll_back: StepOutcome | None
+    """The first outcome that requires a rollback."""
+    stop: bool
+    """Whether the run must end, because a rank was asked to stop."""
+
 
 class TrainingDiverged(Exception):
     """Error that ends a run that cannot recover by itself. Its message is one line for the user. The exit code is 1."""
@@ -78,34 +101,44 @@ class StabilityGuard:
 
     def __init__(self, config: ResilienceConfig, device: torch.device):
         self.config = config
-        # numbers of accepted steps, of skipped steps in a row, and of all skipped steps
         self.counts = torch.zeros(3, dtype=torch.int64, device=device)
+        # Views, so that a checkpoint has one tensor of counts. Skips are counted in a row, and in total.
+        self.num_accepted, self.consecutive_skips, self.total_skips = self.counts.unbind()
         self.history = torch.zeros(2, WINDOW, device=device)  # ring buffer: loss and gradient norm of accepted steps
         self.slots = torch.arange(WINDOW, device=device)
-        # what an accepted and a skipped step add to the counts
-        self.if_accepted, self.if_skipped = torch.tensor([[1, 0, 0], [0, 1, 1]], device=device)
 
     @torch.no_grad()
     def decide(self, loss: Tensor, grad_norm: Tensor, votes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a scalar that is true if the update must be skipped, and the outcome tensor for StepMonitor. All arguments are
-        scalars. votes: number of ranks that were asked to stop."""
+        """Decide whether an update must be skipped. All arguments are scalars.
+
+        Args:
+            loss: Mean over the terms of the step.
+            grad_norm: Norm before clipping.
+            votes: Number of ranks that were asked to stop.
+
+        Returns:
+            A scalar that is true if the update must be skipped, and the packed StepOutcome for StepMonitor.
+        """
         # With offloaded parameters, loss and gradient norm are on different devices.
         values = torch.stack([value.to(self.counts.device) for value in (loss, grad_norm)])
-        accept = (values.abs() < math.inf).all()  # false for NaN, and faster than isfinite
-        accepted, consecutive_skips, _ = self.counts.unbind()
+        accept = values.isfinite().all()
         if self.config.on_loss_spike != "off":
-            filled = (self.slots < accepted).float()
-            mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)
-            variance = ((self.history - mean[:, None]).square() * filled).sum(1) / filled.sum().clamp(min=1)
-            high = values > mean + self.config.spike_threshold_sigma * variance.sqrt()
-            accept = accept & ~(high.any() & (accepted >= _MIN_HISTORY))
-        skipped = ~accept
+            accept = accept & ~self._is_spike(values)
         # Recorded under every policy, because on_loss_spike may be switched on when the run is resumed.
-        slot = self.slots == accepted % WINDOW
-        torch.where(slot & accept, values[:, None], self.history, out=self.history)
-        self.counts += torch.where(accept, self.if_accepted, self.if_skipped)
-        consecutive_skips *= skipped  # a view of self.counts
-        return skipped, torch.cat((votes[None], values, self.counts))
+        slot = self.slots == self.num_accepted % WINDOW
+        self.history.copy_(torch.where(slot & accept, values[:, None], self.history))
+        self.num_accepted += accept
+        self.consecutive_skips.add_(1).mul_(~accept)
+        self.total_skips += ~accept
+        return ~accept, StepOutcome.pack(votes, self.consecutive_skips, self.total_skips, *values)
+
+    def _is_spike(self, values: Tensor) -> Tensor:
+        """Return whether the loss or the gradient norm is far above its mean over the history. values: both, (2,)."""
+        filled = (self.slots < self.num_accepted).float()
+        mean = (self.history * filled).sum(1) / filled.sum().clamp(min=1)
+        variance = ((self.history - mean[:, None]).square() * filled).sum(1) / filled.sum().clamp(min=1)
+        high = values > mean + self.config.spike_threshold_sigma * variance.sqrt()
+        return high.any() & (self.num_accepted >= _MIN_HISTORY)
 
     def state(self) -> dict[str, Tensor]:
         """Return the guard's tensors that are saved in checkpoints: the tensors in use, not copies."""
@@ -122,23 +155,28 @@ class StepMonitor:
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
         self.unread: deque[tuple[int, int, Tensor, Event | None]] = deque()
-        """Step, cursor, tensor in host memory and event of each unread outcome. The event, if any, completes when the tensor is
-        filled."""
+        """Step, cursor, packed outcome in host memory and event of each unread outcome. The event, if any, completes when the
+        tensor is filled."""
 
-    def observe(
-        self, state: TrainState, outcome: Tensor, now: bool
-    ) -> tuple[StepOutcome | None, StepOutcome | None, bool]:
-        """Return the newest outcome that was read, the first outcome that requires a rollback, and whether to stop.
+    def observe(self, state: TrainState, outcome: Tensor, now: bool) -> Verdict:
+        """Read outcomes, log skipped steps and apply the policy.
 
-        outcome: outcome of the latest step of `state`. now: whether to read this outcome immediately, even if the host must wait.
         A run stops if a rank was asked to stop and the newest step was not skipped. After a skipped step it continues, because
-        only the next step shows whether the state is good. Raise TrainingDiverged in the same cases as should_roll_back.
+        only the next step shows whether the state is good.
+
+        Args:
+            state: State after the latest step.
+            outcome: Packed outcome of this step.
+            now: Whether to read this outcome immediately, even if the host must wait.
+
+        Raises:
+            TrainingDiverged: In the same cases as in should_roll_back.
         """
-        values, copied = outcome, None
+        packed, copied = outcome, None
         if outcome.device.type != "cpu":
-            values = self.transfer.host_like(outcome, outcome.dtype)
-            copied = self.transfer.copy([values], [outcome])
-        self.unread.append((state.step, state.cursor, values, copied))
+            packed = self.transfer.host_like(outcome, outcome.dtype)
+            copied = self.transfer.copy([packed], [outcome])
+        self.unread.append((state.step, state.cursor, packed, copied))
         outcomes = self._read(now)
         stop = any(o.stop for o in outcomes)
         if stop:
@@ -147,18 +185,17 @@ class StepMonitor:
         if failed:
             self._read(now=True)  # the rollback discards these steps
         latest = outcomes[-1] if outcomes else None
-        return latest, failed[0] if failed else None, stop and not outcomes[-1].skipped
+        return Verdict(latest, failed[0] if failed else None, stop and not outcomes[-1].skipped)
 
     def _read(self, now: bool) -> list[StepOutcome]:
         """Return the unread outcomes, oldest first, and log a warning for each skipped step. On a GPU, the newest outcome stays
         unread unless `now` is true."""
         outcomes = []
         while len(self.unread) > (1 if self.late and not now else 0):
-            step, cursor, values, copied = self.unread.popleft()
+            step, cursor, packed, copied = self.unread.popleft()
             if copied is not None:
                 copied.synchronize()
-            votes, loss, grad_norm, _, consecutive, total = values.tolist()
-            outcome = StepOutcome(step, cursor, votes > 0, int(consecutive), int(total), loss, grad_norm)
+            outcome = StepOutcome.unpack(step, cursor, packed)
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
                 logging.warning(f"{outcome}; update skipped ({counts})")

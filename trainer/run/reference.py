@@ -18,7 +18,7 @@ from trainer.config import ConfigError
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.samples import Samples
-from trainer.loss import CrossEntropy, token_losses
+from trainer.loss import token_losses
 from trainer.parallel.step import Step
 from trainer.preference import sum_by_document
 from trainer.runtime.distributed import all_gather_objects
@@ -53,25 +53,28 @@ class ReferencedSamples:
         return batch._replace(reference=torch.from_numpy(reference))
 
 
-@dataclass(frozen=True)
-class LogProbs(CrossEntropy):
-    """Objective of an evaluation that returns the log-probability of every document instead of a loss."""
+@dataclass(frozen=True, kw_only=True)
+class LogProbs:
+    """Readout of the log-probability of every document."""
 
     num_documents: int
     """Maximum number of documents of a sample."""
     partition: BatchPartition
+    chunk_tokens: int
+    compiled: bool
+    """See CrossEntropyHead."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.partition.ranks, self.partition.local_batch_size, self.num_documents
 
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None, scale: Tensor | float = 1.0) -> Head:
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
         def head(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
             log_probs = -token_losses(labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
             # The sum over all ranks contains the samples of all ranks, and all tokens of each sample.
             result = log_probs.new_zeros(self.shape)
             result[self.partition.rank] = sum_by_document(log_probs, documents, self.num_documents)
-            return result * scale
+            return result
 
         return head
 
@@ -119,7 +122,12 @@ class ReferenceStore:
         ConfigError if the values cannot be written."""
         size = partition.ranks * partition.local_batch_size
         most = int(np.diff(self.offsets).max())
-        objective = LogProbs(step.objective.chunk_tokens, step.objective.compiled, most, partition)
+        log_probs = LogProbs(
+            num_documents=most,
+            partition=partition,
+            chunk_tokens=step.objective.chunk_tokens,
+            compiled=step.objective.compiled,
+        )
         while not self.is_complete:
             first = self.num_done
             stop = min(first + -(-_PART_SAMPLES // size) * size, self.num_samples)
@@ -127,7 +135,7 @@ class ReferenceStore:
             for start in range(first, stop, size):
                 index = start + partition.samples(np.zeros(1, np.int64))[0]
                 batch = self.samples[np.where(index < stop, index, -1)].to(step.phases.device)
-                tables.append(step.evaluate([batch], objective)[0].cpu().numpy().reshape(size, most))
+                tables.append(step.read([batch], log_probs).cpu().numpy().reshape(size, most))
             counts = np.diff(self.offsets[first : stop + 1])
             values = np.concatenate(tables)[: stop - first][np.arange(most) < counts[:, None]]
             self.values = np.concatenate((self.values[: self.offsets[first]], values))

@@ -73,12 +73,13 @@ def _count_twice(engine: Engine) -> None:
 
 def _averaged_per_microbatch() -> AbstractContextManager:
     """Divide the loss of each microbatch by its own number of terms."""
-    original = SpmdStep.__call__
+    original = SpmdStep._forward_backward
 
-    def call(step: SpmdStep, microbatches: Sequence[Batch], num_terms: Tensor) -> Tensor:
-        return sum(original(step, [b], step.objective.count(b) * len(microbatches)) for b in microbatches)
+    def forward_backward(step: SpmdStep, microbatches: Sequence[Batch], num_terms: Tensor) -> Sequence[Tensor]:
+        counts = [step.objective.count(b).clamp(min=1) * len(microbatches) for b in microbatches]
+        return [r for b, count in zip(microbatches, counts, strict=True) for r in original(step, [b], count)]
 
-    return patch.object(SpmdStep, "__call__", call)
+    return patch.object(SpmdStep, "_forward_backward", forward_backward)
 
 
 BUGS = {

@@ -32,6 +32,16 @@ def call_with_recomputed(
         return forward(tensor, *args)
 
 
+def call_with_gathered(
+    forward: Callable[..., Tensor], gather: Callable[[Tensor], Tensor], shard: Tensor, *args: Any, recompute: bool
+) -> Tensor:
+    """Return `forward(gather(shard), *args)`. recompute: whether backward repeats the gather instead of saving its result."""
+    gathered = gather(shard)
+    if not recompute:
+        return forward(gathered, *args)
+    return call_with_recomputed(forward, gathered, partial(gather, shard.detach()), *args)
+
+
 class _Recomputed:
     """A tensor that backward recomputes once, for all operators that would have saved it."""
 
