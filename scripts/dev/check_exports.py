@@ -213,7 +213,7 @@ def compare(python: str, families: list[str], num_strings: int, folder: Path) ->
     request, reply = folder / "request.json", folder / "reply.json"
     content = {"strings": texts, "tokens": tokens.tolist(), "tokenizers": [*exports], "models": [*logits]}
     request.write_text(json.dumps(content))
-    script = ROOT / "scripts" / "dev" / "transformers_reader.py"
+    script = ROOT / "trainer" / "testing" / "transformers_reader.py"
     done = subprocess.run([python, str(script), str(request), str(reply)], stderr=subprocess.PIPE, text=True)
     if done.returncode:
         die(f"--python {python}: {done.stderr.strip().splitlines()[-1]}")

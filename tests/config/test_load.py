@@ -377,8 +377,8 @@ def test_met_conditions_and_details_of_features_that_are_off_are_accepted(comman
 )
 def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, output):
     program = (
-        f"import sys; sys.argv = ['train.py', *{argv}]\n"
-        "try: import train; train.main()\n"
+        f"import runpy, sys; sys.argv = ['train.py', *{argv}]\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
         f"except SystemExit as e: assert e.code == {code}, e.code\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )

@@ -100,7 +100,7 @@ def test_a_failure_of_one_node_is_the_exit_code_of_the_job(job, clone, tmp_path)
     variables = tmp_path / "variables"
     variables.write_text(f'[ "$SLURMD_NODENAME" != {NODES[1]} ] || [ -z "$NODE_RANK" ] || export NGPU=none\n')
     job.submit(BASH_ENV=str(variables))
-    assert job.await_state("FAILED", "COMPLETED", "PENDING")["ExitCode"] == "2:0", job.text()
+    assert job.await_state("FAILED", "COMPLETED")["ExitCode"] == "2:0", job.text()
 
 
 def test_sigusr1_to_the_script_saves_and_queues_the_job_again(job):

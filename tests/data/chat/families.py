@@ -98,12 +98,12 @@ FAMILIES = {
     "chatml": Family("chatml", _IM, "<s>", "</s>"),
     "Llama 3.1": Family("llama3_1.jinja", _LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
     "Llama 3.2": Family("llama3_2.jinja", _LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
-    "Qwen 2.5": Family("qwen2_5.jinja", _QWEN[:-2], "<|endoftext|>", "<|im_end|>"),
-    "Qwen 3": Family("qwen3_training.jinja", _QWEN, "<|endoftext|>", "<|im_end|>"),
-    "Qwen 3 2507": Family("qwen3_instruct_2507.jinja", _QWEN, "<|endoftext|>", "<|im_end|>"),
+    "Qwen 2.5": Family("qwen2_5.jinja", _QWEN[:-2], None, "<|im_end|>"),
+    "Qwen 3": Family("qwen3_training.jinja", _QWEN, None, "<|im_end|>"),
+    "Qwen 3 2507": Family("qwen3_instruct_2507.jinja", _QWEN, None, "<|im_end|>"),
     "Gemma 2": Family("gemma.jinja", _TURN[:2], "<bos>", "<eos>"),
     "Gemma 3": Family("gemma3.jinja", _TURN, "<bos>", "<eos>"),
-    "Phi 3": Family("phi3_training.jinja", _PHI, "<s>", "<|endoftext|>"),
+    "Phi 3": Family("phi3_training.jinja", _PHI, "<s>", "<|endoftext|>", rstrip=True),
     "Mistral": Family(_MISTRAL, tuple(re.findall(r"\[/?[A-Z_]+\]", _MISTRAL)), "<s>", "</s>"),
     "Granite 3": Family(
         _GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"), "<|startoftext|>", "<|end_of_text|>"

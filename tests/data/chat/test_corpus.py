@@ -112,17 +112,21 @@ def expected(loaded: Loaded, shape: Shape) -> tuple[str, list[tuple[int, int]]]:
 def encoded_apart(loaded: Loaded, text: str, spans: list[tuple[int, int]], name: str) -> tuple[list[int], list[bool]]:
     """Return transformers' tokens of prompts and answers, tokenized apart, as at inference. Names in messages are plain text."""
     bounds = [0, *(bound for span in spans for bound in span), len(text)]
-    tokens, targets = [], []
+    tokens, targets, absorbs = [], [], False
     for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
         piece, end = text[start:stop], 0
         for match in [*loaded.name_pattern.finditer(piece), None]:
             plain = piece[end : match.start() if match else None].replace(_NAME, name).replace(_TAG, "")
+            if absorbs:  # the special token before it
+                plain = plain.lstrip()
             tokens += (
                 loaded.peer(plain, add_special_tokens=False, split_special_tokens=True)["input_ids"] if plain else []
             )
+            absorbs = absorbs and not plain
             if match:
                 tokens.append(loaded.chat.tokenizer.special_tokens[match[0]])
                 end = match.end()
+                absorbs = loaded.family.rstrip and match[0] in loaded.family.special
         targets += [i % 2 == 1] * (len(tokens) - len(targets))
     return tokens, targets
 

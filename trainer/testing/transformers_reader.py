@@ -1,7 +1,7 @@
 """Read exports with the package transformers of this interpreter. It needs nothing else of this project, so that
 scripts/dev/check_exports.py can run it in the environment of an old version.
 
-    python scripts/dev/transformers_reader.py request.json reply.json
+    python trainer/testing/transformers_reader.py request.json reply.json
 """
 
 import json
