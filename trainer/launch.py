@@ -25,7 +25,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -53,6 +53,7 @@ class TorchrunOptions:
     node: int
     address: str
     port: int
+    """0: any free port, on one node."""
     restarts: int
 
     @classmethod
@@ -60,7 +61,8 @@ class TorchrunOptions:
         ranks = environment_int("NGPU", 1, 1, 4096)
         min_nodes, max_nodes = _num_nodes()
         node = environment_int("NODE_RANK", 0, 0)
-        port = environment_int("MASTER_PORT", 29500, 1, 65535)
+        any_port = max_nodes == 1 and "MASTER_PORT" not in os.environ
+        port = 0 if any_port else environment_int("MASTER_PORT", 29500, 1, 65535)
         if node >= max_nodes:
             die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
         restarts = environment_int("MAX_RESTARTS", 0, 0)
@@ -77,8 +79,6 @@ class TorchrunOptions:
         nodes = f"{self.min_nodes}:{self.max_nodes}" if self.elastic else str(self.max_nodes)
         options = ["--nnodes", nodes, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.restarts)]
         options += ["--signals-to-handle", ""]  # `SignalForwarder` handles all, unless the parent process ignores them
-        if self.max_nodes == 1 and "MASTER_PORT" not in os.environ:
-            return [*options, "--standalone"]  # uses any free port
         if self.elastic:
             # Otherwise ranks use the store of the first launcher, and a node that rejoins does not know its restart count.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -126,7 +126,6 @@ def main(listener: SignalListener) -> NoReturn:
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     timeout_s = config.distributed.init_timeout_s
-    arguments = options.arguments(timeout_s)
     forwarder = SignalForwarder()
     listener.react = forwarder.receive
     try:
@@ -135,15 +134,22 @@ def main(listener: SignalListener) -> NoReturn:
         elif options.max_nodes > 1:
             address, node, nodes = (options.address, options.port), options.node, options.max_nodes
             _store = rendezvous.wait_for_nodes(*address, node, nodes, timeout_s)  # it lives until the run ends
+        else:
+            try:
+                _store = rendezvous.host_on_loopback(options.port)
+            except OSError as error:
+                die(f"MASTER_PORT={options.port}: this port cannot be used ({os.strerror(error.errno)})")
+            options = replace(options, address=rendezvous.LOOPBACK, port=_store.port)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        arguments = options.arguments(timeout_s)
         torchrun.main([*arguments, os.path.join(ROOT, "train.py"), *sys.argv[1:]])
         code = 0
     except ChildFailedError as error:
         code = forwarder.exit_code(error)
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
-        where = f" at {options.address}:{options.port}" if "--standalone" not in arguments else ""
         late = f"fewer than {options.min_nodes} nodes joined within {timeout_s:g} s"  # torch's error for it has no text
         text = (str(error) or late).splitlines()[0]
-        print_error(f"rendezvous of the launchers failed{where}: {text}")
+        print_error(f"rendezvous of the launchers failed at {options.address}:{options.port}: {text}")
         code = 1
     flush_standard_streams()
     os._exit(code)  # the interpreter's clean-up would fail if the console cannot be written

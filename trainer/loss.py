@@ -250,7 +250,7 @@ class CrossEntropyHead:
 
 
 class Readout(Protocol):
-    """What is computed from the last hidden states: a loss, or any other result."""
+    """Computation on the last hidden states, such as a loss."""
 
     shape: tuple[int, ...]
     """Shape of a head's result."""

@@ -215,7 +215,8 @@ def test_an_unwritable_run_folder_is_an_error_before_training(tiny, tmp_path):
     done = call(SCRIPT, *tiny, cwd=tmp_path, NGPU="1")
     assert (done.returncode, done.stdout) == (2, "")
     origin = '[run] output_folder = "outputs" (default)'
-    assert done.stderr == f"{origin}: outputs/tiny/checkpoints cannot be written (File exists)\n"
+    problem = "is a file, not a folder; move it away, or choose another --run.name"
+    assert done.stderr == f"{origin}: outputs/tiny/checkpoints {problem}\n"
 
 
 WRONG = {

@@ -5,13 +5,18 @@ import json
 import os
 import pickle
 import shutil
-from contextlib import nullcontext
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tests.checkpoint.test_commit import TENSORS, load, save
+from tests.conftest import ROOT
 from tests.test_layering import SOURCES, name_of
 from tests.training_runs import train
 from trainer.checkpoint import manifest, resume
@@ -21,6 +26,8 @@ from trainer.checkpoint.storage import Chunk, TensorMetadata, read_index, read_r
 from trainer.config import ConfigError
 from trainer.testing.ranks import RankError
 
+LISTENING = "0A"
+"""State of a socket in /proc/net/tcp."""
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 
 
@@ -264,3 +271,38 @@ def test_links_in_a_checkpoint_are_refused(saved, tmp_path):
     shutil.move(path / "rank-00000.safetensors", tmp_path / "elsewhere")
     (path / "rank-00000.safetensors").symlink_to(tmp_path / "elsewhere")
     assert manifest.find_damage(path) == "rank-00000.safetensors is a symbolic link"
+
+
+def listening_addresses(group):
+    """Return the local addresses, in hexadecimal, on which the processes of a process group listen for TCP connections."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            local, state = fields[1], fields[3]
+            if state == LISTENING:
+                sockets[f"socket:[{fields[9]}]"] = local.partition(":")[0]
+    addresses = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended
+            if os.getpgid(int(process.name)) == group:
+                links = [os.readlink(file) for file in (process / "fd").iterdir()]
+                addresses |= {sockets[link] for link in links if link in sockets}
+    return addresses
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_on_one_node_listens_on_loopback_only(tiny):
+    command = [sys.executable, "trainer/launch.py", *tiny, "--training.steps", "1000000"]
+    variables = {k: v for k, v in os.environ.items() if k not in ("NNODES", "MASTER_PORT", "GLOO_SOCKET_IFNAME")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=ROOT, env=variables | {"NGPU": "2"}, **pipes) as run:
+        try:
+            for line in run.stdout:
+                if "step" in line and "loss" in line:
+                    break
+            addresses = listening_addresses(run.pid)
+        finally:
+            os.killpg(run.pid, signal.SIGKILL)
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert addresses and addresses <= loopback

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from trainer.system.logging import announce
 
+LOOPBACK = "127.0.0.1"
 SILENCE_S = 5.0
 """Seconds after which a process says for whom it waits."""
 
@@ -93,6 +94,19 @@ def wait_for_nodes(address: str, port: int, node: int, nodes: int, timeout_s: fl
     store = connect(address, port, "the first node", timeout_s, is_master=node == 0, multi_tenant=True)
     wait_for_all(dist.PrefixStore("launchers", store), "nodes", node, nodes, timeout_s, f"{address}:{port}")
     return store
+
+
+def host_on_loopback(port: int) -> dist.TCPStore:
+    """Return a store that only processes of this machine can reach. torchrun uses the same store.
+
+    port: 0 means any free port. Raise OSError if the port cannot be used.
+    """
+    listener = socket.create_server((LOOPBACK, port))
+    # By default, TCPStore would listen on all interfaces.
+    options = {"multi_tenant": True, "master_listen_fd": listener.fileno()}
+    port = listener.getsockname()[1]
+    listener.detach()
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, **options)
 
 
 def clock_time(moment: float) -> str:
