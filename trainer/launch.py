@@ -142,6 +142,7 @@ def main(listener: SignalListener) -> NoReturn:
             options = replace(options, address=rendezvous.LOOPBACK, port=_store.port)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         arguments = options.arguments(timeout_s)
+        forwarder.watch_for_ranks()
         torchrun.main([*arguments, os.path.join(ROOT, "train.py"), *sys.argv[1:]])
         code = 0
     except ChildFailedError as error:
@@ -162,6 +163,8 @@ class SignalForwarder:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._first_s = math.inf  # time of the first SIGTERM or SIGINT
+        self.started = False
+        """Whether there were ranks. A launcher that has none any more waits for those of other nodes, or restarts its own."""
 
     def receive(self, number: signal.Signals) -> None:
         now, ranks = time.monotonic(), children()
@@ -171,7 +174,7 @@ class SignalForwarder:
         if number in ENDING_SIGNALS:
             self._first_s = min(self._first_s, now)
         send(number, ranks)
-        if first and not ranks:
+        if first and not ranks and not self.started:
             end_before_training(number, clean_up=lambda: send(signal.SIGKILL, children()))
         if first:
             threading.Thread(target=prevent_restarts, args=(set(ranks),), daemon=True).start()
@@ -179,9 +182,19 @@ class SignalForwarder:
             while children() and time.monotonic() < now + SAME_REQUEST_S:
                 time.sleep(0.05)
             send(signal.SIGKILL, ranks)
-            if not ranks:  # they have ended, but the launcher waits for those of other nodes
+            if not ranks:
                 print_error(f"a repeated {number.name} ends the launcher")
                 os._exit(128 + number)
+
+    def watch_for_ranks(self) -> None:
+        """Set `started` as soon as there are ranks."""
+
+        def watch() -> None:
+            while not children():
+                time.sleep(0.1)
+            self.started = True
+
+        threading.Thread(target=watch, daemon=True).start()
 
     def exit_code(self, error) -> int:
         """Return the launcher's exit code after ranks have failed, and print the reason if they could not."""

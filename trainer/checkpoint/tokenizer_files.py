@@ -122,8 +122,8 @@ def _is_qwen2(content: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
         model.get("type") == "BPE"
         and not any(model.get(flag) for flag in (*flags, "fuse_unk", "ignore_merges"))
         and content.get("normalizer") == {"type": "NFC"}
-        and pre_tokenizers[0].get("pattern") == {"Regex": PATTERNS["qwen2"]}
         and [p.get("type") for p in pre_tokenizers] == ["Split", "ByteLevel"]
+        and pre_tokenizers[0].get("pattern") == {"Regex": PATTERNS["qwen2"]}
         and not config.get("add_prefix_space")
         and "<|endoftext|>" in names  # otherwise the class adds it to the vocabulary
     )

@@ -18,6 +18,7 @@ from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_h
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template_files import find_template
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.tensor import apply_tensor, kept_ties
 from trainer.runtime.distributed import run_on_rank_0
@@ -230,11 +231,8 @@ class TextStream:
 
 def _load_tokenizer(folder: Path, weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
     """Return the tokenizer, the path of the chat template ("" if there is none) and the sequence length used in training."""
-    template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
     if weights.hf_folder is None:
+        template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
         metadata = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        if not template and (folder / name).exists() and b'"chat_template"' in weights.hf_folder.content(name):
-            template = str(folder / name)
-    return load_hf_tokenizer(folder), template, weights.hf_folder.seq_len
+    return load_hf_tokenizer(folder), str(find_template(folder) or ""), weights.hf_folder.seq_len

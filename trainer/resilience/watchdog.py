@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch.distributed as dist
@@ -172,7 +172,8 @@ class Watchdog:
         if waits_for_stage(sys._current_frames().get(threading.main_thread().ident)):
             lines.append("waiting for another stage of the pipeline")
         print_error("\n".join(lines))
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        with suppress(OSError, ValueError, AttributeError):  # stderr is closed or has been replaced
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         # Query the store last and in another thread, because it may be on a node that hangs or cannot be reached.
         stalled: list[list[str]] = []
         query = threading.Thread(target=lambda: stalled.append(self._stalled_ranks()), daemon=True)

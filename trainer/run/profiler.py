@@ -1,6 +1,5 @@
 """Traces of steps by torch's profiler, and snapshots of GPU memory."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from trainer.config import ProfilingConfig
 from trainer.runtime import device as devices
 from trainer.system import logging
 from trainer.system.files import describe
+from trainer.system.streams import print_error
 
 
 class Profiler:
@@ -54,9 +54,7 @@ class Profiler:
             try:
                 self._write(trace)
             except OSError as error:  # on any rank; logging prints only on some
-                print(
-                    f"[rank {dist.get_rank()}] warning: a trace cannot be written: {describe(error)}", file=sys.stderr
-                )
+                print_error(f"[rank {dist.get_rank()}] warning: a trace cannot be written: {describe(error)}")
             if self._config.memory_snapshot:
                 devices.record_memory_history(False)
         dist.barrier()

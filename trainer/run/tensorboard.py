@@ -5,6 +5,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -115,5 +116,6 @@ def _replace(folder: Path, paths: list[Path], records: list[bytes]) -> Path:
         unfinished.unlink(missing_ok=True)
         raise
     for old in paths:
-        os.truncate(old, 0)
+        with suppress(OSError):  # the new file replaces its content anyway
+            os.truncate(old, 0)
     return path

@@ -27,6 +27,7 @@ def prepare(address: str, port: int, min_nodes: int, timeout_s: float) -> None:
             announce(f"waiting until {clock_time(deadline)} for {wanted}")
 
         timer = threading.Timer(SILENCE_S, report)
+        timer.daemon = True
         timer.start()
         try:
             return rendezvous(handler)

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
@@ -40,7 +40,8 @@ def end_children() -> None:
     for child in children:  # last, because another thread may report that a child was killed
         child.kill()
     if server := forkserver._forkserver._forkserver_pid:
-        os.kill(server, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(server, signal.SIGKILL)
 
 
 def exit_with_parent() -> None:

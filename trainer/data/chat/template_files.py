@@ -29,11 +29,11 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
         return _read(BUILT_IN[choice]), None
     path = Path(choice)
     if path.is_dir():
-        files = [path / name for name in _FILES if (path / name).is_file()]
-        if not files:
+        file = find_template(path) or path / "tokenizer_config.json"  # the message names the file without a template
+        if not file.is_file():
             names = "neither chat_template.jinja nor tokenizer_config.json"
             raise ConfigError(SETTING, f"{path} {folder_problem(path) or f'holds {names}'}")
-        path = next((file for file in files if file.suffix != ".json" or "chat_template" in _json(file)), files[0])
+        path = file
     if not path.exists():
         raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder")
     if path.suffix != ".json":
@@ -43,6 +43,12 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     # chat_template.json is the file of models of several modalities. Their tokenizer defines the variables.
     tokens = _json(config) if path.name == _FILES[-1] and config.is_file() else content
     return _template(content, path), _names(tokens)
+
+
+def find_template(folder: Path) -> Path | None:
+    """Return the file of a folder that defines its chat template, or None. Raises ConfigError if a file cannot be read."""
+    files = (folder / name for name in _FILES if (folder / name).is_file())
+    return next((file for file in files if file.suffix != ".json" or _json(file).get("chat_template")), None)
 
 
 def fitting_template(template: str, special_tokens: Collection[str]) -> str:
