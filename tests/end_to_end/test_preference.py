@@ -30,6 +30,8 @@ from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.export import HfExport, export_run
 from trainer.config import PreferenceConfig
 from trainer.config.load import load_config
+from trainer.data.store.store import read_description
+from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel.step import Step
 from trainer.preference import Preference
 from trainer.run import reference
@@ -221,6 +223,14 @@ def test_preferences_have_the_losses_and_gradients_of_one_rank(ranks, base, on_o
 # ---------------------------------------------------------------- the reference
 
 
+def store_of_texts(tiny):
+    """Return the store of the tiny configuration. Other tests prepare stores with other tokenizers in the same folder."""
+    config = load_config(tiny)
+    tokenizer = load_tokenizer(config.tokenizer).fingerprint
+    stores = (path.parent for path in Path(config.data.store_folder).glob("text-*/store.json"))
+    return next(store for store in stores if read_description(store)["tokenizer"] == tokenizer)
+
+
 class Stopped(Exception):
     pass
 
@@ -343,7 +353,7 @@ def test_references_belong_to_the_samples_of_mixed_and_of_prepared_datasets(rank
     for name in ("mixed", "prepared"):
         (record,) = records(tmp_path / name)
         assert record["loss"] == pytest.approx(math.log(2), rel=1e-6) and record["num_pairs"] > 8
-    texts = next(Path(load_config(tiny).data.store_folder).glob("text-*/store.json")).parent
+    texts = store_of_texts(tiny)
     shutil.copytree(stores[0], tmp_path / "some" / "a")
     shutil.copytree(texts, tmp_path / "some" / "b")
     (line,) = ranks(1).run(error_line, [*prepared, *in_folder(tmp_path / "x"), "--data.path", str(tmp_path / "some")])
@@ -401,7 +411,7 @@ def test_a_mistake_is_one_line(ranks, base, tiny, tmp_path, words):
     places["one"].write_text(json.dumps({"prompt": "p", "chosen": "c"}))
     places["empty"].write_text(json.dumps({"prompt": "p", "chosen": "c", "rejected": ""}))
     write_pairs(places["pairs"], 8)
-    places["texts"] = next(Path(load_config(tiny).data.store_folder).glob("text-*/store.json")).parent
+    places["texts"] = store_of_texts(tiny)
     argv = [*base, *in_folder(tmp_path / "run"), "--preference.loss", "dpo", "--training.steps", "1"]
     (line,) = ranks(1).run(error_line, [*argv, *(word.format(**places) for word in words)])
     assert MISTAKES[words].format(**places) in line and "\n" not in line

@@ -22,6 +22,7 @@ from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.runtime.device import DTYPES
 from trainer.system.files import digest_of
+from trainer.system.signals import SignalListener, end_before_training
 from trainer.testing.layouts import flags
 
 _SIZES = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 16, "vocab_size": 4352}
@@ -46,7 +47,8 @@ def make_fixtures(folder: Path) -> None:
         "metrics.tensorboard": "false",
         **{f"model.overrides.{name}": size for name, size in _SIZES.items()},
     }
-    assert train.run(load_config(flags({key: str(value) for key, value in values.items()}))) == 0
+    listener = SignalListener(end_before_training)
+    assert train.run(load_config(flags({key: str(value) for key, value in values.items()})), listener) == 0
 
 
 def _forge(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
