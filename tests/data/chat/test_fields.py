@@ -79,6 +79,9 @@ def test_words_in_names_decide_whether_a_field_selects_what_is_trained_on():
         "TrainOnInput",
         "assistant-masks",
         "Messages",
+        "systemPrompt",
+        "toolCalls",
+        "skip",
     ):
         assert is_consequential(name), name
     for name in (

@@ -8,7 +8,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with the reasoning of an answer. transformers passes it to templates as reasoning_content and thinking."""
 
 _LOSS_WORDS = frozenset(
-    ["weight", "weights", "mask", "masks", "masked", "loss", "train", "trained", "trainable", "training"]
+    """weight weights mask masks masked loss train trained trainable training learn supervised ignore skip
+    exclude""".split()  # noqa: SIM905  a list of quoted words is unreadable
 )
 """Words in the names of fields that select what is trained on, such as loss_mask and trainOnTurn."""
 _CONSEQUENTIAL = frozenset(
@@ -16,8 +17,9 @@ _CONSEQUENTIAL = frozenset(
     """messages conversations conversation dialog dialogue dialogs chat turns history text texts prompt prompts completion
     completions chosen rejected instruction instructions input inputs output outputs query question questions answer answers
     response responses context content value label labels input_ids
-    system system_prompt system_message developer system_text
-    tools functions tool_calls function_call function_calls calls
+    chosen_messages rejected_messages end_turn recipient
+    system system_prompt system_message developer system_text preamble
+    tools functions tool_calls tool_results available_tools function_call function_calls calls
     reasoning_content reasoning thinking thought thoughts reasoning_details thinking_blocks rationale chain_of_thought cot
     enable_thinking documents chat_template chat_template_kwargs template_kwargs
     image images audio audios video videos input_audio refusal""".split()  # noqa: SIM905  a list of quoted words is unreadable
@@ -34,7 +36,8 @@ def is_absent(value: Any) -> bool:
 def is_consequential(name: str) -> bool:
     """Return whether a field of this name may change what is trained on, so that it must not be ignored silently."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
-    return name.lower().replace("-", "_") in _CONSEQUENTIAL or not _LOSS_WORDS.isdisjoint(map(str.lower, words))
+    words = [word.lower() for word in words]
+    return "_".join(words) in _CONSEQUENTIAL or not _LOSS_WORDS.isdisjoint(words)
 
 
 def without(document: Any, names: Collection[str]) -> tuple[Any, set[str]]:

@@ -81,7 +81,9 @@ def _selected(folder: str, search: _Search) -> Iterator[str]:
             if name.endswith(search.suffixes):
                 yield os.path.join(inner, name)
             else:
-                search.other_endings[ending_of(name)] += 1
+                # An ending in capital letters is shown as it is, because it is the reason.
+                ending = ending_of(name)
+                search.other_endings[name[-len(ending) :] if ending in search.suffixes else ending] += 1
 
 
 def describe_folder(folder: str, dataset: str) -> str:

@@ -175,11 +175,20 @@ class _IncompleteValue(InvalidDocument):
     """The reason is the end of the JSON text."""
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raise InvalidDocument if two of its fields have the same name, because one of them would be lost."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise InvalidDocument(f"an object has two fields named {name!r}")
+    return fields
+
+
 def _parse(content: bytes, unit: str) -> Any:
     """Parse a JSON value. unit: what the content is, for messages."""
     try:
         # json.loads(content) without decoding would interpret bytes that contain zeros as UTF-16.
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise InvalidDocument(f"the {unit} is not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
