@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from trainer.system.process import exit_on_interrupt
+from trainer.testing.random_parameters import randomize
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -156,17 +157,6 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 # ---------------------------------------------------------------- exports
-
-
-def randomize(model: Decoder) -> None:
-    """Draw all parameters. Norms and biases deviate from the values that would hide an error."""
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
-            else:
-                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
 
 
 def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:

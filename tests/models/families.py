@@ -10,6 +10,7 @@ import transformers
 from models import MODELS
 from models.decoder import Decoder
 from models.spec import ModelSpec
+from trainer.testing.random_parameters import randomize
 
 SEQ = 33
 
@@ -102,13 +103,7 @@ def hf_model_of(family: str, index: int) -> transformers.PreTrainedModel:
     config = cls.config_class(**copy.deepcopy(_COMMON | CONFIGS[family][index]))  # transformers changes its arguments
     config._attn_implementation = "eager"
     model = cls(config).eval()
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
-            else:
-                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
+    randomize(model)
     return model
 
 

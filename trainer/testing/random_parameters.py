@@ -1,0 +1,15 @@
+"""Random parameters for comparisons with other implementations of a model."""
+
+import torch
+from torch import nn
+
+
+def randomize(model: nn.Module) -> None:
+    """Draw all parameters. Norms and biases deviate from the values that would hide an error."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
