@@ -39,7 +39,7 @@ def run(config: Config, listener: SignalListener) -> int:
     from trainer.run.resolve import resolve
     from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point, run_folder
     from trainer.runtime import device, distributed
-    from trainer.system import logging
+    from trainer.system import console
 
     with one_line_errors(config):
         resolved = resolve(config, distributed.world_size())
@@ -51,7 +51,7 @@ def run(config: Config, listener: SignalListener) -> int:
         lock = acquire_lock(config)
         saved = resume_point(config, resolved)
         if saved is not None and saved.state.step >= config.training.steps:
-            logging.info(
+            console.info(
                 f"{config.run.name} already finished at step {saved.state.step}; raise --training.steps to continue"
             )
             if config.checkpoint.export_huggingface:

@@ -9,9 +9,9 @@ import torch
 from torch import Generator, Tensor
 
 Head = Callable[[Tensor, Tensor, float | None], Tensor]
-"""Function (hidden, weight, softcap) -> loss, from which backward starts (see Objective.head in trainer/loss.py). The output
-module calls it. hidden: (batch, seq, dim); weight: (vocab, dim); softcap: limit of the logits (see Output in
-models/components.py)."""
+"""Function (hidden, weight, softcap) -> loss, from which backward starts (see Objective.head in
+trainer/objective/objective.py). The output module calls it. hidden: (batch, seq, dim); weight: (vocab, dim); softcap: limit of
+the logits (see Output in models/components.py)."""
 
 
 class Model(Protocol):

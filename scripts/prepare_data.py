@@ -25,7 +25,7 @@ from trainer.data.datasets import all_dataset_configs, blame_setting, pack_split
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.system import logging
+from trainer.system import console
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def main() -> None:
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)
         for warning in tokenizer.warnings:
-            logging.warning(warning)
+            console.warning(warning)
         datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
         if is_sharded and any(dataset.dataset == "prepared" for _, _, dataset in datasets):
             die("--shard: a prepared dataset cannot be sharded")

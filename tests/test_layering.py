@@ -11,8 +11,9 @@ from tests.conftest import ROOT
 
 LAYERS: tuple[set[str], ...] = (
     {"trainer.system", "models", "trainer.batch", "trainer.state"},
-    {"trainer.config", "trainer.loss"},
-    {"trainer.runtime", "trainer.data", "trainer.lora", "trainer.preference"},
+    {"trainer.config"},
+    {"trainer.runtime", "trainer.data"},
+    {"trainer.objective", "trainer.adapters"},
     {"trainer.optim", "trainer.parallel", "trainer.resilience", "trainer.checkpoint"},
     {"trainer.run", "trainer.evaluate", "trainer.inference"},
     {"trainer.engine"},

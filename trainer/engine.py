@@ -8,22 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.adapters.apply import apply_lora
 from trainer.batch import Batch
 from trainer.config import Config
-from trainer.loss import CrossEntropy, Objective
+from trainer.objective.cross_entropy import CrossEntropy
+from trainer.objective.objective import Objective
+from trainer.objective.preference import Preference
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.context import shard_sequence
 from trainer.parallel.fsdp import start_microbatch
 from trainer.parallel.init_weights import initialize
-from trainer.parallel.lora import apply_lora
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_terms
 from trainer.parallel.unsharded import GradientAccumulator
-from trainer.preference import Preference
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.device import DTYPES

@@ -15,7 +15,7 @@ from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
 from trainer.state import is_due
-from trainer.system import logging
+from trainer.system import console
 
 _CHUNK_SAMPLES = 256
 """Number of samples whose targets are counted at once."""
@@ -97,12 +97,12 @@ class Evaluator:
         loss = means["loss"]
         if objective.metrics:
             shown = ", ".join(f"{name} {means[name]:.4f}" for name in objective.metrics)
-            logging.info(
+            console.info(
                 f"{dataset.name}: loss {loss:.4f} over {num_terms} {objective.unit.removeprefix('num_')} ({shown})"
             )
             return means | {objective.unit: num_terms}
         entropy, num_bytes = dataset.target_statistics
-        logging.info(
+        console.info(
             f"{dataset.name}: loss {loss:.4f} nats over {num_terms} tokens (unigram entropy of these tokens: {entropy:.4f}, "
             f"entropy minus loss: {entropy - loss:+.4f})"
         )

@@ -24,7 +24,7 @@ from trainer.run.run_folder import run_folder
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
-from trainer.system import logging
+from trainer.system import console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Trainer:
             try:
                 self._wait_for_saves()  # the save in flight contains a good step
             except SaveFailed as failure:
-                logging.warning(str(failure))
+                console.warning(str(failure))
             raise
         finally:
             self.watchdog.close()
@@ -81,11 +81,11 @@ class Trainer:
             saved = "checkpoint saved); rerun the same command to resume"
             if not self.config.checkpoint.enabled:
                 saved = "no checkpoint saved, because [checkpoint] enabled = false)"
-            logging.info(f"stopped at step {state.step} ({saved}")
+            console.info(f"stopped at step {state.step} ({saved}")
             return
         if self.config.checkpoint.export_huggingface:
             export_run(folder)
-        logging.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
+        console.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
     def train_step(self, batches: Iterator[Batch], asked_to_stop: Callable[[], bool]) -> StepResult:
         """Run one optimizer step. asked_to_stop: whether this rank was asked to stop."""
@@ -165,7 +165,7 @@ class Trainer:
             skipped = outcome.consecutive_skips * self.config.training.global_batch_size
             first = max(outcome.cursor - skipped, point.state.cursor)
             start, stop = self.data.sample_range(state, first, outcome.cursor)
-            logging.warning(
+            console.warning(
                 f"{outcome}; rolling back to step {point.state.step}, skipping samples {start} to {stop - 1}"
             )
             rollbacks, skipped_samples = state.rollbacks, state.skipped_samples

@@ -196,7 +196,7 @@ def test_new_checkpoint_is_kept_and_found_although_damaged_ones_are_newer(ranks,
 
 def test_failed_removal_is_a_warning(monkeypatch, tmp_path):
     messages = []
-    monkeypatch.setattr(commit.logging, "warning", messages.append)
+    monkeypatch.setattr(commit.console, "warning", messages.append)
     monkeypatch.setattr(commit, "latest_per_step", fails)
     commit.prune(SaveRequest(tmp_path, 9, {}, {}, 1, 0, 0))
     assert messages == ["old checkpoints were not removed: shard: No space left on device"]

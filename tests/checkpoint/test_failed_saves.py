@@ -5,26 +5,26 @@ import pytest
 from tests.training_runs import train
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed, latest_per_step, step_of
-from trainer.system import logging
+from trainer.system import console
 
 
 def run_with_failing_saves(argv, failing_steps):
     """Train while the saves of some steps find no space. Return the message of SaveFailed, or "", and the warnings."""
-    save, warnings, warning = commit.save, [], logging.warning
+    save, warnings, warning = commit.save, [], console.warning
 
     def full(request, *args):
         if request.step in failing_steps:
             raise SaveFailed(f"step {request.step} could not be saved: no space")
         save(request, *args)
 
-    commit.save, logging.warning = full, warnings.append
+    commit.save, console.warning = full, warnings.append
     try:
         train(argv)
         message = ""
     except SaveFailed as failure:
         message = str(failure)
     finally:
-        commit.save, logging.warning = save, warning
+        commit.save, console.warning = save, warning
     return message, warnings
 
 

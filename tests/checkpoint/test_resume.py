@@ -17,11 +17,11 @@ from trainer.testing.ranks import RankError
 
 def find_with_warnings(folder, *args):
     messages = []
-    original, resume.logging.warning = resume.logging.warning, messages.append
+    original, resume.console.warning = resume.console.warning, messages.append
     try:
         return resume.find_resume_point(folder, *args), messages
     finally:
-        resume.logging.warning = original
+        resume.console.warning = original
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 from trainer.config import ConfigError, command_line
 from trainer.config.command_line import check_environment, refuse_separate_tasks, run_to_end
 from trainer.system.children import children_ignore_signals
-from trainer.system.logging import MAX_LINE, shorten
+from trainer.system.console import MAX_LINE, shorten
 
 RUNNABLE = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in RUNNABLE)

@@ -28,6 +28,7 @@ from tests.training_runs import (
     records,
     trainer_from,
 )
+from trainer.adapters.select import LORA_A
 from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.adapter import PeftNames, open_weights, write_peft
 from trainer.checkpoint.export import HfExport, export_run, is_export_of
@@ -36,7 +37,6 @@ from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError
 from trainer.config.command_line import run_to_end
 from trainer.config.load import load_config
-from trainer.lora import LORA_A
 from trainer.planning.simulate import simulate
 from trainer.run.resolve import resolve
 from trainer.testing.layouts import Layout, flags, num_ranks

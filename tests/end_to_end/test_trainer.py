@@ -22,7 +22,7 @@ from tests.training_runs import (
 from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
-from trainer.system import logging
+from trainer.system import console
 from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
 from trainer.testing.ranks import RankError
 
@@ -304,11 +304,11 @@ def test_settings_changed_since_the_checkpoint_are_logged(ranks, tiny, tmp_path)
 
 def lines_logged_by_train(argv):
     lines = []
-    original, logging.info = logging.info, lines.append
+    original, console.info = console.info, lines.append
     try:
         train(argv)
     finally:
-        logging.info = original
+        console.info = original
     return lines
 
 

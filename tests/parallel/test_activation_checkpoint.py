@@ -12,7 +12,7 @@ from models.llama import LlamaSizes, llama
 from tests.parallel.tiny_models import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.fields import settings
-from trainer.loss import CrossEntropyHead
+from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.init_weights import initialize

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
-from trainer.loss import CrossEntropyHead
+from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.parallelize import configure_compiler
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)

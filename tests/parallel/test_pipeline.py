@@ -11,7 +11,7 @@ from tests.parallel.tiny_models import build_model_parts, inputs, reference
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
 from trainer.config.fields import settings
-from trainer.loss import CrossEntropy, CrossEntropyHead
+from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyHead
 from trainer.parallel.pipeline import (
     SCHEDULES,
     PipelineStep,

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
-from trainer.loss import CrossEntropyHead
+from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.tensor import styles
 from trainer.planning.recorder import Recorder
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
-from trainer.loss import CrossEntropyHead
+from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.unsharded import GradientAccumulator
 
 SIZES = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 import trainer.planning.simulate
 from tests.optim.test_offload import IN_BACKWARD
 from trainer.config.load import load_config
-from trainer.loss import CrossEntropyHead
+from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.planning.patches import bound_loss_chunks
 from trainer.planning.recorder import Recorder
 from trainer.planning.simulate import Simulation, simulate

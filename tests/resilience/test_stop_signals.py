@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.resilience.stop_signals import StopRequest
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.signals import STOP_SIGNALS
 
 
@@ -19,7 +19,7 @@ def request_after(monkeypatch):
     def receive(lines, *signals):
         listener = SimpleNamespace(react=None)
         request = StopRequest(listener)
-        monkeypatch.setattr(logging, "info", lambda line: lines.append((line, request.requested)))
+        monkeypatch.setattr(console, "info", lambda line: lines.append((line, request.requested)))
         for second, number in signals:
             monkeypatch.setattr(time, "monotonic", lambda second=second: second)
             listener.react(number)

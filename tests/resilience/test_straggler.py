@@ -12,7 +12,7 @@ from torch import nn
 from trainer.resilience import straggler
 from trainer.resilience.straggler import StragglerDetector, find_straggler
 from trainer.runtime import device as devices
-from trainer.system import logging
+from trainer.system import console
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def compare_several_times(ratio):
     """Return the straggler of each comparison, and the warnings. Rank 1 becomes slow, then fast again."""
     clock, warnings = [0.0], []
     devices.time = straggler.time = SimpleNamespace(perf_counter=lambda: clock[0])
-    warning, logging.warning = logging.warning, warnings.append
+    warning, console.warning = console.warning, warnings.append
     try:
         # The fifth of the ten laps is the shortest: a rank that is disturbed now and then is not a straggler.
         fast, slow = [3, 3, 3, 3, 1, 3, 3, 3, 3, 3], [3, 3, 3, 3, 2, 3, 3, 3, 3, 3]
@@ -72,7 +72,7 @@ def compare_several_times(ratio):
         return [straggler and straggler["rank"] for straggler in found], warnings
     finally:
         devices.time = straggler.time = time
-        logging.warning = warning
+        console.warning = warning
 
 
 def test_a_straggler_is_reported_once_while_it_stays_slow(ranks):

@@ -261,7 +261,7 @@ def test_a_full_disk_delays_records_and_does_not_end_the_run(tmp_path, capsys):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
 def test_a_log_line_that_cannot_be_printed_does_not_end_the_process():
-    code = "from trainer.system import logging; logging.info('a'); logging.warning('b'); import os; os._exit(0)"
+    code = "from trainer.system import console; console.info('a'); console.warning('b'); import os; os._exit(0)"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, cwd=ROOT, check=False)
     assert done.returncode == 0

@@ -16,7 +16,7 @@ from trainer.config import ConfigError, ProfilingConfig
 from trainer.config.load import load_config
 from trainer.run.profiler import Profiler
 from trainer.run.resolve import resolve
-from trainer.system import logging
+from trainer.system import console
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_trace_that_would_never_be_written_is_an_error(settings, message):
 
 
 def warnings_after(step):
-    with mock.patch.object(logging, "warning") as warning:
+    with mock.patch.object(console, "warning") as warning:
         Profiler(ProfilingConfig(first_step=1, num_steps=2), torch.device("cpu"), Path("run"), step)
     return [call.args[0] for call in warning.call_args_list]
 

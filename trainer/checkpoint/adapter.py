@@ -1,4 +1,4 @@
-"""Adapters (trainer/lora.py) in checkpoints, merged with their base model, and in the format of the package peft."""
+"""Adapters (trainer/adapters/select.py) in checkpoints, merged with their base model, and in the format of the package peft."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
+from trainer.adapters.select import LORA_A, LORA_B, SCALE_SETTINGS, TrainedParameters, adapter_shapes
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into, require_match
 from trainer.checkpoint.huggingface import (
@@ -28,10 +29,9 @@ from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.schema import toml_value
-from trainer.lora import LORA_A, LORA_B, SCALE_SETTINGS, TrainedParameters, adapter_shapes
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import atomic_folder, digest_of
 
 PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -184,7 +184,7 @@ def load_adapter(
         raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
     except ConfigError as error:
         raise error if error.key else ConfigError("lora.init_from", error.message) from None
-    logging.info(f"loaded the adapter {folder}")
+    console.info(f"loaded the adapter {folder}")
     return run_on_rank_0(partial(digest_of, source))
 
 

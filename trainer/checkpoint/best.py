@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 
 from trainer.config import EvaluationConfig
-from trainer.system import logging
+from trainer.system import console
 
 
 class BestTracker:
@@ -48,7 +48,7 @@ class BestTracker:
         of the existing checkpoints."""
         valid = state[:1] == [self.identity] and state[1] in steps
         if state and self.dataset and not valid:
-            logging.info(
+            console.info(
                 f"ignoring the previous best step {state[1]}, because the evaluation data changed or that checkpoint is missing"
             )
         self._saved, self._pending = (state[1], state[2]) if valid else (0, math.inf), None

@@ -35,7 +35,7 @@ from trainer.checkpoint.storage import TensorMetadata
 from trainer.config import ConfigError
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import describe, is_temporary, sync, temporary_path
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
@@ -189,7 +189,7 @@ def prune(request: SaveRequest) -> None:
             elif _has_all_files(path):
                 complete += 1
     except OSError as error:
-        logging.warning(f"old checkpoints were not removed: {describe(error)}")
+        console.warning(f"old checkpoints were not removed: {describe(error)}")
 
 
 def _has_all_files(checkpoint: Path) -> bool:

@@ -27,7 +27,7 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import TensorWrite, write_safetensors
 from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.config import ConfigError
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import atomic_folder
 from trainer.system.units import GIB
 
@@ -126,4 +126,4 @@ def export_run(run_folder: Path, skip_existing: bool = False) -> None:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"
         raise ConfigError("checkpoint.export_huggingface", message) from None
-    logging.info(f"exported {out}")
+    console.info(f"exported {out}")

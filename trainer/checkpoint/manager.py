@@ -18,7 +18,7 @@ from trainer.config import CheckpointConfig
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState, is_due
-from trainer.system import logging
+from trainer.system import console
 
 
 class CheckpointManager:
@@ -122,7 +122,7 @@ class CheckpointManager:
             stops = self.config.on_failure == "stop" or result.step == self._last_step
             if stops or isinstance(result.failure, WriterDied):
                 raise result.failure
-            logging.warning(
+            console.warning(
                 f"{result.failure}; previous checkpoints are intact, and the next save will be attempted as scheduled"
             )
         return [result for result in results if result.failure is None]
@@ -143,9 +143,9 @@ class CheckpointManager:
         self.best.load_state(saved.best, [step_of(path) for path in existing])
         self._deferred = False
         ranks = f"{saved.world_size} rank{'s' * (saved.world_size > 1)}"
-        logging.info(f"resuming from {point.path} (step {saved.step}, saved by {ranks})")
+        console.info(f"resuming from {point.path} (step {saved.step}, saved by {ranks})")
         for line in resume.changed_settings(point, self.files["config.toml"].decode()):
-            logging.info(f"setting changed since the checkpoint: {line}")
+            console.info(f"setting changed since the checkpoint: {line}")
         if point.rollback:
             run_on_rank_0(lambda: resume.discard_newer(point))
 

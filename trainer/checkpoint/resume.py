@@ -16,7 +16,7 @@ from trainer.config import ConfigError
 from trainer.config.render import differing_settings
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import atomic_write, read_json_object, sync
 
 _LINEAGE = "lineage.json"
@@ -61,7 +61,7 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
         if not steps:
             raise ConfigError("checkpoint.load_step", f"{folder} has no such checkpoint; available steps: {available}")
     elif load_step and steps:
-        logging.info(
+        console.info(
             f"the run was already rolled back to step {load_step} and resumes from the newest checkpoint; "
             "to repeat the rollback, remove "
             f"{folder / _LINEAGE}"
@@ -72,7 +72,7 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
             return ResumePoint(path, _read_state(path), rolls_back)
         if rolls_back:
             raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
-        logging.warning(f"ignoring damaged checkpoint {path}: {problem}")
+        console.warning(f"ignoring damaged checkpoint {path}: {problem}")
     if steps:
         message = f"{folder}: all {len(steps)} checkpoints are damaged; set another --run.name for a new run"
         raise ConfigError("", message)
@@ -163,7 +163,7 @@ def discard_newer(saved: ResumePoint) -> None:
             for path in newer:
                 path.rename(discarded / path.name)
                 sync(folder)
-            logging.info(f"moved {len(newer)} newer checkpoints to {discarded}")
+            console.info(f"moved {len(newer)} newer checkpoints to {discarded}")
         atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step]}))
     except OSError as error:
         message = f"{error.filename or folder} cannot be written ({error.strerror})"

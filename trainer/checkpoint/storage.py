@@ -28,7 +28,7 @@ from torch.futures import Future
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError, File
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import HashingFile, describe
 
 INDEX = "index.json"
@@ -105,7 +105,7 @@ def retry_transient(write: Callable[[], Any]) -> Any:
         except OSError as error:
             if error.errno not in _TRANSIENT_ERRNOS or attempt == _ATTEMPTS:
                 raise
-            logging.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS} failed; retrying")
+            console.warning(f"{describe(error)}; attempt {attempt} of {_ATTEMPTS} failed; retrying")
             time.sleep(0.25 * 2**attempt)
 
 

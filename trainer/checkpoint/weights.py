@@ -22,7 +22,7 @@ from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import matching
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import digest, digest_of, folder_error
 from trainer.system.model_folder import folder_problem
 
@@ -151,6 +151,6 @@ def init_weights_from(
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
     exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
-    logging.info(f"loaded weights from {weights.folder}{exception}")
+    console.info(f"loaded weights from {weights.folder}{exception}")
     dist.barrier()
     return weights

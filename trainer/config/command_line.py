@@ -15,8 +15,8 @@ from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
+from trainer.system.console import printable, shorten
 from trainer.system.files import describe, folder_error
-from trainer.system.logging import printable, shorten
 from trainer.system.process import local_rank, restore_interrupt
 from trainer.system.streams import open_standard_streams, print_error
 

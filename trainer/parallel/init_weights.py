@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Generator, Tensor, nn
 
+from trainer.adapters.select import LORA_A, LORA_B, init_adapter
 from trainer.config import LoraConfig
-from trainer.lora import LORA_A, LORA_B, init_adapter
 from trainer.parallel.tensor import kept_ties
 from trainer.runtime.dtensor import local_region
 

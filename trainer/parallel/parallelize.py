@@ -9,13 +9,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.spec import ParallelPlan
+from trainer.adapters.apply import AdapterDropout
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.fsdp import apply_fsdp
-from trainer.parallel.lora import AdapterDropout
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.tensor import apply_tensor

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from models.spec import ParallelPlan
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
-from trainer.loss import Readout
+from trainer.objective.objective import Readout
 from trainer.parallel.step import Step
 from trainer.runtime.distributed import sum_over
 

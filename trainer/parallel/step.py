@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainer.batch import Batch
-from trainer.loss import Objective, Readout, by_name
+from trainer.objective.objective import Objective, Readout, by_name
 from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.phases import PhaseTimer

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from models.components import CausalAttention
-from trainer import loss
-from trainer.loss import chunk_starts
+from trainer.objective import cross_entropy
+from trainer.objective.cross_entropy import chunk_starts
 from trainer.parallel.attention import AttentionBackend
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
@@ -139,7 +139,7 @@ def bound_loss_chunks(recorder: Recorder) -> Iterator[None]:
         if len(every) > 1:
             yield every[-1]
 
-    with patch.object(loss, "chunk_starts", starts):
+    with patch.object(cross_entropy, "chunk_starts", starts):
         yield
 
 

@@ -36,7 +36,7 @@ from trainer.planning.recorder import MEMORY_CATEGORIES, ExecutionPoint, Recorde
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local
 from trainer.system.children import exit_with_parent, start_fork_server
-from trainer.system.logging import progress
+from trainer.system.console import progress
 from trainer.system.process import cores
 
 CPU = torch.device("cpu")

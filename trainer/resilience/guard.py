@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.config import ResilienceConfig
 from trainer.runtime.host_memory import Event, HostTransfer
 from trainer.state import TrainState
-from trainer.system import logging
+from trainer.system import console
 
 WINDOW = 128
 """Number of most recent accepted steps. A spike is detected by comparison with their losses and gradient norms."""
@@ -198,7 +198,7 @@ class StepMonitor:
             outcome = StepOutcome.unpack(step, cursor, packed)
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
-                logging.warning(f"{outcome}; update skipped ({counts})")
+                console.warning(f"{outcome}; update skipped ({counts})")
             outcomes.append(outcome)
         return outcomes
 

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.signals import ENDING_SIGNALS, SAME_REQUEST_S, SignalListener
 from trainer.system.streams import print_error
 
@@ -29,4 +29,4 @@ class StopRequest:
             self._first_s = min(self._first_s, now)
         if not requested:
             line = "the run stops after this step or the next; a repeated SIGTERM or SIGINT ends it immediately"
-            logging.info(f"{number.name}: {line}")
+            console.info(f"{number.name}: {line}")

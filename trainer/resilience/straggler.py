@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.runtime import device as devices
-from trainer.system import logging
+from trainer.system import console
 
 _MIN_STEPS = 5
 """Minimum number of steps before ranks are compared. With fewer steps, the shortest time is too noisy to compare."""
@@ -73,7 +73,7 @@ class StragglerDetector:
         straggler = find_straggler(torch.stack(all_ranks).cpu(), elapsed_s, self.ratio)
         self.start()
         if straggler is not None and straggler["rank"] != self.last_reported:
-            logging.warning(f"rank {straggler['rank']} is a straggler: {straggler['reason']}")
+            console.warning(f"rank {straggler['rank']} is a straggler: {straggler['reason']}")
         self.last_reported = straggler and straggler["rank"]
         return straggler
 

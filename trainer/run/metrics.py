@@ -19,7 +19,7 @@ from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import atomic_write, is_moved, parse_json_object, require_regular
 from trainer.system.units import GIB
 
@@ -139,7 +139,7 @@ class Metrics:
         if peak_flops := devices.peak_flops(self.device, training.compute_dtype):
             record["mfu_percent"] = 100 * flops / peak_flops
         self.log_event(record)
-        logging.info(self._line(record))
+        console.info(self._line(record))
         self.recorded_step = step
         self.start(now)
         self.phases.start("other")
@@ -149,7 +149,7 @@ class Metrics:
         remaining_s = (steps - step) * record["step_time_s"]
         mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
         loss = f"loss {record['loss']:.4f}"
-        if logging.on_terminal():
+        if console.on_terminal():
             loss = f"\x1b[1m{loss}\x1b[0m"
         return (
             f"step {step:>{len(str(steps))}}/{steps} | {loss} | grad norm {record['grad_norm']:.3f} "
@@ -160,7 +160,7 @@ class Metrics:
     def log_saves(self, saves: Iterable[SaveResult]) -> None:
         for save in saves:
             background = f" + {save.background_s:.1f} s in the background" if save.background_s >= 0.05 else ""
-            logging.info(f"saved {save.path} in {save.blocked_s:.1f} s{background}")
+            console.info(f"saved {save.path} in {save.blocked_s:.1f} s{background}")
             seconds = {"blocked_s": save.blocked_s, "background_s": save.background_s}
             self.log_event({"kind": "checkpoint", "step": save.step} | seconds)
 
@@ -192,7 +192,7 @@ class Metrics:
             yield
         except OSError as error:
             if file not in self.failed_files:
-                logging.warning(f"{file} cannot be written ({error.strerror}); the run continues")
+                console.warning(f"{file} cannot be written ({error.strerror}); the run continues")
             self.failed_files.add(file)
 
     def _close_records(self) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from trainer.config import ProfilingConfig
 from trainer.runtime import device as devices
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import describe
 from trainer.system.streams import print_error
 
@@ -25,7 +25,7 @@ class Profiler:
         self.recording = False
         """Whether the current step is traced, on this rank or on another one."""
         if self._steps and step >= self._steps[-1]:
-            logging.warning(
+            console.warning(
                 f"the run has already completed the steps of [profiling], up to {self._steps[-1]}: no trace"
             )
 
@@ -58,7 +58,7 @@ class Profiler:
             if self._config.memory_snapshot:
                 devices.record_memory_history(False)
         dist.barrier()
-        logging.info(f"traced steps from {self._steps.start} on, rank {self._config.rank}: {self._folder}")
+        console.info(f"traced steps from {self._steps.start} on, rank {self._config.rank}: {self._folder}")
 
     def _write(self, trace: torch.profiler.profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,11 @@ from trainer.config import ConfigError
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.samples import Samples
-from trainer.loss import token_losses
+from trainer.objective.cross_entropy import token_losses
+from trainer.objective.preference import sum_by_document
 from trainer.parallel.step import Step
-from trainer.preference import sum_by_document
 from trainer.runtime.distributed import all_gather_objects
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import atomic_write, digest, read_json_object
 from trainer.system.process import local_rank
 
@@ -108,7 +108,7 @@ class ReferenceStore:
                 if part["digest"] != digest(values.tobytes()) or stop <= first:
                     raise ValueError
             except (OSError, ValueError, KeyError, TypeError):
-                logging.warning(f"ignoring {path}, which is damaged")
+                console.warning(f"ignoring {path}, which is damaged")
                 break
             parts.append(values)
             first = stop
@@ -143,7 +143,7 @@ class ReferenceStore:
             if problem := next(filter(None, problems), ""):
                 raise ConfigError("data.store_folder", problem)
             self.num_done = stop
-            logging.info(f"reference log-probabilities: {stop} of {self.num_samples} samples in {self.folder}")
+            console.info(f"reference log-probabilities: {stop} of {self.num_samples} samples in {self.folder}")
         return ReferencedSamples(self.samples, self.offsets, self.values)
 
     def _write(self, first: int, stop: int, values: np.ndarray) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from models import MODELS
 from models.sizes import text_of
 from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
+from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
@@ -16,7 +17,6 @@ from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.lora import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from trainer.adapters.select import SCALE_SETTINGS
 from trainer.checkpoint import resume
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, GENERATION_CONFIG, MODEL_FILE, ModelMetadata, initial_model
 from trainer.checkpoint.resume import ResumePoint
@@ -20,11 +21,10 @@ from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
-from trainer.lora import SCALE_SETTINGS
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write, file_error, folder_error, try_lock
 
@@ -190,21 +190,21 @@ def log_summary(
 ) -> None:
     """Log the model, device and data of the run. attention: name of the attention kernel."""
     dims, training = resolved.dims, config.training
-    logging.info(
+    console.info(
         f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, computing in "
         f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
-    logging.info(
+    console.info(
         f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "
         f"{training.global_batch_size} per step, in {resolved.grad_accum} microbatches per rank"
     )
     for warning in resolved.tokenizer.warnings:
-        logging.warning(warning)
+        console.warning(warning)
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:
-        logging.warning(
+        console.warning(
             f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} exceed the {steps} steps of this run: "
             "the schedule will not complete"
         )

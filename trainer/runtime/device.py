@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.config.schema import DeviceChoice
 from trainer.runtime.accelerators import ACCELERATORS
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.process import cores, local_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -109,7 +109,7 @@ def set_cpu_threads(threads: int) -> None:
     if not threads and chosen.isdecimal() and int(chosen):
         threads = min(int(chosen), cores())
         if threads < int(chosen):
-            logging.warning(
+            console.warning(
                 f"OMP_NUM_THREADS={chosen}: this node has only {threads} cores, so {threads} threads are used"
             )
     torch.set_num_threads(threads or max(1, cores() // local_world_size()))

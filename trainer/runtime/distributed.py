@@ -17,7 +17,7 @@ from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
 from trainer.runtime.rendezvous import connect, wait_for_all
-from trainer.system.logging import shorten
+from trainer.system.console import shorten
 from trainer.system.process import local_rank, node_id
 from trainer.system.streams import print_error
 

@@ -8,7 +8,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from trainer.runtime.rendezvous import SILENCE_S, clock_time, connect
-from trainer.system.logging import announce
+from trainer.system.console import announce
 
 
 def prepare(address: str, port: int, min_nodes: int, timeout_s: float) -> None:

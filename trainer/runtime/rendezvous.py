@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trainer.system.logging import announce
+from trainer.system.console import announce
 
 LOOPBACK = "127.0.0.1"
 SILENCE_S = 5.0

@@ -12,12 +12,13 @@ from torch.distributed.tensor import Replicate
 
 from models import llama
 from models.rope import rotate_halves
-from trainer import preference
+from trainer.adapters import apply as adapters
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
-from trainer.parallel import lora, tensor
+from trainer.objective import preference
+from trainer.parallel import tensor
 from trainer.parallel.attention import Mask
 from trainer.parallel.step import SpmdStep
 from trainer.run.resolve import ResolvedRun
@@ -101,7 +102,7 @@ BUGS = {
     ),
     "gradients of replicated adapter matrices not summed over tp": Bug(
         ("tp=2",),
-        lambda: patch.object(lora, "_local_factor", to_local),
+        lambda: patch.object(adapters, "_local_factor", to_local),
         applies=lambda config, resolved: config.lora.rank is not None,
         parameters="lora_",
     ),

@@ -63,7 +63,7 @@ def test_long_documents_are_split_truncated_or_dropped(long_documents, spans):
 
 def test_incomplete_documents_and_spans_without_a_target_are_counted(tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", warnings.append)
+    monkeypatch.setattr("trainer.data.sampling.packing.console.warning", warnings.append)
     targets = np.zeros(18, np.uint8)
     targets[[2, 6]] = 1  # in the documents [0, 4) and [4, 8), but not in [8, 12)
     samples = packed(tmp_path, store_of([4, 4, 4, 1, 5], targets), 3, packing="none", long_documents="drop")
@@ -77,7 +77,7 @@ def test_incomplete_documents_and_spans_without_a_target_are_counted(tmp_path, m
 
 def test_pairs_that_do_not_fit_into_a_sample_are_counted(tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("trainer.data.sampling.packing.logging.warning", warnings.append)
+    monkeypatch.setattr("trainer.data.sampling.packing.console.warning", warnings.append)
     targets = np.ones(10, np.uint8)
     targets[[3, 8]] = SECOND_START  # of the pairs [0, 6) and [6, 10)
     pack(store_of([6, 4], targets), tmp_path / "packed", 3, DataConfig(packing="best-fit"), pairs=True)

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from trainer.config import ConfigError
 from trainer.data.sources import Source
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import digest_of, temporary_path
 
 _RECENT_S = 2.0
@@ -37,7 +37,7 @@ def fingerprint(source: Source, shape: list, caches: Path) -> tuple[str, str]:
     cache = _cache_path(source.root, caches)
     cached = _read_cache(cache)
     entry = next(cached, None)
-    with logging.progress(None, "B", "hashing the corpus") as bar, _NewCache(cache) as new_cache:
+    with console.progress(None, "B", "hashing the corpus") as bar, _NewCache(cache) as new_cache:
         for path in heapq.merge(source.files, source.auxiliary_files):
             name, identity = os.path.relpath(path, source.root), _identity(path)
             while entry is not None and entry[0] < name:

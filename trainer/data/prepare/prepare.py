@@ -32,7 +32,7 @@ from trainer.data.store.store import (
     write_description,
 )
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import HashingFile, atomic_folder, file_lock
 
 
@@ -67,7 +67,7 @@ def prepare(
                 message = (
                     f"{stores} cannot be written ({not_cached}), so that each start reads all files of the dataset"
                 )
-                logging.warning(message)
+                console.warning(message)
     counts = _counts(read_description(folder))
     check_number(data, counts, _bad_documents(folder))
     check_share(data, counts, _bad_documents(folder))
@@ -122,7 +122,7 @@ def _build(
     chunk_folder = folder.with_name(f"{folder.name}.tmp-chunks")
     chunk_folder.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
-    logging.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
+    console.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
     job = tokenize.TokenizeJob(source, data, tokenizer_config, chunk_folder)
     chunks = tokenize.tokenize_chunks(job, tokenizer, total)
     if _key(source, data, tokenizer, folder.parent)[0] != key:
@@ -155,7 +155,7 @@ def _write_store(
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = sum(run.tokens for chunk in chunks for run in chunk.runs)
     with atomic_folder(folder) as unfinished:
-        with logging.progress(tokens, " tokens", "shuffling") as bar:
+        with console.progress(tokens, " tokens", "shuffling") as bar:
             written = {s: write_split(unfinished, s, chunk_folder, chunks, dtype, bar.update) for s in SPLITS}
         with contextlib.closing(HashingFile(unfinished / "bad_documents.jsonl")) as out:
             for i in range(len(chunks)):
@@ -202,8 +202,8 @@ def _log_store(folder: Path, data: DataConfig) -> None:
     description = read_description(folder)
     if count := description["bad_documents"]:
         first = next(_bad_documents(folder))
-        logging.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
+        console.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
     for line in unused_fields(folder, data):
-        logging.info(line)
+        console.info(line)
     train = description["splits"]["train"]
-    logging.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")
+    console.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")

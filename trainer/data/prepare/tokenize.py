@@ -24,7 +24,7 @@ from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.children import children_ignore_signals, exit_with_parent
-from trainer.system.logging import progress
+from trainer.system.console import progress
 from trainer.system.process import cores, detach_signals
 
 CHUNK_BYTES = 4 * 2**20

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.store.store import SECOND_START, TokenStore
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import atomic_folder, read_json_object
 
 VERSION = 2
@@ -144,14 +144,14 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig, pair
         np.save(unfinished / "samples.npy", samples)
         (unfinished / "packing.json").write_text(json.dumps(counts))
     used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions are used"
-    logging.info(f"packed {counts['documents']} documents into {counts['samples']} samples in {folder}: {used}")
+    console.info(f"packed {counts['documents']} documents into {counts['samples']} samples in {folder}: {used}")
     if incomplete:
         which = "documents are truncated or dropped, because each has a single token or is"
         if pairs:
             which = "pairs are dropped, because the two answers of each, with their prompts, are together"
-        logging.warning(f"{incomplete} {which} longer than training.seq_len {seq_len}")
+        console.warning(f"{incomplete} {which} longer than training.seq_len {seq_len}")
     if spans := counts["without_target"]:
-        logging.warning(f"{spans} document spans are not part of any sample, because they contain no target token")
+        console.warning(f"{spans} document spans are not part of any sample, because they contain no target token")
 
 
 def read_packing(folder: Path) -> PackedIndex:

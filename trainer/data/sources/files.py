@@ -11,7 +11,7 @@ import numpy as np
 from trainer.config import ConfigError
 from trainer.data.sources.contents import advice_for, ending_of, list_endings
 from trainer.data.sources.streams import COMPRESSED
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
 
 MANIFEST = ".manifest"
@@ -113,18 +113,18 @@ def _hidden(search: _Search) -> list[str]:
 
 def _log(path: str, search: _Search) -> None:
     if hidden := _hidden(search):
-        logging.info(f"{path}: ignored {len(hidden)} hidden files and folders, such as {hidden[0]}")
+        console.info(f"{path}: ignored {len(hidden)} hidden files and folders, such as {hidden[0]}")
     if search.other_endings:
         count, endings = search.other_endings.total(), list_endings(search.other_endings)
-        logging.info(f"{path}: ignored {count} files with other endings: {endings}")
+        console.info(f"{path}: ignored {count} files with other endings: {endings}")
     if search.folders:
-        logging.info(
+        console.info(
             f"{path}: ignored {len(search.folders)} folders that match the pattern, such as {search.folders[0]}"
         )
     for link in search.loops:
-        logging.info(f"{path}: {link} is not followed, because it leads to a folder that contains it")
+        console.info(f"{path}: {link} is not followed, because it leads to a folder that contains it")
     for name in search.literal:
-        logging.warning(f"{name} exists, so it is not a pattern, which would match other names too")
+        console.warning(f"{name} exists, so it is not a pattern, which would match other names too")
 
 
 def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
@@ -182,6 +182,6 @@ def require_distinct(files: Sequence[str]) -> None:
         hard_links[name] = files[i]
     if hard_links:
         first, second = list(hard_links.values())[:2]
-        logging.warning(
+        console.warning(
             f"{len(hard_links)} files are hard links, such as {first} and {second}: their documents are read repeatedly"
         )

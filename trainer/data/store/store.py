@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system import logging
+from trainer.system import console
 from trainer.system.files import (
     HashingFile,
     atomic_folder,
@@ -290,4 +290,4 @@ def _write_concatenation(
         dataset = "preference" if descriptions[0]["dataset"] == "preference" else "prepared"
         listed = [{"folder": _location(member, folder.parent), "digest": digest} for member, digest in members]
         write_description(unfinished, dataset, tokenizer, **counts, files=files, members=listed)
-    logging.info(f"concatenated {len(members)} stores into {folder}")
+    console.info(f"concatenated {len(members)} stores into {folder}")

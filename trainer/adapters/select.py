@@ -3,7 +3,7 @@
 With [lora] rank, the model's parameters are frozen, except those of the modules in [lora] train_fully. An adapter adds the scaled
 product of two small matrices to the result of a linear module: base(x) + scale * x A^T B^T. The matrices are parameters of the
 module, `lora_a` (rank, inputs) and `lora_b` (outputs, rank), so FSDP, recomputation and compilation treat them like any other
-parameter. trainer/parallel/lora.py adds them to a model.
+parameter. trainer/adapters/apply.py adds them to a model.
 """
 
 from collections.abc import Iterable, Mapping

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.adapters.apply import AdapterDropout, apply_lora
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes, init_adapter
 from trainer.batch import DOCUMENT_BITS
 from trainer.config import LoraConfig
-from trainer.lora import LORA_A, LORA_B, TrainedParameters, adapter_shapes, init_adapter
-from trainer.parallel.lora import AdapterDropout, apply_lora
 
 
 def kept_values(documents, positions, block="layers.0", module_key=1, seed=0):

@@ -4,7 +4,7 @@ parallelism, each rank computes only the logits of its own vocabulary rows."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -247,39 +247,6 @@ class CrossEntropyHead:
         needs_gradient = torch.is_grad_enabled()
         args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
         return _SummedLoss.apply(*args, needs_gradient)
-
-
-class Readout(Protocol):
-    """Computation on the last hidden states, such as a loss."""
-
-    shape: tuple[int, ...]
-    """Shape of a head's result."""
-
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        """Return the head of a microbatch. The arguments are fields of Batch after context parallelism has sharded the
-        sequences."""
-
-
-class Objective(Readout, Protocol):
-    """Function that a run minimizes: the mean of a loss over the terms of a batch, such as target tokens. Its heads return the
-    sum of the loss over the terms or, if it has metrics, a vector of this sum and the sums of the metrics. Only the loss has a
-    gradient."""
-
-    unit: str
-    """Name of the number of terms in metrics."""
-    metrics: tuple[str, ...]
-    """Names of the metrics that are computed with the loss. They are means over the terms, too."""
-    chunk_tokens: int
-    compiled: bool
-    """Arguments of CrossEntropyHead."""
-
-    def count(self, batch: Batch) -> Tensor:
-        """Return the number of terms as a scalar. batch: full sequences."""
-
-
-def by_name(objective: Objective, values: Tensor) -> dict[str, Tensor]:
-    """Return "loss" and the objective's metrics by name. values: result of the objective's heads, (1 + metrics,)."""
-    return dict(zip(("loss", *objective.metrics), values.unbind(), strict=True))
 
 
 @dataclass(frozen=True)

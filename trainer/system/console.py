@@ -1,17 +1,22 @@
-"""Console output of the ranks that the environment variable LOG_RANK lists (default: "0"; other examples: "0,3" and "all")."""
+"""Console output of the ranks that the environment variable LOG_RANK lists (default: "0"; other examples: "0,3" and "all").
 
+Messages are records of the standard logger "meshwright". A program that imports the trainer may give this logger handlers and
+a level of its own; these then replace the lines on stdout and stderr.
+"""
+
+import logging
 import os
 import sys
 import threading
 import time
 from contextlib import suppress
-from typing import TextIO
 
 from tqdm import tqdm
 
+LOGGER = logging.getLogger("meshwright")
+
 MAX_LINE = 2000
 """Maximum number of characters of a message. A message may repeat a value of any length."""
-
 
 _LOCK = threading.RLock()
 """Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
@@ -37,28 +42,41 @@ def _is_logging_rank() -> bool:
     return ranks == "all" or str(_rank()) in ranks.split(",")
 
 
-def _log(text: str, file: TextIO) -> None:
-    if _is_logging_rank():
-        _write(text, file)
+class ConsoleHandler(logging.Handler):
+    """Writes information to stdout, and warnings to stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        rank = f"[rank {_rank()}] " if _rank() else ""
+        text = f"warning: {record.getMessage()}" if is_warning else record.getMessage()
+        # The streams of now: a caller may have replaced or closed those of the import.
+        with suppress(OSError):  # a full disk or a closed terminal must not stop a run
+            file = sys.stderr if is_warning else sys.stdout
+            print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
 
 
-def _write(text: str, file: TextIO) -> None:
-    rank = f"[rank {_rank()}] " if _rank() else ""
-    with suppress(OSError):  # a full disk or a closed terminal must not stop a run
-        print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
+def _log(level: int, text: str) -> None:
+    if not LOGGER.handlers:  # the program has set none of its own
+        LOGGER.addHandler(ConsoleHandler())
+        LOGGER.propagate = False  # otherwise a configured root logger would repeat each line
+        if LOGGER.level == logging.NOTSET:
+            LOGGER.setLevel(logging.INFO)
+    LOGGER.log(level, "%s", text)
 
 
 def info(text: str) -> None:
-    _log(text, sys.stdout)
+    if _is_logging_rank():
+        _log(logging.INFO, text)
 
 
 def announce(text: str) -> None:
     """Log a line on this rank even if LOG_RANK does not list it."""
-    _write(text, sys.stdout)
+    _log(logging.INFO, text)
 
 
 def warning(text: str) -> None:
-    _log(f"warning: {text}", sys.stderr)
+    if _is_logging_rank():
+        _log(logging.WARNING, text)
 
 
 def on_terminal() -> bool:

@@ -1,4 +1,4 @@
-"""Application of adapters (trainer/lora.py) to a model, whose matrices may be sharded."""
+"""Application of adapters (trainer/adapters/select.py) to a model, whose matrices may be sharded."""
 
 import zlib
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters
 from trainer.batch import DOCUMENT_BITS
 from trainer.config import LoraConfig
-from trainer.lora import LORA_A, LORA_B, TrainedParameters
 from trainer.runtime.device import DTYPES
 
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from models.spec import Head
 from trainer.batch import DOCUMENT_BITS, IGNORE_INDEX, Batch
 from trainer.config import PreferenceConfig
-from trainer.loss import token_losses
+from trainer.objective.cross_entropy import token_losses
 
 
 def _dpo(sums: Tensor, means: Tensor, config: PreferenceConfig) -> Tensor:

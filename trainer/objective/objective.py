@@ -1,0 +1,41 @@
+"""What a run minimizes: the interface between an objective and the steps that compute it."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from models.spec import Head
+from trainer.batch import Batch
+
+
+class Readout(Protocol):
+    """Computation on the last hidden states, such as a loss."""
+
+    shape: tuple[int, ...]
+    """Shape of a head's result."""
+
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        """Return the head of a microbatch. The arguments are fields of Batch after context parallelism has sharded the
+        sequences."""
+
+
+class Objective(Readout, Protocol):
+    """Function that a run minimizes: the mean of a loss over the terms of a batch, such as target tokens. Its heads return the
+    sum of the loss over the terms or, if it has metrics, a vector of this sum and the sums of the metrics. Only the loss has a
+    gradient."""
+
+    unit: str
+    """Name of the number of terms in metrics."""
+    metrics: tuple[str, ...]
+    """Names of the metrics that are computed with the loss. They are means over the terms, too."""
+    chunk_tokens: int
+    compiled: bool
+    """Arguments of CrossEntropyHead."""
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of terms as a scalar. batch: full sequences."""
+
+
+def by_name(objective: Objective, values: Tensor) -> dict[str, Tensor]:
+    """Return "loss" and the objective's metrics by name. values: result of the objective's heads, (1 + metrics,)."""
+    return dict(zip(("loss", *objective.metrics), values.unbind(), strict=True))
