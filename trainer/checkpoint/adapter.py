@@ -135,9 +135,16 @@ class AdapterSource:
 
 
 def open_weights(folder: Path, base: Path | None = None, alone: bool = False) -> WeightSource | AdapterSource:
-    """Open a model that can be loaded or exported, collectively unless only this rank opens it (`alone`). folder: checkpoint or
-    model in Hugging Face's format. base: folder of the base model, if the checkpoint contains an adapter and the base has moved.
-    Raises ConfigError."""
+    """Open a model that can be loaded or exported, collectively unless `alone` is true.
+
+    Args:
+        folder: Checkpoint, or model in Hugging Face's format.
+        base: Folder of the base model, if the checkpoint contains an adapter and the base has moved.
+        alone: Whether only this rank opens the model.
+
+    Raises:
+        ConfigError: The folder contains no model that can be read.
+    """
     if is_adapter(folder):
         return AdapterSource(folder, base, alone)
     if base is not None:
@@ -156,9 +163,16 @@ def is_adapter(checkpoint: Path) -> bool:
 def load_adapter(
     config: LoraConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, trained: Tensors, base_digest: str
 ) -> str:
-    """Load this rank's trained parameters from lora.init_from, collectively, and return a hash of the source. parameters: those
-    of this rank. trained: the complete model's trained parameters. Raises ConfigError if the source is damaged or contains
-    another adapter."""
+    """Load this rank's trained parameters from lora.init_from, collectively, and return a hash of the source.
+
+    Args:
+        parameters: Those of this rank.
+        trained: The complete model's trained parameters.
+        base_digest: Hash of the base model's weights.
+
+    Raises:
+        ConfigError: The source is damaged, or contains another adapter.
+    """
     own = {name: p for name, p in parameters.items() if name in trained}
     folder = Path(config.init_from)
     try:

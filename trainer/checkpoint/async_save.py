@@ -254,7 +254,14 @@ def _mapped(descriptor: int) -> Tensor:
 
 
 def _serve(connection: Connection, parent: int, peers: tuple, memory: str, plan: SavePlan) -> None:
-    """Run the writer process. peers: rank, world size, address of the writers' store. memory: path of the host copy's memfd."""
+    """Run the writer process.
+
+    Args:
+        connection: To the trainer's process.
+        parent: Process id of the trainer.
+        peers: Rank, world size, and address of the writers' store.
+        memory: Path of the host copy's memfd.
+    """
     detach_signals()
     rank, world_size, address = peers
     try:

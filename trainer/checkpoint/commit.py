@@ -127,8 +127,16 @@ def make_staging_dir(final: Path) -> Path:
 def save(
     request: SaveRequest, staging_dir: Path, plan: SavePlan, contents: Tensors, group: dist.ProcessGroup | None
 ) -> None:
-    """Write a checkpoint to its staging folder and commit it, collectively. plan: result of local_save_plan. contents: this
-    rank's local tensors, or copies of them. group: process group of the writers, or None for a single rank. Raises SaveFailed."""
+    """Write a checkpoint to its staging folder and commit it, collectively.
+
+    Args:
+        plan: Result of local_save_plan.
+        contents: This rank's local tensors, or copies of them.
+        group: Process group of the writers. None: a single rank.
+
+    Raises:
+        SaveFailed: The checkpoint was not committed.
+    """
     rank = 0 if group is None else dist.get_rank(group)
     writer = storage.ShardWriter(staging_dir, partial(_commit, request, staging_dir))
     planner = storage.Planner(plan)
@@ -233,8 +241,16 @@ def load_into(
     cast: bool = False,
     problems: Sequence[str] = (),
 ) -> None:
-    """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast and problems: as
-    in require_match. Raises ConfigError."""
+    """Load the tensors in place, collectively. Each rank reads only its shards.
+
+    Args:
+        read: As in read_regions.
+        cast: As in require_match.
+        problems: As in require_match.
+
+    Raises:
+        ConfigError: The checkpoint does not have these tensors, or cannot be read.
+    """
     require_match(folder, index, tensors, cast=cast, problems=problems)
     damage, targets = "", {name: local_region(tensor) for name, tensor in tensors.items()}
     try:

@@ -83,7 +83,11 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
 
 def verify(checkpoint: Path, of_run: bool = False, alone: bool = False) -> str:
     """Return, collectively, a line that describes the damage to a checkpoint, or "". Each rank reads some of the files.
-    of_run: whether to check train_state.json too. alone: whether only this rank calls the function."""
+
+    Args:
+        of_run: Whether to check train_state.json too.
+        alone: Whether only this rank calls the function.
+    """
     if alone:
         return manifest.find_damage(checkpoint)
     problem = manifest.find_damage(checkpoint, (dist.get_rank(), dist.get_world_size()))

@@ -20,10 +20,14 @@ DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
 def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
-    """Load and check a configuration. Raises a ConfigError whose message is the complete line for the user.
+    """Load and check a configuration.
 
-    argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
-    check_files: whether to check that the files given in settings exist.
+    Args:
+        argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
+        check_files: Whether to check that the files given in settings exist.
+
+    Raises:
+        ConfigError: Its message is the complete line for the user.
     """
     flags = parse_argv(argv)
     file = flags.pop("--config", str(DEFAULT_CONFIG))

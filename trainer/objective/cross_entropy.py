@@ -200,9 +200,13 @@ class _TokenLosses(torch.autograd.Function):
 def _local_projection(
     labels: Tensor, hidden: Tensor, weight: Tensor, softcap: float | None, chunk_tokens: int, compiled: bool
 ) -> tuple[Tensor, Tensor, _Projection]:
-    """Return this rank's hidden states, (tokens, dim), its vocabulary rows of the weight, and the projection. labels: (batch,
-    seq). hidden: (batch, seq, dim). weight: (vocab, dim). Under tensor parallelism the last two are DTensors: hidden is
-    replicated, weight is sharded along the vocabulary."""
+    """Return this rank's hidden states, (tokens, dim), its vocabulary rows of the weight, and the projection.
+
+    Args:
+        labels: (batch, seq).
+        hidden: (batch, seq, dim). Under tensor parallelism, a replicated DTensor.
+        weight: (vocab, dim). Under tensor parallelism, a DTensor that is sharded along the vocabulary.
+    """
     first_row, group = 0, None
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
@@ -241,8 +245,13 @@ class CrossEntropyHead:
         self.compiled = compiled
 
     def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-        """hidden: (batch, seq, dim); weight: (vocab, dim). Under tensor parallelism both are DTensors: hidden is replicated,
-        weight is sharded along the vocabulary. softcap: limit of the logits. Returns a scalar in fp32."""
+        """Return the summed loss, a scalar in fp32.
+
+        Args:
+            hidden: (batch, seq, dim). Under tensor parallelism, a replicated DTensor.
+            weight: (vocab, dim). Under tensor parallelism, a DTensor that is sharded along the vocabulary.
+            softcap: Limit of the logits.
+        """
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
         args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)

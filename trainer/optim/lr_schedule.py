@@ -13,11 +13,15 @@ DECAYS = {
 
 
 def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step. step: step number, starting at 1. steps: total number of steps in the run.
+    """Return the learning rate of a step.
 
     The learning rate rises linearly and reaches the peak at step `warmup_steps`. In step 1 it is above 0, so that this step is
     not wasted. After the peak it decays, and the last step has min_lr_ratio * peak. With the schedule "warmup_stable_decay", it
     stays at the peak and decays only during the last `decay_steps` steps.
+
+    Args:
+        step: Number of the step, from 1.
+        steps: Total number of steps in the run.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

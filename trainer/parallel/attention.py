@@ -98,7 +98,12 @@ GPU_BACKEND = AttentionBackend(
 
 def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
     """Return whether a layer has causal attention to all earlier tokens of the sample, without further operations on the scores.
-    seq_len: of a sample, in tokens. cp: number of ranks over which each sequence is split."""
+
+    Args:
+        seq_len: Length of a sample, in tokens.
+        cp: Number of ranks over which each sequence is split.
+        by_document: Whether attention ends at document boundaries.
+    """
     return cp == 1 and not by_document and not kind.has_window(seq_len) and kind.softcap is None
 
 
@@ -132,9 +137,15 @@ def apply_attention(
     attention_backend: AttentionBackend,
     recompute_gathers: Collection[str],
 ) -> None:
-    """Replace the kernels and masks of the layers whose attention is not plain, in place. seq_len: of a sample, in tokens.
-    by_document: whether attention ends at document boundaries. recompute_gathers: names of the blocks in which backward repeats
-    the gather of keys and values."""
+    """Replace the kernels and masks of the layers whose attention is not plain, in place.
+
+    Args:
+        cp: The mesh of the ranks over which each sequence is split.
+        seq_len: Length of a sample, in tokens.
+        by_document: Whether attention ends at document boundaries.
+        dtype: Dtype of the computation.
+        recompute_gathers: Names of the blocks in which backward repeats the gather of keys and values.
+    """
     replaced = {name: kind for name, kind in plan.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)}
     for name, kind in replaced.items():
         model.set_submodule(f"{plan.masks}.{name}", attention_backend.mask(kind, cp, by_document, dtype))

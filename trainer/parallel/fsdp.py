@@ -13,10 +13,12 @@ from trainer.runtime.device import DTYPES
 
 def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
     """Make each block an FSDP unit, and put all remaining parameters into a root unit. If config.fsdp_units is "separate", each
-    group of modules in plan.fsdp_units is also a unit.
+    group of modules in plan.fsdp_units is also a unit. Gradients are summed, not averaged, because the loss is already divided by
+    the number of its terms.
 
-    mesh: the model mesh. dtype: dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype
-    of the parameters. Gradients are summed, not averaged, because the loss is already divided by the number of its terms.
+    Args:
+        mesh: The model mesh.
+        dtype: Dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype of the parameters.
     """
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(DTYPES[dtype], DTYPES[config.reduce_dtype], cast_forward_inputs=False)

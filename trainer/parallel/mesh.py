@@ -96,8 +96,13 @@ class Meshes:
 
 
 def _new_group(partition: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
-    """Return the process group of this rank's part. partition: the ranks of each part; together, the parts contain all ranks.
-    name: shown in messages."""
+    """Return the process group of this rank's part.
+
+    Args:
+        partition: The ranks of each part; together, the parts contain all ranks.
+        name: Shown in messages.
+        timeout: Of collectives. None: torch's default.
+    """
     if len(partition) == 1:
         return dist.group.WORLD
     if dist.group.WORLD.bound_device_id is not None:

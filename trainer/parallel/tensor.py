@@ -125,8 +125,13 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
 def apply_tensor(
     model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence_parallel: bool, recompute_gathers: Collection[str]
 ) -> None:
-    """Shard the modules that the plan names, in place. mesh: the tp axis. recompute_gathers: names of the blocks in which
-    backward repeats the gathers of activations."""
+    """Shard the modules that the plan names, in place.
+
+    Args:
+        mesh: The tp axis.
+        sequence_parallel: Whether activations between the sharded modules are sharded along the sequence.
+        recompute_gathers: Names of the blocks in which backward repeats the gathers of activations.
+    """
     outside = styles(sequence_parallel, recompute_all_gather=False)
     with kept_ties(model):
         for name, style in plan.tensor.items():

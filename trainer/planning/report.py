@@ -34,7 +34,12 @@ def headline(estimate: RunEstimate, device: str) -> str:
 
 
 def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
-    """Return the report for a terminal. device: value of --device. tokens: number of tokens to train on."""
+    """Return the report for a terminal.
+
+    Args:
+        device: Value of --device.
+        tokens: Number of tokens of the training whose duration is reported. None: no duration.
+    """
     training = estimate.config.training
     step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
     lines = [
@@ -130,7 +135,12 @@ def _verdict(free_bytes: float, memory: str) -> str:
 
 
 def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) -> str:
-    """Return the table of candidates as text. num_layouts: number of legal layouts. found: simulated candidates, best first."""
+    """Return the table of candidates as text.
+
+    Args:
+        num_layouts: Number of legal layouts.
+        found: Simulated candidates, best first.
+    """
     lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
     lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
     for candidate, estimate in found:

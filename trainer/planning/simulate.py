@@ -204,8 +204,12 @@ class _Microbatches(list[Batch]):
 def _register_preallocated(
     recorder: Recorder, engine: Engine, fake: FakeTensorMode, on_gpu: bool, offloaded: bool, buffers: Sequence[Tensor]
 ) -> None:
-    """Register the tensors that exist before the step. Other device tensors get no explicit category. offloaded: whether
-    parameters and optimizer state are in host memory. buffers: buffers in host memory."""
+    """Register the tensors that exist before the step. Other device tensors get no explicit category.
+
+    Args:
+        offloaded: Whether parameters and optimizer state are in host memory.
+        buffers: Buffers in host memory.
+    """
     for tensor in engine.optimizer.host_tensors:
         recorder.register(tensor, "optimizer", host=on_gpu)
     for tensor in buffers if on_gpu else ():

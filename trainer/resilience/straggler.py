@@ -79,8 +79,13 @@ class StragglerDetector:
 
 
 def find_straggler(times: torch.Tensor, elapsed_s: float, ratio: float) -> dict[str, Any] | None:
-    """Return a straggler's rank and the reason, or None. times: shape (ranks, 2), the seconds to load the data of all steps, and
-    the seconds of one block's forward. elapsed_s: total duration of these steps."""
+    """Return a straggler's rank and the reason, or None.
+
+    Args:
+        times: (ranks, 2). Seconds to load the data of all steps, and seconds of one block's forward.
+        elapsed_s: Total duration of these steps.
+        ratio: Factor above the median rank at which a rank is a straggler.
+    """
     medians = times.quantile(0.5, dim=0, interpolation="lower")
     data_late_s = (times[:, 0] - medians[0]).max().item()
     if data_late_s > (ratio - 1) * (elapsed_s - data_late_s):

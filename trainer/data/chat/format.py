@@ -275,7 +275,12 @@ class ChatFormat:
         return stop + len(following) if is_special else stop
 
     def _extend(self, encoded: _Encoded, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
-        """Append the tokens of a text to `encoded`. pieces: the text, from _pieces. is_target: whether they are targets."""
+        """Append the tokens of a text to `encoded`.
+
+        Args:
+            pieces: The text, from _pieces.
+            is_target: Whether its tokens are targets.
+        """
         parts: list[str | int] = []
         for piece, is_special in pieces:
             if not is_special:

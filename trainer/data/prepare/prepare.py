@@ -41,9 +41,12 @@ def prepare(
 ) -> Path:
     """Return the token store folder for a dataset and a tokenizer. Build the store if it does not exist.
 
-    tokenizer: the tokenizer that tokenizer_config describes. Each worker process loads its own copy. file_shard: (i, n) selects
-    every n-th file, starting with file i, so that n nodes can share the work. Raises ConfigError if the source has no documents
-    or too many bad documents, or if the store cannot be written.
+    Args:
+        tokenizer: The tokenizer that tokenizer_config describes. Each worker process loads its own copy.
+        file_shard: (i, n) selects every n-th file, starting with file i, so that n nodes can share the work.
+
+    Raises:
+        ConfigError: The source has no documents or too many bad ones, or the store cannot be written.
     """
     stores = Path(data.store_folder)
     with writing(stores):

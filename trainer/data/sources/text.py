@@ -53,8 +53,12 @@ class JsonRecords:
     """Reader of records in JSON: one per line (blank lines are ignored), or the elements of one array."""
 
     def __init__(self, extract: Callable[[Any], Document], fields: tuple[str, ...], config: DataConfig):
-        """extract: function that returns a record's document or raises InvalidDocument. fields: names, of which a record has at
-        least one, for messages."""
+        """Create the source's reader of records.
+
+        Args:
+            extract: Function that returns a record's document or raises InvalidDocument.
+            fields: Names, of which a record has at least one, for messages.
+        """
         self._extract = extract
         self._fields = set(fields)
         self._dataset, self._max_bytes = config.dataset, config.max_document_bytes

@@ -91,8 +91,15 @@ class TiktokenTokenizer(Tokenizer):
     """Byte-pair encoding with Llama 3's special tokens."""
 
     def __init__(self, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None, pattern: str = ""):
-        """reuse_reserved_tokens: new name -> reserved token to rename. pattern: name in PATTERNS, regular expression, or "" for
-        Llama 3's pattern. Raises ConfigError."""
+        """Read a rank file.
+
+        Args:
+            reuse_reserved_tokens: New name -> reserved token to rename.
+            pattern: Name in PATTERNS, regular expression, or "" for Llama 3's pattern.
+
+        Raises:
+            ConfigError: The file or the pattern cannot be used.
+        """
         content = path.read_bytes()
         ranks = _ranks(content, path)
         if not pattern:

@@ -58,8 +58,11 @@ def prepend_bos(bos: str, token: int) -> dict[str, Any]:
 def tokenizer_json(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str, bos: str) -> dict[str, Any]:
     """Return the content of a tokenizer.json.
 
-    ranks: bytes of a token -> id. special: name -> id. pattern: regular expression that splits text before merging.
-    bos: name of the special token that is prepended to every text.
+    Args:
+        ranks: Bytes of a token -> id.
+        special: Name -> id.
+        pattern: Regular expression that splits text before merging.
+        bos: Name of the special token that is prepended to every text.
     """
     char_of = byte_to_char()
     # Readers number added tokens from the last rank on, whatever "id" states, unless the vocabulary contains them.

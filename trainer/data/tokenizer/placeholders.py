@@ -139,7 +139,9 @@ class PlaceholderEncoder:
 def depends_on_neighbours(tokenizer_json: Mapping[str, Any], added: Iterable[Any]) -> bool:
     """Return whether the tokens of a text depend on whether special tokens or other text are beside it.
 
-    tokenizer_json: content of a tokenizer.json. added: the added tokens, as tokenizers.AddedToken.
+    Args:
+        tokenizer_json: Content of a tokenizer.json.
+        added: The added tokens, as tokenizers.AddedToken.
     """
     normalizer = tokenizer_json.get("normalizer")
     if any(token.lstrip or token.rstrip or token.single_word for token in added):
