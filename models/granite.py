@@ -3,12 +3,12 @@ branches, scores and logits are multiplied by constants. Dimensions: config.json
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from models.blocks import PreNormBlock
 from models.components import Attention, Norm, Output, ScaledEmbedding
+from models.context import Context
 from models.decoder import Decoder
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, DecoderSizes
@@ -38,8 +38,8 @@ class GraniteBlock(PreNormBlock):
         super().__init__(sizes, norm, attention)
         self.multiplier = sizes.residual_multiplier
 
-    def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), rope, mask) * self.multiplier
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), context) * self.multiplier
         return h + self.feed_forward(self.ffn_norm(h)) * self.multiplier
 
 
