@@ -34,6 +34,8 @@ from models.context import Context
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
+from trainer.parallel.feed_forward import apply_gated_products
+from trainer.parallel.rotation import apply_complex_rotation
 from trainer.planning.patches import fused_norms
 from trainer.planning.recorder import Recorder
 from trainer.testing.layouts import Table
@@ -75,6 +77,8 @@ def count_eager(name: str, size: str, mode: str, tokens: int) -> tuple[int, floa
     """Return the number of matrix products and of bytes of one forward and backward."""
     with FakeTensorMode(allow_non_fake_inputs=True), fused_norms(on_gpu=True):
         block, hidden, context = block_and_inputs(name, size, tokens)
+        apply_gated_products(block)
+        apply_complex_rotation(block)
         forward, recorder = recomputing(block, mode, compiled=False), Recorder(on_gpu=True)
         with recorder:
             forward(hidden, context).backward(torch.empty_like(hidden))

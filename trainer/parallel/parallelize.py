@@ -16,6 +16,7 @@ from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage, prune_to_stage
+from trainer.parallel.rotation import apply_complex_rotation
 from trainer.parallel.tensor import apply_tensor
 from trainer.parallel.unsharded import cast_parameters
 from trainer.runtime.device import DTYPES
@@ -40,7 +41,7 @@ def parallelize(
 
     The order, and why:
         prune: only the modules of the stage remain.
-        feed-forward layers: uncompiled ones save fewer tensors; the other steps wrap their forward.
+        layers that are not compiled: their formulas become faster ones; the other steps wrap their forward.
         tensor parallelism: matrices become DTensors, so all later steps see shards.
         adapters: they are sharded like the matrices that they belong to.
         attention: kernels and masks of this device.
@@ -76,6 +77,7 @@ def parallelize(
         prune_to_stage(model, plan, stage)
         if not compiled:
             apply_gated_products(model)
+            apply_complex_rotation(model)
         policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
