@@ -1,12 +1,13 @@
 """Orders of norms, attention and feed-forward layer in a block. h is the residual stream, (batch, seq, dim)."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.components import FeedForward, Norm
+from models.context import Context
 from models.sizes import Sizes
 
 Activation = Callable[[Tensor], Tensor]
@@ -28,16 +29,16 @@ class Block(nn.Module):
 class PreNormBlock(Block):
     """A norm before each layer: Llama, Qwen, Mistral, SmolLM3, Granite, Phi."""
 
-    def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), rope, mask)
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), context)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
 class PostNormBlock(Block):
     """A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3."""
 
-    def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
-        h = h + self.attention_norm(self.attention(h, rope, mask))
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        h = h + self.attention_norm(self.attention(h, context))
         return h + self.ffn_norm(self.feed_forward(h))
 
 
@@ -51,6 +52,6 @@ class SandwichBlock(Block):
         self.attention_post_norm = norm(sizes.dim)
         self.ffn_post_norm = norm(sizes.dim)
 
-    def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
-        h = h + self.attention_post_norm(self.attention(self.attention_norm(h), rope, mask))
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        h = h + self.attention_post_norm(self.attention(self.attention_norm(h), context))
         return h + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h)))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.context import Context
 from models.rope import rotate_halves, without_rotation
 from models.sizes import Sizes
 from models.spec import Head, LayerKind
@@ -82,13 +83,13 @@ class CausalMask(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, positions: Tensor, documents: Tensor) -> Tensor | None:
+    def forward(self, context: Context) -> Tensor | None:
         """Return whether a row's token attends to a column's token, (seq, seq). None, if every token attends to all earlier
-        tokens, because the kernel is causal without a mask. positions, documents: (batch, seq)."""
-        seq = positions.shape[1]
+        tokens, because the kernel is causal without a mask."""
+        seq = context.positions.shape[1]
         if self.window is None or self.window >= seq:
             return None
-        return visible_keys(seq, seq, self.window, positions.device)
+        return visible_keys(seq, seq, self.window, context.positions.device)
 
 
 class CausalAttention(nn.Module):
@@ -164,15 +165,15 @@ class Attention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
         self.core = attention_kernel(kind)
 
-    def forward(self, x: Tensor, rope: Any, mask: Any) -> Tensor:
-        """x: (batch, seq, dim). rope, mask: results of the layer kind's positional encoding and mask."""
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x: (batch, seq, dim)."""
         # -1, not n_heads: under tensor parallelism a rank holds only its own heads.
         q, k, v = (
             w(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, local heads, head_dim)
             for w in (self.wq, self.wk, self.wv)
         )
-        q, k = self.encode_positions(self.q_norm(q), self.k_norm(k), rope)
-        out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), mask)
+        q, k = self.encode_positions(self.q_norm(q), self.k_norm(k), context.rope)
+        out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), context.mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
     def encode_positions(self, q: Tensor, k: Tensor, rope: Any) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 
 from models.blocks import PreNormBlock
 from models.components import Attention, CausalMask, Norm, OffsetRMSNorm, Output
+from models.context import Context
 from models.sizes import Sizes
 from models.spec import Head, LayerKind, ParallelPlan
 
@@ -44,17 +45,19 @@ class Decoder(nn.Module):
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, context: Context | None = None, head: Head | None = None) -> Tensor:
         """See models.spec.Model."""
+        context = Context.of(tokens) if context is None else context
         names = [self.layer_kinds[int(index)] for index in self.layers]  # kinds of this pipeline stage's layers
-        shared = {}  # name of a kind -> positional encoding and mask
-        for name in dict.fromkeys(names):
-            rope = self.kinds[name].rope
-            shared[name] = None if rope is None else rope(positions), self.masks[name](positions, documents)
+        contexts = {name: self._context_of_kind(name, context) for name in dict.fromkeys(names)}
         h = self.tok_embeddings(tokens)  # (batch, seq, dim)
         for name, layer in zip(names, self.layers.values(), strict=True):
-            h = layer(h, *shared[name])
+            h = layer(h, contexts[name])
         return self.output(self.norm(h), head)
+
+    def _context_of_kind(self, name: str, context: Context) -> Context:
+        rope = self.kinds[name].rope
+        return context._replace(rope=None if rope is None else rope(context.positions), mask=self.masks[name](context))
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)

@@ -3,12 +3,12 @@ branches, scores and logits are multiplied by constants. Dimensions: config.json
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from models.blocks import PreNormBlock
 from models.components import Attention, Norm, Output, ScaledEmbedding
+from models.context import Context
 from models.decoder import Decoder
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, DecoderSizes
@@ -38,8 +38,8 @@ class GraniteBlock(PreNormBlock):
         super().__init__(sizes, norm, attention)
         self.multiplier = sizes.residual_multiplier
 
-    def forward(self, h: Tensor, rope: Any, mask: Any) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), rope, mask) * self.multiplier
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), context) * self.multiplier
         return h + self.feed_forward(self.ffn_norm(h)) * self.multiplier
 
 
@@ -65,17 +65,22 @@ def granite(sizes: GraniteSizes) -> Decoder:
 
 
 _granite = partial(GraniteSizes, tied_embeddings=True, embedding_multiplier=12.0, residual_multiplier=0.22)
-_large = partial(_granite, n_layers=40, n_heads=32, n_kv_heads=8, vocab_size=49155)
-_2b = partial(_large, dim=2048, head_dim=64, hidden_dim=8192, attention_multiplier=1 / 64, logits_scaling=8.0)
-_8b = partial(_large, dim=4096, head_dim=128, hidden_dim=12800, attention_multiplier=1 / 128, logits_scaling=16.0)
+_2B = {
+    **{"dim": 2048, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "head_dim": 64, "hidden_dim": 8192},
+    **{"vocab_size": 49155, "attention_multiplier": 1 / 64, "logits_scaling": 8.0},
+}
+_8B = {
+    **{"dim": 4096, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 12800},
+    **{"vocab_size": 49155, "attention_multiplier": 1 / 128, "logits_scaling": 16.0},
+}
 GRANITE3 = ModelSpec(
     model=granite,
     sizes={
         "debug": _granite(**DEBUG_DERIVED, attention_multiplier=1 / 16, logits_scaling=4.0),
-        "3.0-2b": _2b(),
-        "3.0-8b": _8b(),
-        "3.1-2b": _2b(rope_theta=5e6),
-        "3.1-8b": _8b(rope_theta=1e7),
+        "3.0-2b": _granite(**_2B),
+        "3.0-8b": _granite(**_8B),
+        "3.1-2b": _granite(**_2B, rope_theta=5e6),
+        "3.1-8b": _granite(**_8B, rope_theta=1e7),
     },
     huggingface=HuggingFace(
         model_type="granite",

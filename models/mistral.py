@@ -16,19 +16,20 @@ from models.rope import Rope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
-_7b = partial(WindowedSizes, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, hidden_dim=14336)
-_24b = partial(WindowedSizes, dim=5120, n_layers=40, n_heads=32, n_kv_heads=8, head_dim=128, vocab_size=131072)
-_22b = partial(WindowedSizes, dim=6144, n_layers=56, n_heads=48, n_kv_heads=8, head_dim=128, vocab_size=32768)
+_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 14336}
+_12B = {"dim": 5120, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 14336}
+_22B = {"dim": 6144, "n_layers": 56, "n_heads": 48, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 16384}
+_24B = {"dim": 5120, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 32768}
 MISTRAL = ModelSpec(
     model=pre_norm_decoder,
     sizes={
         "debug": WindowedSizes(**DEBUG, window=40),
-        "7b-v0.1": _7b(vocab_size=32000, window=4096),
-        "7b-v0.2": _7b(vocab_size=32000, rope_theta=1e6),
-        "7b-v0.3": _7b(vocab_size=32768, rope_theta=1e6),
-        "nemo-12b": _24b(hidden_dim=14336, rope_theta=1e6),
-        "small-22b": _22b(hidden_dim=16384, rope_theta=1e6),
-        "small-24b": _24b(hidden_dim=32768, rope_theta=1e8),
+        "7b-v0.1": WindowedSizes(**_7B, vocab_size=32000, window=4096),
+        "7b-v0.2": WindowedSizes(**_7B, vocab_size=32000, rope_theta=1e6),
+        "7b-v0.3": WindowedSizes(**_7B, vocab_size=32768, rope_theta=1e6),
+        "nemo-12b": WindowedSizes(**_12B, vocab_size=131072, rope_theta=1e6),
+        "small-22b": WindowedSizes(**_22B, vocab_size=32768, rope_theta=1e6),
+        "small-24b": WindowedSizes(**_24B, vocab_size=131072, rope_theta=1e8),
     },
     huggingface=HuggingFace(
         model_type="mistral",
@@ -93,16 +94,17 @@ def _extra(sizes: Ministral3Sizes) -> Config:
 
 
 _YARN = dict(rope_type="yarn", rope_factor=16.0, rope_original_seq_len=16384, rope_mscale=1.0, rope_mscale_all_dim=1.0)
-_ministral3 = partial(
-    Ministral3Sizes, n_heads=32, n_kv_heads=8, head_dim=128, vocab_size=131072, rope_theta=1e6, **_YARN
-)
+_ministral3 = partial(Ministral3Sizes, head_dim=128, vocab_size=131072, **_YARN)
 MINISTRAL3 = ModelSpec(
     model=ministral3,
     sizes={
         "debug": Ministral3Sizes(**DEBUG, **_YARN | {"rope_factor": 4.0, "rope_original_seq_len": 32}),
-        "3b": _ministral3(dim=3072, n_layers=26, hidden_dim=9216, tied_embeddings=True),
-        "8b": _ministral3(dim=4096, n_layers=34, hidden_dim=14336),
-        "14b": _ministral3(dim=5120, n_layers=40, hidden_dim=16384, rope_theta=1e9),
+        "3b": _ministral3(
+            **{"dim": 3072, "n_layers": 26, "n_heads": 32, "n_kv_heads": 8, "hidden_dim": 9216},
+            **{"rope_theta": 1e6, "tied_embeddings": True},
+        ),
+        "8b": _ministral3(dim=4096, n_layers=34, n_heads=32, n_kv_heads=8, hidden_dim=14336, rope_theta=1e6),
+        "14b": _ministral3(dim=5120, n_layers=40, n_heads=32, n_kv_heads=8, hidden_dim=16384, rope_theta=1e9),
     },
     huggingface=HuggingFace(
         model_type="ministral3",

@@ -3,7 +3,6 @@ join the matrices of queries, keys and values, and those of gate and up. Phi-4-m
 config.json of the published models."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from models.decoder import pre_norm_decoder
@@ -45,8 +44,8 @@ def _extra(sizes: PhiSizes) -> Config:
     return lengths | {"rope_scaling": {"type": "longrope", **factors}}
 
 
-_mini = partial(PhiSizes, dim=3072, n_layers=32, hidden_dim=8192, head_dim=96, n_heads=32, n_kv_heads=32)
-_14b = partial(PhiSizes, dim=5120, n_layers=40, n_heads=40, n_kv_heads=10, head_dim=128, hidden_dim=17920)
+_MINI = {"dim": 3072, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "head_dim": 96, "hidden_dim": 8192}
+_14B = {"dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 10, "head_dim": 128, "hidden_dim": 17920}
 PHI = ModelSpec(
     model=pre_norm_decoder,
     sizes={
@@ -54,9 +53,9 @@ PHI = ModelSpec(
             **{"partial_rotary_factor": 0.5, "rope_type": "longrope", "rope_factor": 4.0, "rope_original_seq_len": 32},
             **{"rope_short_factors": (1.0,) * 4, "rope_long_factors": (1.0, 1.2, 1.7, 3.0)} | DEBUG_DERIVED,
         ),
-        "3-mini-4k": _mini(vocab_size=32064, window=2047),
-        "3-medium-4k": _14b(vocab_size=32064, window=2047),
-        "4-14b": _14b(vocab_size=100352, rope_theta=250_000.0),
+        "3-mini-4k": PhiSizes(**_MINI, vocab_size=32064, window=2047),
+        "3-medium-4k": PhiSizes(**_14B, vocab_size=32064, window=2047),
+        "4-14b": PhiSizes(**_14B, vocab_size=100352, rope_theta=250_000.0),
     },
     huggingface=HuggingFace(
         model_type="phi3",

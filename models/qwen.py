@@ -56,20 +56,19 @@ def _extra(sizes: QwenSizes) -> Config:
 _huggingface = partial(HuggingFace, adapt=_adapt, extra=_extra)
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
 
-_medium = partial(QwenSizes, head_dim=128, vocab_size=152064)
-_large = partial(_medium, n_kv_heads=8, norm_eps=1e-5)
-_small = partial(QwenSizes, n_kv_heads=2, vocab_size=151936, tied_embeddings=True)
+_tied = partial(QwenSizes, vocab_size=151936, tied_embeddings=True)
+_untied = partial(QwenSizes, vocab_size=152064, head_dim=128)
 QWEN2_5 = ModelSpec(
     model=qwen2,
     sizes={
         "debug": QwenSizes(**DEBUG_DERIVED),
-        "0.5b": _small(dim=896, n_layers=24, n_heads=14, head_dim=64, hidden_dim=4864),
-        "1.5b": _small(dim=1536, n_layers=28, n_heads=12, head_dim=128, hidden_dim=8960),
-        "3b": _small(dim=2048, n_layers=36, n_heads=16, head_dim=128, hidden_dim=11008),
-        "7b": _medium(dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, hidden_dim=18944),
-        "14b": _large(dim=5120, n_layers=48, n_heads=40, hidden_dim=13824),
-        "32b": _large(dim=5120, n_layers=64, n_heads=40, hidden_dim=27648),
-        "72b": _large(dim=8192, n_layers=80, n_heads=64, hidden_dim=29568),
+        "0.5b": _tied(dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, hidden_dim=4864),
+        "1.5b": _tied(dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128, hidden_dim=8960),
+        "3b": _tied(dim=2048, n_layers=36, n_heads=16, n_kv_heads=2, head_dim=128, hidden_dim=11008),
+        "7b": _untied(dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, hidden_dim=18944),
+        "14b": _untied(dim=5120, n_layers=48, n_heads=40, n_kv_heads=8, hidden_dim=13824, norm_eps=1e-5),
+        "32b": _untied(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648, norm_eps=1e-5),
+        "72b": _untied(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=29568, norm_eps=1e-5),
     },
     huggingface=_huggingface(
         model_type="qwen2",
@@ -81,14 +80,13 @@ QWEN2_5 = ModelSpec(
 )
 
 _qwen3 = partial(Qwen3Sizes, n_kv_heads=8, head_dim=128, vocab_size=151936)
-_tied = partial(_qwen3, tied_embeddings=True)
 QWEN3 = ModelSpec(
     model=qwen3,
     sizes={
         "debug": Qwen3Sizes(**DEBUG),
-        "0.6b": _tied(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072),
-        "1.7b": _tied(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144),
-        "4b": _tied(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728),
+        "0.6b": _qwen3(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tied_embeddings=True),
+        "1.7b": _qwen3(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tied_embeddings=True),
+        "4b": _qwen3(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, tied_embeddings=True),
         "8b": _qwen3(dim=4096, n_layers=36, n_heads=32, hidden_dim=12288),
         "14b": _qwen3(dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
         "32b": _qwen3(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),

@@ -133,13 +133,8 @@ class LongRope(Rope):
 def rotate_pairs(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair of neighbouring values in the last dim (Meta's layout). x: (batch, seq, heads, head_dim). rope: result of
     Rope."""
-    pairs = x.float().unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # the compiler cannot fuse complex products
-        (even, odd), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
-        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    else:
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
-    return rotated.flatten(-2).type_as(x)
+    (even, odd), (cos, sin) = x.float().unflatten(-1, (-1, 2)).unbind(-1), rope.unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
 
 def rotate_halves(x: Tensor, rope: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
+from models.context import Context
+
 Head = Callable[[Tensor, Tensor, float | None], Tensor]
 """Function (hidden, weight, softcap) -> loss, from which backward starts (see Objective.head in
 trainer/objective/objective.py). The output module calls it. hidden: (batch, seq, dim); weight: (vocab, dim); softcap: limit of
@@ -17,9 +19,9 @@ the logits (see Output in models/components.py)."""
 class Model(Protocol):
     """The interface of a model, in addition to that of torch.nn.Module."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
-        """Return the result of the head. Without a head, return logits (batch, seq, vocab). tokens, positions, documents: (batch,
-        seq), int64."""
+    def forward(self, tokens: Tensor, context: Context | None = None, head: Head | None = None) -> Tensor:
+        """Return the result of the head. Without a head, return logits (batch, seq, vocab). tokens: (batch, seq), int64. context:
+        without it, each row is one document, as in Context.of."""
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns."""
@@ -52,7 +54,7 @@ class LayerKind:
     softcap: float | None = None
     """Limit of the scores: softcap * tanh(score / softcap) replaces a score (Gemma Team 2024, arXiv:2408.00118)."""
     rope: Callable[[Tensor], Any] | None = None
-    """Function (positions) -> positional encoding, an argument of the blocks. None: the layers have no positional encoding."""
+    """Function (positions) -> positional encoding, Context.rope of the blocks. None: the layers have no positional encoding."""
 
     def has_window(self, seq_len: int) -> bool:
         """Return whether a query of a sequence of this length does not attend to all earlier keys."""
@@ -70,7 +72,7 @@ class ParallelPlan:
 
     blocks: str
     """Name of the container of the blocks. Each block is named by its index. Blocks pass one hidden state (batch, seq, dim) to
-    each other and are sharded, recomputed, compiled and pipelined one by one."""
+    each other and are sharded, recomputed, compiled and pipelined one by one. Their forward is (h, context)."""
     pre_blocks: tuple[str, ...]
     """Names of the modules before the blocks, in order."""
     post_blocks: tuple[str, ...]
@@ -90,7 +92,7 @@ class ParallelPlan:
     output, where k and v cover the full sequence."""
     masks: str
     """Name of the container of the replaceable modules that compute masks, one for each kind of layer. They have no parameters.
-    Their forward is (positions, documents) -> mask. A module must be replaced too if a new kernel needs another type of mask."""
+    Their forward is (context) -> mask. A module must be replaced too if a new kernel needs another type of mask."""
     kinds: Mapping[str, LayerKind]
     """Names of the masks, and the semantics that they implement."""
     layer_kinds: tuple[str, ...]

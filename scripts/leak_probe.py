@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import Head
-from scripts.parity import Row, Runs, build_rows, control_row, full
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.config.command_line import Arguments, positive_int, run_to_end
@@ -44,6 +43,7 @@ from trainer.parallel.step import Step
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.testing.bugs import BUGS
 from trainer.testing.layouts import Table, add_layout_option, num_ranks
+from trainer.testing.parity import Row, Runs, build_rows, control_row, full
 from trainer.testing.ranks import LocalRanks, RankError
 
 LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]

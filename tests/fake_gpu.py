@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.context import Context
 from trainer.batch import Batch
 from trainer.engine import Engine, build_model_parts
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS
@@ -91,8 +92,8 @@ class _CheckedMask(torch.nn.Module):
         super().__init__()
         self.mask = mask
 
-    def forward(self, positions: torch.Tensor, documents: torch.Tensor) -> None:
-        self.mask(positions, documents)
+    def forward(self, context: Context) -> None:
+        self.mask(context)
 
 
 BACKEND = AttentionBackend(
@@ -138,8 +139,7 @@ def run_step(argv: list[str], layout: str) -> str:
         if resolved.dims.pp > 1:
             skip_shape_negotiation(engine.forward_backward.schedule)
         for _ in range(2):
-            batches = [
-                Batch(*torch.zeros(4, *shape, dtype=torch.int64, device=FAKE_GPU)) for _ in range(resolved.grad_accum)
-            ]
+            tokens = torch.zeros(shape, dtype=torch.int64, device=FAKE_GPU)
+            batches = [Batch(*(tokens.clone() for _ in range(4)), samples=tokens[:, 0].clone())] * resolved.grad_accum
             result = engine.step(batches, lr=1e-4, stop=False, on_before_update=lambda: None)
     return result.outcome.device.type

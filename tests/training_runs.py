@@ -13,8 +13,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from scripts import parity
-from scripts.parity import Trained
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.checkpoint.storage import TensorMetadata, read_rows
@@ -26,6 +24,8 @@ from trainer.run.training_data import TrainingData
 from trainer.runtime.device import rng_state
 from trainer.state import TrainState
 from trainer.system.files import read_json_lines
+from trainer.testing import parity
+from trainer.testing.parity import Trained
 from trainer.testing.ranks import LocalRanks
 from trainer.trainer import Trainer
 

@@ -9,13 +9,10 @@ from torch import Tensor
 IGNORE_INDEX = -100
 """Label of a position without a target token."""
 
-DOCUMENT_BITS = 36
-"""Number of low bits of Batch.documents that contain the index of the document."""
-
 
 class Batch(NamedTuple):
-    """Complete sequences, before context parallelism shards them. All tensors have the shape (batch, seq). The dtype is int64
-    unless stated otherwise."""
+    """Complete sequences, before context parallelism shards them. Tensors have the shape (batch, seq) and the dtype int64 unless
+    stated otherwise."""
 
     tokens: Tensor
     labels: Tensor
@@ -24,8 +21,10 @@ class Batch(NamedTuple):
     documents: Tensor
     """Index of each token's document, -1 at positions outside all documents. If attention ignores document boundaries, all tokens
     of a sample share one index. In a preference dataset, document 2i of a sample is a chosen answer, document 2i + 1 the rejected
-    one. If dropout of adapters is on, the high bits contain the sample's index: sample * 2**DOCUMENT_BITS is added to all values,
-    including -1."""
+    one."""
+    samples: Tensor
+    """Index of each row's sample, (batch,): in training its cursor position, which differs between epochs; in evaluation its
+    index in the dataset."""
     reference: Tensor | None = None
     """Log-probability of each document's targets under the reference model, in fp32, at the document's first token. Other
     positions are zero. None if the loss needs no reference."""

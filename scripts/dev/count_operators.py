@@ -30,9 +30,12 @@ from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import MODELS
+from models.context import Context
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
+from trainer.parallel.feed_forward import apply_gated_products
+from trainer.parallel.rotation import apply_complex_rotation
 from trainer.planning.patches import fused_norms
 from trainer.planning.recorder import Recorder
 from trainer.testing.layouts import Table
@@ -40,17 +43,18 @@ from trainer.testing.layouts import Table
 MODES = ("none", "selective", "full")
 
 
-def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Return a block in bf16, its input (1, tokens, dim) and the positional encoding."""
+def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Context]:
+    """Return a block in bf16, its input (1, tokens, dim) and its context."""
     spec = MODELS[name]
     sizes = replace(spec.sizes[size], n_layers=1, vocab_size=8)
     with default_dtype(torch.bfloat16):
         model = spec.model(sizes)
     (kind,) = model.plan().kinds.values()
-    rope = kind.rope(torch.arange(tokens)[None])
+    context = Context.of(torch.zeros(1, tokens, dtype=torch.int64))
+    context = context._replace(rope=kind.rope(context.positions))
     hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
     (block,) = model.get_submodule(model.plan().blocks).children()
-    return block, hidden, rope
+    return block, hidden, context
 
 
 @contextmanager
@@ -72,10 +76,12 @@ def recomputing(block: nn.Module, mode: str, compiled: bool) -> Any:
 def count_eager(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:
     """Return the number of matrix products and of bytes of one forward and backward."""
     with FakeTensorMode(allow_non_fake_inputs=True), fused_norms(on_gpu=True):
-        block, hidden, rope = block_and_inputs(name, size, tokens)
+        block, hidden, context = block_and_inputs(name, size, tokens)
+        apply_gated_products(block)
+        apply_complex_rotation(block)
         forward, recorder = recomputing(block, mode, compiled=False), Recorder(on_gpu=True)
         with recorder:
-            forward(hidden, rope, None).backward(torch.empty_like(hidden))
+            forward(hidden, context).backward(torch.empty_like(hidden))
     matmuls = sum(recorder.op_counts[op.overloadpacket.__name__] for op in SAVEABLE_OPS["matmuls"])
     return matmuls, sum(n * num_bytes for (_, _, num_bytes), n in recorder.op_costs.items())
 
@@ -94,8 +100,8 @@ def count_compiled(name: str, size: str, mode: str, tokens: int) -> tuple[int, f
     compile_fx.inductor_metrics_log.propagate = False
     logging.getLogger("torch._logging").setLevel(logging.ERROR)  # a warning about every context_fn
     with inductor.patch(post_grad_custom_post_pass=count_matmuls, force_disable_caches=True):
-        block, hidden, rope = block_and_inputs(name, size, tokens)
-        recomputing(block, mode, compiled=True)(hidden, rope, None).backward(torch.empty_like(hidden))
+        block, hidden, context = block_and_inputs(name, size, tokens)
+        recomputing(block, mode, compiled=True)(hidden, context).backward(torch.empty_like(hidden))
     return matmuls, metrics.num_bytes_accessed
 
 

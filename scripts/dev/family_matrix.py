@@ -22,12 +22,11 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from models import MODELS
-from scripts.parity import Row, Runs, within
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.system.environment import environment
 from trainer.system.files import read_json_lines
-from trainer.testing.layouts import Layout
+from trainer.testing.layouts import DEBUG_FAMILIES, Layout
+from trainer.testing.parity import Row, Runs, within
 from trainer.testing.ranks import RankError
 
 LAYOUTS = [
@@ -45,7 +44,6 @@ LAYOUTS = [
     *(f"tp=2 activation_checkpoint.mode={mode}" for mode in ("selective", "full")),
     *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "tp=2")),
 ]
-FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
 
 
 def measure(family: str, text: str) -> dict[str, float | bool | str]:
@@ -77,7 +75,12 @@ def markdown(rows: dict[tuple[str, str], dict]) -> str:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument(
-        "--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="NAME", help="names of model families"
+        "--families",
+        nargs="+",
+        choices=DEBUG_FAMILIES,
+        default=DEBUG_FAMILIES,
+        metavar="NAME",
+        help="names of model families",
     )
     out = ROOT / "outputs" / "families.jsonl"
     parser.add_argument("--out", type=Path, default=out, metavar="PATH", help="file to which rows are appended")

@@ -30,14 +30,13 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from scripts.dev.family_matrix import FAMILIES
-from scripts.dev.memory_ablation import BASELINE, TECHNIQUES
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.system.environment import environment
 from trainer.system.files import read_json_lines
 from trainer.system.process import cores
 from trainer.system.units import GIB
-from trainer.testing.layouts import flags
+from trainer.testing.layouts import DEBUG_FAMILIES, flags
+from trainer.testing.techniques import BASELINE, TECHNIQUES
 
 PART_SECONDS = 480
 # In a process of its own, because this process would otherwise occupy memory of the GPU.
@@ -150,7 +149,10 @@ def parity(session: Session) -> Iterator[tuple[str, Task]]:
         "document mask": {"data.document_mask": "true"},
         **{f"recomputation {mode}": {"activation_checkpoint.mode": mode} for mode in _MODES[1:]},
         # Windows and capped scores: the backward of flex_attention runs only on a GPU.
-        **{f"{family}, document mask": {"model.name": family, "data.document_mask": "true"} for family in FAMILIES},
+        **{
+            f"{family}, document mask": {"model.name": family, "data.document_mask": "true"}
+            for family in DEBUG_FAMILIES
+        },
     }
     steps = {"training.steps": "3" if session.tiny else "20", "training.global_batch_size": "8"}
     for name, changes in variants.items():

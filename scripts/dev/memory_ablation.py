@@ -29,26 +29,8 @@ from trainer.system.units import GIB
 from trainer.testing.allocations import build_step, measure, silence_profiler
 from trainer.testing.layouts import Table, flags, settings_of, with_default_model
 from trainer.testing.ranks import LocalRanks
+from trainer.testing.techniques import BASELINE, TECHNIQUES
 
-BASELINE = {
-    "training.local_batch_size": "4",
-    "training.global_batch_size": "4",
-    "training.loss_chunk_tokens": "100000000",
-    "training.max_norm": "none",
-}
-TECHNIQUES = {
-    "chunked loss": {"training.loss_chunk_tokens": "1024"},
-    "activation checkpointing": {"activation_checkpoint.mode": "full"},
-    "block inputs in host memory": {"activation_checkpoint.offload_inputs": "true"},
-    "update in backward": {"optimizer.in_backward": "true", "resilience.max_consecutive_skips": "1"},
-    "8-bit moments": {"optimizer.state_dtype": "8bit"},
-    "bf16 parameters": {"training.parameter_dtype": "bf16"},
-    "optimizer in host memory instead": {
-        "optimizer.in_backward": "false",
-        "optimizer.state_dtype": "fp32",
-        "optimizer.offload": "state_and_gradients",
-    },
-}
 STEPS = 3
 
 

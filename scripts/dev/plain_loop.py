@@ -37,8 +37,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
 def cross_entropy(model: nn.Module, row: Tensor) -> Tensor:
     """Return the mean loss of (batch, seq + 1) tokens."""
     tokens = row[:, :-1]
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    logits = model(tokens, positions, torch.zeros_like(tokens))
+    logits = model(tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), row[:, 1:].flatten())
 
 

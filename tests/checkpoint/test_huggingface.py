@@ -72,8 +72,7 @@ def native_logits(checkpoint, tokens):
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(read_rows(checkpoint, f"model/{name}", index[f"model/{name}"], 0, p.shape[0]))
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return model(tokens, positions, torch.zeros_like(tokens))
+        return model(tokens)
 
 
 def hf_logits(folder, tokens):

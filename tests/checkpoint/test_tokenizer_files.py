@@ -15,8 +15,7 @@ from tests.commands import run_script
 from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
 from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
-
-FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
+from trainer.testing.layouts import DEBUG_FAMILIES
 
 
 def test_transformers_reads_tokens_and_logits_of_every_family():
@@ -67,7 +66,7 @@ def test_trust_in_the_code_of_a_folder_changes_no_tokens(configs, tmp_path, name
     assert_same_tokens(configs[name], folder, trust_remote_code=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DEBUG_FAMILIES)
 def test_a_model_accepts_what_the_tokenizer_returns(configs, tmp_path, family):
     loaded = transformers.AutoTokenizer.from_pretrained(write_export(tmp_path / "a", family, configs["shipped"]))
     assert sorted(loaded("a text")) == ["attention_mask", "input_ids"]  # token_type_ids would be an error in generate()

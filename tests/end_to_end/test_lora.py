@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from scripts import convert_hf
-from scripts.parity import LIMITS, deviations, within
 from tests import training_runs
 from tests.checkpoint.test_commit import damage
 from tests.end_to_end.test_security import update_manifest
@@ -40,6 +39,7 @@ from trainer.config.load import load_config
 from trainer.planning.simulate import simulate
 from trainer.run.resolve import resolve
 from trainer.testing.layouts import Layout, flags, num_ranks
+from trainer.testing.parity import LIMITS, deviations, within
 from trainer.testing.ranks import RankError
 
 GIB = 2**30

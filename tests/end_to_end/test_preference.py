@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-from scripts.parity import LIMITS, deviations, within
 from tests import training_runs
 from tests.training_runs import (
     checkpoint_of,
@@ -37,6 +36,7 @@ from trainer.parallel.step import Step
 from trainer.run import reference
 from trainer.run.resolve import resolve
 from trainer.testing.layouts import Layout, flags, num_ranks
+from trainer.testing.parity import LIMITS, deviations, within
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LOSSES = ["dpo", "ipo", "simpo", "orpo"]

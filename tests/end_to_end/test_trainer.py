@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import parity
-from scripts.parity import LIMITS, Trained, deviations, within
 from tests.conftest import tiny_run
 from tests.training_runs import (
     hash_of,
@@ -23,7 +21,9 @@ from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.system import console
+from trainer.testing import parity
 from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
+from trainer.testing.parity import LIMITS, Trained, deviations, within
 from trainer.testing.ranks import RankError
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from models import MODELS
+from models.context import Context
 from models.decoder import Decoder
 from models.spec import ModelSpec
 from trainer.testing.random_parameters import randomize
@@ -125,7 +126,7 @@ def model_of(family: str, index: int) -> Decoder:
     return model
 
 
-def inputs(seq: int = SEQ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, positions and documents."""
+def inputs(seq: int = SEQ) -> tuple[torch.Tensor, Context]:
+    """Return tokens and their context."""
     tokens = torch.randint(71, (2, seq), generator=torch.Generator().manual_seed(1))
-    return tokens, torch.arange(seq).repeat(2, 1), torch.zeros_like(tokens)
+    return tokens, Context.of(tokens)

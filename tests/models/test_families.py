@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from models import MODELS
+from models.context import Context
 from models.spec import meta_model
 from tests.models.families import CASES, CONFIGS, SEQ, config_of, hf_model_of, inputs, model_of, split_rows
 from trainer.inference.generate import CachedAttention
@@ -184,8 +185,8 @@ def test_greedy_tokens_equal_those_of_transformers(family, index):
     add_caches(model)
     with torch.no_grad():
         for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 20))]:
-            positions = torch.arange(start, stop)[None]
-            logits = model(expected[:, start:stop], positions, torch.zeros_like(positions))[0, -1]
+            new = expected[:, start:stop]
+            logits = model(new, Context.of(new, first_position=start))[0, -1]
             best, second = logits.topk(2).values.tolist()
             assert best - second > 1e-4  # otherwise rounding errors decide
             assert logits.argmax() == expected[0, stop]
@@ -194,15 +195,15 @@ def test_greedy_tokens_equal_those_of_transformers(family, index):
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_kv_cache_changes_no_logits(family, index):
     """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
-    model, (tokens, positions, documents) = model_of(family, index), inputs()
+    model, (tokens, context) = model_of(family, index), inputs()
     plan = model.plan()
     with torch.no_grad():
-        expected = model(tokens, positions, documents)[:1]
+        expected = model(tokens, context)[:1]
         caches = add_caches(model)
         for start, stop in ((0, 1), (1, 2), (2, 9), (9, 10), (10, 24), (24, 25), (23, 26), (26, SEQ)):
             assert all([cache.truncate(start) for cache in caches])
             part = slice(start, stop)
-            logits = model(tokens[:1, part], positions[:1, part], documents[:1, part])
+            logits = model(tokens[:1, part], Context.of(tokens[:1, part], first_position=start))
             assert distance(logits, expected[:, part]) < 1e-5
         complete = [cache.truncate(2) for cache in caches]
         assert complete == [

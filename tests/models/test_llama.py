@@ -7,10 +7,12 @@ import torch.nn.functional as F
 
 from models import MODELS
 from models.components import Attention
+from models.context import Context
 from models.decoder import Decoder
 from models.llama import LlamaSizes, llama
 from models.rope import rotate_pairs
 from models.spec import LayerKind
+from trainer.parallel.rotation import rotate_by_complex_product
 
 SMALL = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
 CPU = torch.device("cpu")
@@ -23,10 +25,10 @@ def build(sizes: LlamaSizes) -> Decoder:
 
 def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 10):
     tokens = torch.randint(sizes.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
-    return tokens, torch.arange(seq).repeat(batch, 1), torch.zeros(batch, seq, dtype=torch.int64)
+    return tokens, Context.of(tokens)
 
 
-def test_rotation_is_a_complex_product_eager_and_compiled():
+def test_rotation_is_a_complex_product():
     x = torch.randn(2, 5, 3, 8)
     frequencies = 1 / 10_000 ** (torch.arange(0, 8, 2) / 8)
     angles = torch.outer(torch.arange(5), frequencies)
@@ -34,7 +36,7 @@ def test_rotation_is_a_complex_product_eager_and_compiled():
     expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * factors)
     rope = torch.view_as_real(factors)
     torch.testing.assert_close(rotate_pairs(x, rope), expected.flatten(-2))
-    torch.testing.assert_close(torch.compile(rotate_pairs, backend="eager")(x, rope), expected.flatten(-2))
+    torch.testing.assert_close(rotate_by_complex_product(x, rope), expected.flatten(-2))
 
 
 def test_frequencies_without_scaling():
@@ -64,38 +66,47 @@ def test_grouped_query_attention_is_attention_with_repeated_heads():
     torch.manual_seed(0)
     attention = Attention(SMALL, LayerKind(rope=SMALL.rope()), rotate_pairs)
     x = torch.randn(2, 6, 32)
-    _, positions, _ = inputs(SMALL, seq=6)
-    rope = SMALL.rope()(positions)
+    _, context = inputs(SMALL, seq=6)
+    rope = SMALL.rope()(context.positions)
     q = rotate_pairs(attention.wq(x).view(2, 6, 4, 8), rope).transpose(1, 2)
     k = rotate_pairs(attention.wk(x).view(2, 6, 2, 8), rope).transpose(1, 2).repeat_interleave(2, dim=1)
     v = attention.wv(x).view(2, 6, 2, 8).transpose(1, 2).repeat_interleave(2, dim=1)
     scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     expected = attention.wo((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
-    torch.testing.assert_close(attention(x, rope, None), expected)
+    torch.testing.assert_close(attention(x, context._replace(rope=rope)), expected)
 
 
 def test_a_token_attends_only_to_earlier_tokens():
     model = build(SMALL)
-    tokens, positions, documents = inputs(SMALL)
+    tokens, context = inputs(SMALL)
     changed = tokens.clone()
     changed[:, 6] = (changed[:, 6] + 1) % SMALL.vocab_size
-    before, after = model(tokens, positions, documents), model(changed, positions, documents)
+    before, after = model(tokens, context), model(changed, context)
     torch.testing.assert_close(before[:, :6], after[:, :6])
     assert (before[:, 6:] - after[:, 6:]).abs().amax(-1).min() > 1e-4
 
 
 def test_logits_depend_on_distances_not_on_absolute_positions():
     model = build(SMALL)
-    tokens, positions, documents = inputs(SMALL)
-    torch.testing.assert_close(model(tokens, positions, documents), model(tokens, positions + 100, documents))
+    tokens, context = inputs(SMALL)
+    later = context._replace(positions=context.positions + 100)
+    torch.testing.assert_close(model(tokens, context), model(tokens, later))
+
+
+def test_without_a_context_each_row_is_one_document():
+    tokens, context = inputs(SMALL)
+    assert context.positions.tolist() == [list(range(10))] * 2 and not context.documents.any()
+    assert context.samples.tolist() == [0, 1]
+    model = build(SMALL)
+    assert torch.equal(model(tokens), model(tokens, context))
 
 
 def test_a_head_is_applied_inside_the_output_module():
     model = build(SMALL)
-    tokens, positions, documents = inputs(SMALL)
-    logits = model(tokens, positions, documents)
+    tokens, context = inputs(SMALL)
+    logits = model(tokens, context)
     assert logits.shape == (2, 10, 64)
-    torch.testing.assert_close(model(tokens, positions, documents, head=F.linear), logits)
+    torch.testing.assert_close(model(tokens, context, head=F.linear), logits)
 
 
 def test_tied_embeddings_are_one_parameter():

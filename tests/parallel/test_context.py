@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from models.components import CausalAttention, CausalMask, attention_kernel
+from models.context import Context
 from models.spec import LayerKind
 from trainer.batch import Batch
 from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name
@@ -21,7 +22,7 @@ FULL = LayerKind()
 
 def distinct_tokens(seq):
     tokens = torch.arange(2 * seq).view(2, seq)
-    return Batch(tokens, tokens + 1, torch.arange(seq).repeat(2, 1), tokens // 7)
+    return Batch(tokens, tokens + 1, torch.arange(seq).repeat(2, 1), tokens // 7, torch.tensor([5, 3]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -34,6 +35,7 @@ def test_shards_form_the_full_sequence_and_tokens_keep_their_positions(ranks):
     for shard in shards:
         for name in ("labels", "positions", "documents"):
             assert torch.equal(getattr(shard, name), getattr(full, name).gather(1, shard.positions))
+        assert torch.equal(shard.samples, full.samples)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -59,7 +61,7 @@ def attention(kv_heads, recompute):
 
     shards = [local(t).requires_grad_() for t in full]
     with Recorder() as forward:
-        mask = Mask(FULL, mesh, False, create_float_mask)(None, torch.zeros(2, 32 // size))
+        mask = Mask(FULL, mesh, False, create_float_mask)(packed(torch.zeros(2, 32 // size)))
         out = AllGatherAttention(CausalAttention(FULL), mesh, recompute)(*shards, mask)
     with Recorder() as backward:
         (out * local(weights)).sum().backward()
@@ -75,6 +77,10 @@ def attention(kv_heads, recompute):
 def test_context_parallel_attention_equals_full_attention(ranks, size, kv_heads, recompute):
     gathers = set(ranks(size).run(attention, kv_heads, recompute))
     assert gathers == {(1, 1 if recompute else 0)}
+
+
+def packed(documents):
+    return Context.of(documents)._replace(documents=documents)
 
 
 def largest_difference_from_separate_documents(kernel):
@@ -103,7 +109,7 @@ def largest_difference_from_separate_documents(kernel):
         mask, attend = Mask(FULL, mesh, True, create_block_mask), FlexAttention(FULL, flex_attention)
     if size > 1:
         attend = AllGatherAttention(attend, mesh, recompute=True)
-    mask = mask(None, shard_tensor(documents, rank, size))
+    mask = mask(packed(shard_tensor(documents, rank, size)))
     if kernel == "flex":  # torch has no CPU backward for it
         with torch.no_grad():
             out = attend(*(shard.detach() for shard in shards), mask)
@@ -138,9 +144,9 @@ def largest_difference_between_backends(kind, by_document):
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 32, 8, generator=draw) for heads in (4, 2, 2))
     documents = torch.arange(32).div(12, rounding_mode="floor").repeat(2, 1)
-    dense = Mask(kind, one, by_document, create_float_mask)(None, documents)
+    dense = Mask(kind, one, by_document, create_float_mask)(packed(documents))
     expected = shard_tensor(attention_kernel(kind)(q, k, v, dense).transpose(1, 2), rank, size).transpose(1, 2)
-    mask = Mask(kind, mesh, by_document, create_block_mask)(None, shard_tensor(documents, rank, size))
+    mask = Mask(kind, mesh, by_document, create_block_mask)(packed(shard_tensor(documents, rank, size)))
     local = shard_tensor(q.transpose(1, 2), rank, size).transpose(1, 2)
     return (FlexAttention(kind, flex_attention)(local, k, v, mask) - expected).abs().max().item()
 
@@ -161,9 +167,9 @@ def mask_difference(kind):
     """Return the largest difference between the results of the model's own mask and of the trainer's."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 32, 8, generator=draw) for heads in (4, 2, 2))
-    positions = torch.arange(32).repeat(2, 1)
-    dense = Mask(kind, init_device_mesh("cpu", (1,)), False, create_float_mask)(None, torch.zeros_like(positions))
-    own = CausalMask(kind.window)(positions, torch.zeros_like(positions))
+    context = packed(torch.zeros(2, 32, dtype=torch.int64))
+    dense = Mask(kind, init_device_mesh("cpu", (1,)), False, create_float_mask)(context)
+    own = CausalMask(kind.window)(context)
     results = [attention_kernel(kind)(q, k, v, mask) for mask in (dense, own)]
     return 0.0 if torch.allclose(*results, atol=1e-6) else (results[0] - results[1]).abs().max().item()
 

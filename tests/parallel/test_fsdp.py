@@ -85,7 +85,7 @@ def one_step(settings):
     tokens = torch.arange(16)[None]
     labels = tokens + 1
     with Gathers() as gathers:
-        model(tokens, tokens, tokens, head=CrossEntropyHead(labels, 1024)).backward()
+        model(tokens, head=CrossEntropyHead(labels, 1024)).backward()
     return gathers.sizes, gathered[0], sum(p.numel() for p in model.layers["0"].parameters())
 
 
@@ -122,9 +122,9 @@ def precision(dtype):
         lambda m, args, out: dtypes.update(wq=(args[0].dtype, out.dtype))
     )
     rope = []
-    model.layers["0"].register_forward_pre_hook(lambda m, args: rope.append(args[1].dtype))
+    model.layers["0"].register_forward_pre_hook(lambda m, args: rope.append(args[1].rope.dtype))
     tokens = torch.arange(16)[None]
-    model(tokens, tokens, tokens, head=CrossEntropyHead(tokens, 1024)).backward()
+    model(tokens, head=CrossEntropyHead(tokens, 1024)).backward()
     return dtypes["wq"], rope[0], {p.dtype for p in parameters}, {p.grad.dtype for p in parameters}
 
 

@@ -139,9 +139,9 @@ def build_step(name, pp, microbatches):
 def accepted_microbatches(name, pp, maximum):
     """Return the numbers of microbatches that are accepted. Each of them must run with the loss of the full model, also in an
     evaluation between two steps, after which no parameter stays gathered."""
-    tokens, positions, documents = inputs(SIZES, batch=1)
-    batch = Batch(tokens, tokens.roll(-1, 1), positions, documents)
-    expected = reference(SIZES)(tokens, positions, documents, head=CrossEntropyHead(batch.labels, 64)).item()
+    tokens, context = inputs(SIZES, batch=1)
+    batch = Batch(tokens, tokens.roll(-1, 1), context.positions, context.documents, context.samples)
+    expected = reference(SIZES)(tokens, context, head=CrossEntropyHead(batch.labels, 64)).item()
     accepted = []
     for microbatches in range(1, maximum + 1):
         try:

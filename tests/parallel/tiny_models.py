@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from models.context import Context
 from models.decoder import Decoder
 from models.llama import LlamaSizes, llama
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
@@ -50,7 +51,7 @@ def reference(sizes: LlamaSizes) -> Decoder:
     return model
 
 
-def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens, positions and documents."""
+def inputs(sizes: LlamaSizes, batch: int = 2, seq: int = 16) -> tuple[torch.Tensor, Context]:
+    """Return tokens and their context."""
     tokens = torch.randint(sizes.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1))
-    return tokens, torch.arange(seq).repeat(batch, 1), torch.zeros(batch, seq, dtype=torch.int64)
+    return tokens, Context.of(tokens)

@@ -8,11 +8,11 @@ import torch
 
 from scripts import leak_probe
 from scripts.leak_probe import Probe, probed_tokens
-from scripts.parity import Row
 from tests.conftest import ROOT
 from trainer.config.command_line import run_to_end
 from trainer.config.load import load_config
 from trainer.testing.layouts import Layout, Table
+from trainer.testing.parity import Row
 from trainer.testing.ranks import RankError
 
 CHAT = ["--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--model.overrides.n_layers", "4"]

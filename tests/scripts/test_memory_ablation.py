@@ -2,8 +2,9 @@
 
 import pytest
 
-from scripts.dev.memory_ablation import TECHNIQUES, cumulative
+from scripts.dev.memory_ablation import cumulative
 from tests.commands import run_script
+from trainer.testing.techniques import TECHNIQUES
 
 SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "256"]
 

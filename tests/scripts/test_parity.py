@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from scripts import parity
-from scripts.parity import Trained, deviations, within
 from tests.conftest import ROOT
 from trainer.config.command_line import run_to_end
+from trainer.testing import parity as comparison
 from trainer.testing.bugs import BUGS
 from trainer.testing.layouts import Layout
+from trainer.testing.parity import Trained, deviations, within
 
 
 def main(monkeypatch, *argv):
@@ -95,13 +96,13 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, t
 
 
 def test_a_deviation_above_the_limit_fails(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(parity, "LIMITS", {"fp32": {"loss": -1.0, "grad_norm": 1.0, "gradient": 1.0}})
+    monkeypatch.setattr(comparison, "LIMITS", {"fp32": {"loss": -1.0, "grad_norm": 1.0, "gradient": 1.0}})
     assert main(monkeypatch, *tiny, "--layout", "cp=2") == 1
     assert "FAIL" in capsys.readouterr().out
 
 
 def test_a_control_that_is_not_caught_fails(monkeypatch, tiny, capsys):
-    monkeypatch.setattr(parity, "LIMITS", {"fp32": {"loss": 1.0, "grad_norm": 1.0, "gradient": 1.0}})
+    monkeypatch.setattr(comparison, "LIMITS", {"fp32": {"loss": 1.0, "grad_norm": 1.0, "gradient": 1.0}})
     assert main(monkeypatch, *tiny, "--layout", "dp_shard=1") == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
 

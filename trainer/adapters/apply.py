@@ -2,15 +2,15 @@
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from models.context import Context
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters
-from trainer.batch import DOCUMENT_BITS
 from trainer.config import LoraConfig
 from trainer.runtime.device import DTYPES
 
@@ -22,30 +22,37 @@ class AdapterDropout:
     def __init__(self, probability: float, seed: int):
         self.seed, self.kept = seed, 1 - probability
         self.threshold = int(probability * 2**31)
-        self.token_keys: Tensor | None = None
-        """Hash of each token of the current microbatch, (batch, seq / cp), int32."""
         self.keys: Tensor | None = None
-        """Hash of each token and the current block."""
+        """Hash of each token and the current block, (batch, seq / cp), int32."""
 
-    def start(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Compute the tokens' keys. This is a hook that runs before the model's forward. In training, a sample, a document and a
-        position identify a token (see TrainingData)."""
-        given = dict(zip(("tokens", "positions", "documents"), args, strict=False)) | kwargs
-        parts = given["documents"], given["documents"] >> DOCUMENT_BITS, given["positions"]
-        self.token_keys = torch.zeros_like(parts[0], dtype=torch.int32)
-        for part in parts:
-            self.token_keys = _mix(self.token_keys + part.to(torch.int32))
+    def attach(self, model: nn.Module, blocks: str) -> None:
+        """Give the adapters of each block its keys. blocks: name of the container of the blocks."""
+        model.register_forward_pre_hook(self._hash_tokens, with_kwargs=True)
+        for name, block in model.get_submodule(blocks).named_children():
+            block.register_forward_pre_hook(partial(self._hash_block, _key_of(f"{self.seed}/{name}")))
+            block.forward = self._with_keys(block.forward)
 
-    def around(self, forward: Callable[..., Tensor], block: str) -> Callable[..., Tensor]:
-        """Return the forward of the named block. It passes the keys as the last argument, because backward may recompute the
-        block after another microbatch has started. forward: result of `inside`, with recomputation and compilation."""
-        block_key = _key_of(f"{self.seed}/{block}")
-        return lambda *args: forward(*args, _mix(self.token_keys ^ block_key))
+    def _hash_tokens(self, model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Add a hash of each token to the context. In training, a sample, a document and a position identify a token."""
+        given = dict(zip(("context", "head"), args[1:], strict=False)) | kwargs
+        context = given.get("context") or Context.of(args[0])
+        keys = torch.zeros_like(context.documents, dtype=torch.int32)
+        for part in (context.documents, context.samples[:, None], context.positions):
+            keys = _mix(keys + part.to(torch.int32))
+        return args[:1], given | {"context": context._replace(dropout_keys=keys)}
 
-    def inside(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def forward_with_keys(*args: Any) -> Tensor:
-            self.keys = args[-1]
-            return forward(*args[:-1])
+    @staticmethod
+    def _hash_block(key: int, block: nn.Module, args: tuple[Tensor, Context]) -> tuple[Tensor, Context]:
+        h, context = args
+        return h, context._replace(dropout_keys=_mix(context.dropout_keys ^ key))
+
+    def _with_keys(self, forward: Callable[[Tensor, Context], Tensor]) -> Callable[[Tensor, Context], Tensor]:
+        """Return a block's forward that starts with the keys of its context. It belongs inside recomputation, because backward
+        may recompute a block after another microbatch has started."""
+
+        def forward_with_keys(h: Tensor, context: Context) -> Tensor:
+            self.keys = context.dropout_keys
+            return forward(h, context)
 
         return forward_with_keys
 
@@ -68,14 +75,19 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def apply_lora(
-    model: nn.Module, blocks: str, trained: TrainedParameters, config: LoraConfig, seed: int
-) -> AdapterDropout | None:
-    """Add the adapters and freeze all parameters that are not trained, in place. Without [lora] rank, do nothing. model: a
-    pipeline stage, on the meta device; its matrices may be sharded by tensor parallelism. blocks: name of their container. seed:
-    of the dropout. Return the dropout, which the blocks must call, or None without dropout."""
+def apply_lora(model: nn.Module, blocks: str, trained: TrainedParameters, config: LoraConfig, seed: int) -> None:
+    """Add the adapters and freeze all parameters that are not trained, in place. Without [lora] rank, do nothing.
+
+    Args:
+        model: A pipeline stage, on the meta device. Its matrices may be sharded by tensor parallelism, but its blocks must
+            neither recompute nor be compiled yet.
+        blocks: Name of the container of the blocks.
+        trained: The parameters that the run trains.
+        config: Settings of the adapters.
+        seed: Seed of the dropout.
+    """
     if config.rank is None:
-        return None
+        return
     dtype = DTYPES[config.dtype]
     for name, parameter in model.named_parameters():
         is_trained = name in trained.fully
@@ -84,14 +96,13 @@ def apply_lora(
             model.get_submodule(name.rpartition(".")[0]).to(dtype)
     dropout = AdapterDropout(config.dropout, seed) if config.dropout else None
     if dropout is not None:
-        model.register_forward_pre_hook(dropout.start, with_kwargs=True)
+        dropout.attach(model, blocks)
     present = dict(model.named_modules())
     for name in trained.targets:
         if name in present:
             # Without the block's name, because compiled blocks share one graph.
             _, _, name_in_block = name.removeprefix(f"{blocks}.").partition(".")
             _add_adapter(present[name], name_in_block, config, dropout)
-    return dropout
 
 
 def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropout: AdapterDropout | None) -> None:

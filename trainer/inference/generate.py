@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.components import CausalMask, attention_kernel, visible_keys
+from models.context import Context
 from models.spec import LayerKind
 from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata, initial_model
@@ -197,8 +198,7 @@ class TextGenerator:
             for cache in self.caches:
                 cache.truncate(0)
         new = torch.tensor([tokens[start:]], device=self.device)
-        positions = torch.arange(start, len(tokens), device=self.device)[None]
-        logits = self.model(new, positions, torch.zeros_like(new))
+        logits = self.model(new, Context.of(new, first_position=start))
         self.cached_tokens = list(tokens)
         logits = logits[0, -1, : self.tokenizer.vocab_size].double().cpu()
         if not logits.isfinite().all():

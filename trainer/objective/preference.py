@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.spec import Head
-from trainer.batch import DOCUMENT_BITS, IGNORE_INDEX, Batch
+from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import PreferenceConfig
 from trainer.objective.cross_entropy import token_losses
 
@@ -58,9 +58,9 @@ _PER_TOKEN = ("simpo", "orpo")
 
 def sum_by_document(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
     """Return the sums of the values of each document, (batch, num_documents). values, documents: (batch, seq)."""
-    index = (documents & (2**DOCUMENT_BITS - 1)).clamp(max=num_documents)  # positions outside all documents are last
+    index = documents.where(documents >= 0, num_documents)  # positions outside all documents are last
     sums = values.new_zeros(len(values), num_documents + 1)
-    return sums.scatter_add(1, index, values)[:, :num_documents]
+    return sums.scatter_add(1, index.clamp(max=num_documents), values)[:, :num_documents]
 
 
 @dataclass(frozen=True)

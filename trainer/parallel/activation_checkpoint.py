@@ -66,14 +66,10 @@ def block_forward(
     config: ActivationCheckpointConfig,
     compiled: bool,
     checkpoint_outside: bool = False,
-    inside: Callable[[Forward], Forward] = lambda forward: forward,
 ) -> Forward:
     """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded.
     checkpoint_outside: whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the last
-    matrix product, whose result it does not need. inside: function that is applied to the forward inside the checkpoint, but
-    outside the compiled part."""
-    if not compiled:
-        forward = inside(forward)
+    matrix product, whose result it does not need."""
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":
@@ -82,7 +78,7 @@ def block_forward(
     if policy == "all" and not outside:
         forward = checkpointed(forward)
     if compiled:
-        forward = inside(torch.compile(forward, fullgraph=True))  # all blocks share one graph
+        forward = torch.compile(forward, fullgraph=True)  # all blocks share one graph
     return checkpointed(forward) if policy == "all" and outside else forward
 
 

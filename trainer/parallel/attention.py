@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models.components import attention_kernel
+from models.context import Context
 from models.spec import LayerKind, ParallelPlan
 from trainer.parallel.context import AllGatherAttention, all_gather_sequence, shard_tensor
 
@@ -30,9 +31,9 @@ class Mask(nn.Module):
         self.by_document = by_document
         self.create = create
 
-    def forward(self, positions: Tensor, documents: Tensor) -> Tensor | BlockMask:
-        """positions, documents: (batch, seq / cp). The mask has one row for each token of this rank and one column for each
-        token of the full sequence."""
+    def forward(self, context: Context) -> Tensor | BlockMask:
+        """Return a mask with one row for each token of this rank and one column for each token of the full sequence."""
+        documents = context.documents  # (batch, seq / cp)
         ranks, num_rows = self.cp.size(), documents.shape[1]
         tokens = torch.arange(num_rows * ranks, device=documents.device)
         rows = shard_tensor(tokens[None], self.cp.get_local_rank(), ranks)[0]  # the token index of each row

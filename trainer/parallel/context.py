@@ -20,7 +20,10 @@ from trainer.parallel.saved_tensors import call_with_gathered
 
 def shard_sequence(batch: Batch, rank: int, ranks: int) -> Batch:
     """Return this rank's two chunks of every sequence, as a batch of shape (batch, seq / ranks)."""
-    return batch if ranks == 1 else batch.map(partial(shard_tensor, rank=rank, ranks=ranks))
+    if ranks == 1:
+        return batch
+    of_rank = batch._replace(samples=None).map(partial(shard_tensor, rank=rank, ranks=ranks))
+    return of_rank._replace(samples=batch.samples)
 
 
 def shard_tensor(tensor: Tensor, rank: int, ranks: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Parallelization of a model. All forms of parallelism are applied in the only order in which they compose."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -9,7 +8,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.spec import ParallelPlan
-from trainer.adapters.apply import AdapterDropout
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
@@ -18,6 +16,7 @@ from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import Stage, prune_to_stage
+from trainer.parallel.rotation import apply_complex_rotation
 from trainer.parallel.tensor import apply_tensor
 from trainer.parallel.unsharded import cast_parameters
 from trainer.runtime.device import DTYPES
@@ -35,14 +34,14 @@ def parallelize(
     seq_len: int,
     document_mask: bool,
     attention_backend: AttentionBackend,
-    adapt: Callable[[nn.Module], AdapterDropout | None] = lambda model: None,
+    adapt: Callable[[nn.Module], None] = lambda model: None,
 ) -> dict[Stage, nn.Module]:
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
     The order, and why:
         prune: only the modules of the stage remain.
-        feed-forward layers: uncompiled ones save fewer tensors; the other steps wrap their forward.
+        layers that are not compiled: their formulas become faster ones; the other steps wrap their forward.
         tensor parallelism: matrices become DTensors, so all later steps see shards.
         adapters: they are sharded like the matrices that they belong to.
         attention: kernels and masks of this device.
@@ -63,7 +62,7 @@ def parallelize(
         seq_len: Length of a sample, in tokens.
         document_mask: Whether attention ends at document boundaries.
         attention_backend: Attention kernels and masks of the device.
-        adapt: Freezes parameters of a stage and adds adapters to it. It returns their dropout, if any.
+        adapt: Freezes parameters of a stage and adds adapters to it.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
@@ -78,16 +77,16 @@ def parallelize(
         prune_to_stage(model, plan, stage)
         if not compiled:
             apply_gated_products(model)
+            apply_complex_rotation(model)
         policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
-        dropout = adapt(model)
+        adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks).named_children():
-            forward = partial(block_forward, block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
-            block.forward = forward() if dropout is None else dropout.around(forward(inside=dropout.inside), name)
+            block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
             if name in offloaded:
                 block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])
         if sharded:
@@ -107,6 +106,8 @@ def shards_parameters(ranks: int, parallel: ParallelConfig) -> bool:
 def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
     """Set the compiler options of this run, which are global to the process. overlapped: group of ranks whose gathers and
     reductions overlap with adjacent matrix products."""
+    # A block with dropout of adapters stores its keys. Backward uses the keys of the graph, so it need not store them again.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     functorch = torch._functorch.config
     by_budget = checkpointing.mode == "budget"
     functorch.activation_memory_budget = checkpointing.memory_budget if by_budget else 1.0

@@ -15,7 +15,7 @@ from models.spec import ParallelPlan
 from trainer.batch import Batch
 from trainer.config import ConfigError, ParallelConfig
 from trainer.objective.objective import Readout
-from trainer.parallel.step import Step
+from trainer.parallel.step import Step, context_of
 from trainer.runtime.distributed import sum_over
 
 
@@ -224,7 +224,7 @@ class PipelineStep(Step):
         """Replace the labels and the reference in a stage's arguments by the head. torch's schedules pass only tensors."""
         if "head" not in kwargs:
             labels, reference = kwargs.pop("labels"), kwargs.pop("reference", None)
-            kwargs["head"] = self.objective.head(labels, kwargs["documents"], reference)
+            kwargs["head"] = self.objective.head(labels, kwargs["context"].documents, reference)
         return args, kwargs
 
     def _loss(self, result: Tensor, labels: Tensor) -> Tensor:
@@ -243,8 +243,7 @@ class PipelineStep(Step):
             target=batch.labels if any(stage.is_last for stage in self.model_parts) else None,
             return_outputs=False,
             labels=batch.labels,
-            positions=batch.positions,
-            documents=batch.documents,
+            context=context_of(batch),
             **reference,
         )
         return self.results
@@ -258,7 +257,7 @@ class PipelineStep(Step):
             if not stage.is_first and ranks[stage.index - 1] != group.rank():
                 x = torch.empty_like(self.hidden)
                 dist.recv(x, group=group, group_src=ranks[stage.index - 1])
-            x = part(x, positions=batch.positions, documents=batch.documents, head=head)
+            x = part(x, context_of(batch), head)
             if stage.is_last:
                 return x
             if ranks[stage.index + 1] != group.rank():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from models.context import Context
 from trainer.batch import Batch
 from trainer.objective.objective import Objective, Readout, by_name
 from trainer.parallel.fsdp import reshard_all
@@ -74,6 +75,10 @@ def count_terms(microbatches: Sequence[Batch], objective: Objective, batch_group
     return sum_over(_total([objective.count(batch) for batch in microbatches]), batch_group)
 
 
+def context_of(batch: Batch) -> Context:
+    return Context(batch.positions, batch.documents, batch.samples)
+
+
 def _total(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0) if len(tensors) > 1 else tensors[0]
 
@@ -99,4 +104,4 @@ class SpmdStep(Step):
     def _forward(self, batch: Batch, readout: Readout) -> Tensor:
         (model,) = self.model_parts.values()
         head = readout.head(batch.labels, batch.documents, batch.reference)
-        return model(batch.tokens, batch.positions, batch.documents, head=head)
+        return model(batch.tokens, context_of(batch), head)

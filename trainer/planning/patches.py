@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from models.components import CausalAttention
+from models.context import Context
 from trainer.objective import cross_entropy
 from trainer.objective.cross_entropy import chunk_starts
 from trainer.parallel.attention import AttentionBackend
@@ -39,7 +40,7 @@ FAKE_GPU_KERNELS = AttentionBackend(lambda kind, cp, by_document, dtype: _NoMask
 
 
 class _NoMask(nn.Module):
-    def forward(self, positions: Tensor, documents: Tensor) -> None:
+    def forward(self, context: Context) -> None:
         pass
 
 

@@ -183,7 +183,7 @@ def _update(engine: Engine, microbatches: Sequence[Batch]) -> None:
 
 def _batch(config: Config) -> Batch:
     shape = config.training.local_batch_size, config.training.seq_len
-    return Batch(*torch.zeros(4, *shape, dtype=torch.int64))
+    return Batch(*torch.zeros(4, *shape, dtype=torch.int64), samples=torch.zeros(shape[0], dtype=torch.int64))
 
 
 class _Microbatches(list[Batch]):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.batch import DOCUMENT_BITS, Batch
+from trainer.batch import Batch
 from trainer.config import Config, TrainingConfig
 from trainer.data.build import Datasets, open_datasets
 from trainer.data.datasets import prepare_datasets
@@ -55,8 +55,6 @@ class TrainingData:
         self.config = config
         self.partition = partition
         self.device = device
-        self.numbers_samples = config.lora.dropout > 0
-        """Whether the documents' indices contain the index of their sample, so that they differ between all samples."""
 
     def order(self, state: TrainState) -> SampleOrder:
         return sample_order(self.config, self.datasets, state)
@@ -65,20 +63,16 @@ class TrainingData:
         """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor. asked_to_stop:
         whether the run was asked to stop. Raise LoadingFailed."""
         pin_memory = self.device.type != "cpu"
-        cursor = state.cursor
         batches = training_batches(
             self.datasets.training,
             self.order(state),
             self.partition,
-            cursor,
+            state.cursor,
             self.config.data,
             pin_memory,
             asked_to_stop,
         )
-        for i, batch in enumerate(batches):
-            if self.numbers_samples:
-                first = (cursor + self.partition.samples(np.array([i]))).T << DOCUMENT_BITS
-                batch = batch._replace(documents=batch.documents + torch.from_numpy(first))
+        for batch in batches:
             yield batch.to(self.device)
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:

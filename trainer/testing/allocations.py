@@ -101,7 +101,7 @@ def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
     def batch() -> Batch:
         tokens = torch.randint(resolved.sizes.vocab_size, shape)
         positions = torch.arange(training.seq_len).repeat(shape[0], 1)
-        return Batch(tokens, tokens.clone(), positions, torch.zeros_like(tokens))
+        return Batch(tokens, tokens.clone(), positions, torch.zeros_like(tokens), torch.arange(shape[0]))
 
     def step() -> None:
         batches = [batch() for _ in range(resolved.grad_accum)]

@@ -5,12 +5,15 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from models import MODELS
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import did_you_mean
 from trainer.config.load import load_config, parse_argv
 from trainer.parallel.pipeline import SCHEDULES, min_microbatches
 from trainer.run.resolve import resolve
 
+DEBUG_FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
+"""Model families with a size for a laptop."""
 PARITY_MATRIX = [
     *(f"dp_shard={n}" for n in (2, 4, 8)),
     "dp_replicate=2",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trainer.batch import Batch
@@ -118,7 +119,9 @@ def training_batches(
     else:
         batches = map(samples.__getitem__, indices)
     with explain_read_errors():
-        for batch in batches:
+        for i, batch in enumerate(batches):
+            (positions,) = cursor + partition.samples(np.array([i]))
+            batch = batch._replace(samples=torch.from_numpy(positions))
             yield batch.map(Tensor.pin_memory) if pin_memory else batch
 
 

@@ -61,8 +61,9 @@ class ConcatSamples:
             if sample < 0:
                 labels[row] = IGNORE_INDEX
         if not self.reset_positions:
-            return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), *_one_document(labels.shape))
-        return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents)))
+            positions_and_documents = _one_document(labels.shape)
+            return Batch(*map(torch.from_numpy, (tokens, labels)), *positions_and_documents, torch.from_numpy(samples))
+        return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents, samples)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -100,4 +101,4 @@ class PackedSamples:
             positions[row, :size] = concatenated_ranges(0, lengths) if self.reset_positions else np.arange(size)
             documents[row, :size] = np.repeat(np.arange(len(lengths)), lengths)
         labels[samples < 0] = IGNORE_INDEX
-        return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents)))
+        return Batch(*map(torch.from_numpy, (tokens, labels, positions, documents, samples)))

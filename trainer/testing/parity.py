@@ -1,0 +1,283 @@
+"""Comparison of training under a parallel layout with training on one rank: losses, gradient norms and each parameter's gradient.
+
+scripts/parity.py prints the comparisons as a table.
+"""
+
+import itertools
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.build import build_trainer
+from trainer.config import Config, ConfigError
+from trainer.config.fields import settings
+from trainer.config.load import load_config
+from trainer.config.schema import toml_value
+from trainer.run.resolve import resolve
+from trainer.system.files import read_json_lines
+from trainer.testing.bugs import BUGS, Bug
+from trainer.testing.layouts import (
+    LAYOUT_SECTIONS,
+    Layout,
+    Table,
+    batch_settings,
+    flags,
+    load_layout,
+    num_ranks,
+    settings_of,
+)
+from trainer.testing.ranks import LocalRanks, RankError
+from trainer.testing.transformers_model import transformers_step
+
+LIMITS = {
+    "fp32": {"loss": 1e-5, "grad_norm": 1e-4, "gradient": 1e-4},
+    "bf16": {"loss": 1e-2, "grad_norm": 3e-2, "gradient": 3e-2},
+}
+"""compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error. In bf16, the gradient norm of the
+debug run on one rank deviates from that in fp32 by 0.1 % in most steps, but by up to 2 % in a single step."""
+
+NEGLIGIBLE = 1e-4
+"""Fraction of the gradient norm below which the gradient of a parameter is rounding error. The deviations of smaller gradients
+are relative to this fraction. For example, the gradient of the bias of keys without positional encoding is zero."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Results of a training run."""
+
+    records: list[dict]
+    """Metrics of each step."""
+    gradients: tuple[dict[str, Tensor], dict[str, Tensor]]
+    """Name of a parameter -> its full gradient before clipping, in the first and in the last step."""
+
+    @classmethod
+    def of_ranks(cls, records: list[dict], parts: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> "Trained":
+        """parts: result of `train` on each rank."""
+        first, last = ({k: g for part in step for k, g in part.items()} for step in zip(*parts, strict=True))
+        return cls(records, (first, last))
+
+
+@dataclass(frozen=True)
+class GradientDeviation:
+    """Comparison of a parameter's gradient with that of the reference run."""
+
+    name: str
+    ratio: float
+    """Norm of the gradient divided by the reference's."""
+    cosine: float
+    deviation: float
+    """Norm of the difference, relative to the reference."""
+
+
+def gradient_deviations(reference: Trained, run: Trained) -> list[GradientDeviation]:
+    """Return the comparisons of all gradients in the first and in the last step, the worst first."""
+    comparisons = []
+    of_steps = list(zip(reference.gradients, run.gradients, strict=True))[: len(reference.records)]
+    for expected, actual in of_steps:
+        assert expected.keys() == actual.keys()
+        total = torch.stack([g.norm() for g in expected.values()]).norm()
+        for name, a in expected.items():
+            b, size = actual[name], a.norm().clamp(min=torch.finfo(a.dtype).tiny)
+            deviation = (b - a).norm() / size.clamp(min=NEGLIGIBLE * total.item())
+            cosine = F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+            comparisons.append(GradientDeviation(name, (b.norm() / size).item(), cosine.item(), deviation.item()))
+    return sorted(comparisons, key=lambda c: -math.inf if math.isnan(c.deviation) else -c.deviation)
+
+
+def deviations(reference: Trained, run: Trained) -> dict[str, float]:
+    """Return the largest relative deviations of loss and gradient norm over all steps, and of a parameter's gradient; NaN if a
+    value is NaN."""
+    assert [r["step"] for r in reference.records] == [r["step"] for r in run.records]
+    metrics = ("loss", "grad_norm")
+    a, b = (np.array([[record[name] for name in metrics] for record in r.records]) for r in (reference, run))
+    largest = dict(zip(metrics, (abs(a - b) / abs(a)).max(axis=0).tolist(), strict=True))
+    return largest | {"gradient": gradient_deviations(reference, run)[0].deviation}
+
+
+def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
+    return all(deviation[name] <= limit for name, limit in limits.items())
+
+
+def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train on this rank. Return the full gradients in the first and in the last step, each on one of the ranks that have the
+    parameter. bug: key of BUGS, or "" for a correct run."""
+    os.environ["LOG_RANK"] = ""  # only the table is printed
+    config, cpu = load_config(argv), torch.device("cpu")
+    resolved = resolve(config, dist.get_world_size())
+    steps, gradients = itertools.count(1), []
+    with BUGS[bug].inject() if bug else nullcontext():
+        trainer = build_trainer(config, resolved, cpu, None)
+        engine, clip = trainer.engine, trainer.engine.optimizer.clip
+
+        def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if next(steps) in (1, config.training.steps):
+                trained = {name: p for name, p in engine.parameters.items() if p.requires_grad}
+                gradients.append({name: full(p.grad).float().clone() for name, p in trained.items()})
+            return clip(*args, **kwargs)
+
+        with patch.object(engine.optimizer, "clip", record_and_clip):
+            trainer.train()
+    is_first_of_stage = dist.get_rank() % resolved.dims.ranks_per_stage == 0
+    return (gradients[0], gradients[-1]) if is_first_of_stage else ({}, {})
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Runs:
+    """Training runs of one configuration. The output folder of each run is deleted when the run ends."""
+
+    def __init__(self, argv: Sequence[str], steps: int, folder: Path, with_transformers: bool = False):
+        """with_transformers: whether the reference is the first step computed by transformers, instead of a run on one rank."""
+        self.with_transformers = with_transformers
+        self.given = settings_of(argv)
+        for key, value in self.given.items():
+            section = key.partition(".")[0]
+            if section in LAYOUT_SECTIONS:
+                raise ConfigError("", f"--{key} {value}: only --layout 'name=value ...' can set [{section}]")
+        self.folder = folder
+        config = load_config(argv)
+        if with_transformers and (config.lora.rank is not None or config.preference.enabled):
+            message = "has no adapters and no preference losses; remove [lora] rank and [preference] loss"
+            raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
+        defaults = {
+            key: toml_value(setting.default).strip('"')
+            for key, setting in settings().items()
+            if setting.section in LAYOUT_SECTIONS and config.value(key) != setting.default
+        }
+        self.common = defaults | {
+            "run.device": "cpu",
+            "run.output_folder": str(folder),
+            "run.name": "run",
+            "training.steps": "1" if with_transformers else str(steps),
+            "metrics.interval_steps": "1",
+            "metrics.tensorboard": "false",
+            "evaluation.interval_steps": "0",
+            "checkpoint.interval_steps": "0",
+        }
+        self.single_rank_runs: dict[tuple, Trained] = {}
+
+    def flags(self, settings: dict[str, str]) -> list[str]:
+        """Return the command line of a run. The settings of the comparison override the user's settings."""
+        return flags(self.given | self.common | settings)
+
+    def run(self, settings: dict[str, str], ranks: int, bug: str = "") -> Trained:
+        """Train and return the results. Raises RankError."""
+        try:
+            parts = LocalRanks(ranks).run(train, self.flags(settings), bug)
+            records = [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
+            return Trained.of_ranks(records, parts)
+        finally:
+            shutil.rmtree(self.folder / "run", ignore_errors=True)
+
+    def reference(self, layout: Layout, **overrides: str) -> Trained:
+        """Return the results of the reference run on one rank. It uses `overrides`, and the layout's settings that change the
+        result of training."""
+        settings = layout.single_rank_settings | overrides
+        key = tuple(sorted(settings.items()))
+        if key not in self.single_rank_runs:
+            compute = self._run_transformers if self.with_transformers else partial(self.run, ranks=1)
+            self.single_rank_runs[key] = compute(settings)
+        return self.single_rank_runs[key]
+
+    def _run_transformers(self, settings: dict[str, str]) -> Trained:
+        ((loss, gradients),) = LocalRanks(1).run(transformers_step, self.flags(settings))
+        norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+        return Trained([{"step": 1, "loss": loss, "grad_norm": norm}], (gradients, gradients))
+
+    def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
+        """Return the limits of a layout. In bf16, the reference run has rounding errors too, so each limit is at least twice the
+        deviation between the reference runs in bf16 and fp32."""
+        limits = LIMITS[dtype]
+        if dtype == "fp32":
+            return limits
+        exact = self.reference(layout, **{"training.compute_dtype": "fp32"})
+        rounding = deviations(exact, self.reference(layout))
+        return {name: max(limit, 2 * rounding[name]) for name, limit in limits.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: one combination of a layout and a number of microbatches."""
+
+    layout: Layout
+    config: Config
+    settings: dict[str, str]
+    microbatches: int
+
+    @classmethod
+    def build(cls, runs: Runs, layout: Layout, factor: int) -> "Row":
+        """factor: number of microbatches as a multiple of the layout's minimum. Raises ConfigError if the layout does not fit."""
+        batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
+        settings = layout.settings | batch
+        return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
+
+    def measure(self, runs: Runs, bug: str = "") -> tuple[dict[str, float], dict[str, float], list[GradientDeviation]]:
+        """Train. Return the deviations, their limits and the comparison of each gradient. Raises RankError."""
+        ranks, dtype = num_ranks(self.config.parallel), self.config.training.compute_dtype
+        reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, bug)
+        return deviations(reference, run), runs.limits(self.layout, dtype), gradient_deviations(reference, run)
+
+    def run(self, runs: Runs, table: Table, num_gradients: int, bug: str = "") -> bool:
+        """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
+        start, ranks, dtype = time.perf_counter(), num_ranks(self.config.parallel), self.config.training.compute_dtype
+        name = f"negative control: {bug}" if bug else self.layout.text
+        try:
+            deviation, limits, gradients = self.measure(runs, bug)
+        except RankError as error:
+            table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
+            return bool(bug)  # the layout fails; the negative control counts as not caught
+        passed = within(deviation, limits)
+        verdict = ("NOT CAUGHT" if passed else "caught") if bug else ("pass" if passed else "FAIL")
+        changed = " ".join(f"{limit:.1e}" for limit in limits.values())
+        raised = "" if limits == LIMITS[dtype] else f"(limits {changed})"
+        columns = (*(f"{value:.1e}" for value in deviation.values()), f"{time.perf_counter() - start:.0f} s")
+        table.row(name, ranks, self.microbatches, *columns, f"{verdict} {raised}".strip())
+        for g in gradients[: num_gradients if passed else max(1, num_gradients)]:
+            print(f"    {g.name}: norm x {g.ratio:.6f}, cosine {g.cosine:.6f}, deviation {g.deviation:.1e}", flush=True)
+        return passed
+
+
+def control_row(runs: Runs, bug: Bug) -> Row | None:
+    """Return the row of a negative control, or None if no run of the configuration can show the bug."""
+    for text in bug.layouts if runs.with_transformers or not bug.needs_transformers else ():
+        with suppress(ConfigError):
+            row = Row.build(runs, Layout.parse(text), bug.microbatches)
+            if bug.applies(row.config, resolve(row.config, num_ranks(row.config.parallel))):
+                return row
+    return None
+
+
+def build_rows(
+    runs: Runs, given: Sequence[str] | None, default: Sequence[str], factors: Sequence[int]
+) -> tuple[list[Row], list[tuple[str, ConfigError]]]:
+    """Return the row of each layout and number of microbatches, and the other layouts with the reason why they do not fit. given:
+    layouts of the command line, or None for `default`. Raises ConfigError if a given layout does not fit, or if none fits."""
+    rows, misfits = [], []
+    for text, factor in itertools.product(given or default, factors):
+        layout = Layout.parse(text)
+        try:
+            rows.append(Row.build(runs, layout, factor))
+        except ConfigError as error:
+            if given:
+                raise ConfigError("", f"--layout {text!r}: {error}") from None
+            misfits.append((text, error))
+    if not rows:
+        raise misfits[0][1]
+    return rows, misfits
