@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Generator, Tensor, nn
 
 from models.blocks import PreNormBlock
@@ -44,8 +45,18 @@ class Decoder(nn.Module):
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        head: Head | None = None,
+    ) -> Tensor:
         """See models.spec.Model."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        if documents is None:
+            documents = torch.zeros_like(positions)
         names = [self.layer_kinds[int(index)] for index in self.layers]  # kinds of this pipeline stage's layers
         shared = {}  # name of a kind -> positional encoding and mask
         for name in dict.fromkeys(names):

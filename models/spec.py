@@ -17,9 +17,21 @@ the logits (see Output in models/components.py)."""
 class Model(Protocol):
     """The interface of a model, in addition to that of torch.nn.Module."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor, head: Head | None = None) -> Tensor:
-        """Return the result of the head. Without a head, return logits (batch, seq, vocab). tokens, positions, documents: (batch,
-        seq), int64."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        head: Head | None = None,
+    ) -> Tensor:
+        """Return the result of the head. Without a head, return logits (batch, seq, vocab).
+
+        Args:
+            tokens: Token ids, (batch, seq), int64.
+            positions: Position of each token, (batch, seq), int64. None: 0, 1, 2, ...
+            documents: Index of each token's document, (batch, seq), int64. None: each sequence is one document.
+            head: Computes the result from the last hidden states.
+        """
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns."""

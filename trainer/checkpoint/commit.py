@@ -232,9 +232,10 @@ def load_into(
     *,
     cast: bool = False,
     problems: Sequence[str] = (),
+    alone: bool = False,
 ) -> None:
-    """Load the tensors in place, collectively. Each rank reads only its shards. read: as in read_regions. cast and problems: as
-    in require_match. Raises ConfigError."""
+    """Load the tensors in place, collectively unless only this rank loads them (`alone`). Each rank reads only its shards. read:
+    as in read_regions. cast and problems: as in require_match. Raises ConfigError."""
     require_match(folder, index, tensors, cast=cast, problems=problems)
     damage, targets = "", {name: local_region(tensor) for name, tensor in tensors.items()}
     try:
@@ -242,9 +243,10 @@ def load_into(
     except CorruptError as error:
         damage = str(error)
     except Exception as error:
-        first_problem(repr(error))  # the other ranks must not wait for this one
+        if not alone:
+            first_problem(repr(error))  # the other ranks must not wait for this one
         raise
-    if damage := first_problem(damage):
+    if damage := damage if alone else first_problem(damage):
         raise ConfigError("", f"{folder}: {damage}")
 
 
