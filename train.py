@@ -37,7 +37,7 @@ def run(config: Config, listener: SignalListener) -> int:
     from trainer.resilience.guard import TrainingDiverged
     from trainer.resilience.stop_signals import StopRequest
     from trainer.run.resolve import resolve
-    from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point, run_folder
+    from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point
     from trainer.runtime import device, distributed
     from trainer.system import console
 
@@ -48,21 +48,21 @@ def run(config: Config, listener: SignalListener) -> int:
     try:
         distributed.init_process_group(config.distributed, rank_device)
         distributed.require_agreement(resolved.shared)
-        lock = acquire_lock(config)
-        saved = resume_point(config, resolved)
+        lock = acquire_lock(config.run.folder)
+        saved = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
         if saved is not None and saved.state.step >= config.training.steps:
             console.info(
                 f"{config.run.name} already finished at step {saved.state.step}; raise --training.steps to continue"
             )
             if config.checkpoint.export_huggingface:
-                export_run(run_folder(config), skip_existing=True)
+                export_run(config.run.folder, skip_existing=True)
         else:
             trainer = build_trainer(config, resolved, rank_device, saved)
             gc.collect()
             gc.freeze()  # later collections do not visit imported objects, which takes 0.2 s, at another step on each rank
             trainer.train(StopRequest(listener))
     except ConfigError as error:
-        release_if_empty(config, lock)
+        release_if_empty(config.run.folder, lock)
         distributed.print_once_per_node(config.explain(error))
         return 2
     except (TrainingDiverged, SaveFailed) as error:

@@ -20,8 +20,13 @@ class Model(Protocol):
     """The interface of a model, in addition to that of torch.nn.Module."""
 
     def forward(self, tokens: Tensor, context: Context | None = None, head: Head | None = None) -> Tensor:
-        """Return the result of the head. Without a head, return logits (batch, seq, vocab). tokens: (batch, seq), int64. context:
-        without it, each row is one document, as in Context.of."""
+        """Return the result of the head. Without a head, return logits (batch, seq, vocab).
+
+        Args:
+            tokens: Token ids, (batch, seq), int64.
+            context: None: each row is one document, as in Context.of.
+            head: Computes the result from the last hidden states.
+        """
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns."""

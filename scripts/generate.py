@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     device = devices.select_device(args.device)
     distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
     dtype = DTYPES[args.dtype or ("bf16" if device.type != "cpu" else "fp32")]
-    generator = TextGenerator(args.path, dtype, device, args.max_seq_len, args.chat_template, args.base)
+    generator = TextGenerator.load(args.path, dtype, device, args.max_seq_len, args.chat_template, args.base)
     if args.chat:
         chat(generator, generator.chat_format(), args)
     else:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.context import Context
 from trainer.batch import Batch
-from trainer.engine import Engine, build_model_parts
+from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS
 from trainer.parallel.attention import AttentionBackend, Mask
 from trainer.parallel.mesh import Meshes
@@ -135,7 +135,7 @@ def run_step(argv: list[str], layout: str) -> str:
     parts = build_model_parts(config, resolved, meshes, BACKEND)
     shape = config.training.local_batch_size, config.training.seq_len
     with FakeTensorMode(allow_non_fake_inputs=True), _EqualDtypes():
-        engine = Engine(config, resolved, FAKE_GPU, meshes, parts, set(resolved.parameter_names))
+        engine = Engine(config, resolved, FAKE_GPU, meshes, parts, build_objective(config, resolved, meshes))
         if resolved.dims.pp > 1:
             skip_shape_negotiation(engine.forward_backward.schedule)
         for _ in range(2):

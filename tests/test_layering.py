@@ -17,7 +17,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.optim", "trainer.parallel", "trainer.resilience", "trainer.checkpoint"},
     {"trainer.run", "trainer.evaluate", "trainer.inference"},
     {"trainer.engine"},
-    {"trainer.trainer", "trainer.planning"},
+    {"trainer.trainer", "trainer.planning", "trainer.initial_model"},
     {"trainer.build"},
     {"trainer.testing"},
     {"train", "trainer.launch", "scripts"},
@@ -44,8 +44,8 @@ MAY_IMPORT_INSIDE = {
     "trainer.run.metrics": "TensorBoard is imported only where it is written",
 }
 MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
-MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.build"} | {
-    "trainer.planning", "trainer.testing", "train", "scripts",
+MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
+    "trainer.build", "trainer.planning", "trainer.testing", "train", "scripts",
 }  # fmt: skip
 
 SOURCES = sorted([ROOT / "train.py", *(p for f in ("trainer", "models", "scripts") for p in (ROOT / f).rglob("*.py"))])

@@ -99,7 +99,8 @@ def trainer_from(argv: Sequence[str]) -> Trainer:
     """Build the Trainer of a command line on this rank, resumed from the latest checkpoint of its run."""
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
-    return build_trainer(config, resolved, torch.device("cpu"), resume_point(config, resolved))
+    point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
+    return build_trainer(config, resolved, torch.device("cpu"), point)
 
 
 def train(argv: Sequence[str]) -> Result:

@@ -1,6 +1,6 @@
 """Engine that holds one rank's model and optimizer, and runs optimizer steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,14 +12,14 @@ from trainer.adapters.apply import apply_lora
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.objective.cross_entropy import CrossEntropy
-from trainer.objective.objective import Objective
+from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.context import shard_sequence
 from trainer.parallel.fsdp import start_microbatch
-from trainer.parallel.init_weights import initialize
+from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
@@ -61,6 +61,15 @@ def build_model_parts(
     return model_parts
 
 
+def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes) -> Objective:
+    """Return the objective that the settings select."""
+    training = config.training
+    chunks = training.loss_chunk_tokens, resolved.compiled
+    if config.preference.enabled:
+        return Preference(config.preference, training.seq_len, meshes.data["cp"].get_group(), *chunks)
+    return CrossEntropy(*chunks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """Values of one optimizer step, on the device and reduced over all ranks."""
@@ -83,16 +92,17 @@ class Engine:
         device: torch.device,
         meshes: Meshes,
         model_parts: dict[Stage, nn.Module],
-        loaded: set[str],
+        objective: Objective,
     ):
-        """model_parts: result of build_model_parts. The Engine allocates and initializes them. loaded: names of the parameters
-        that need no random initialization, because their values are loaded afterwards."""
+        """model_parts: result of build_model_parts. The Engine allocates them; `initialize` or a checkpoint gives them values.
+        objective: what the run minimizes. Raise TypeError if it lacks an attribute of Objective."""
+        require_complete(objective)
         self.config = config
         self.device = device
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
         for part in model_parts.values():
-            initialize(part, parameter_device, config.run.seed, loaded, config.lora)
+            allocate(part, parameter_device)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         model, training = next(iter(model_parts.values())), config.training
         self.gradient_sums: Mapping[Tensor, Tensor] = {}
@@ -106,15 +116,11 @@ class Engine:
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
-        cp, chunks = meshes.data["cp"], (training.loss_chunk_tokens, resolved.compiled)
-        self.objective: Objective = (
-            Preference(config.preference, training.seq_len, cp.get_group(), *chunks)
-            if config.preference.enabled
-            else CrossEntropy(*chunks)
-        )
+        self.objective = objective
+        cp = meshes.data["cp"]
         common = {
             "model_parts": model_parts,
-            "objective": self.objective,
+            "objective": objective,
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "phases": self.phases,
             "batch_group": self.batch_group,
@@ -132,6 +138,12 @@ class Engine:
                 pipeline_group=meshes.model["pp"].get_group(),
                 **common,
             )
+
+    def initialize(self, loaded: Collection[str]) -> None:
+        """Draw the initial values of all parameters except those in `loaded`, whose values are loaded afterwards."""
+        for part in self.model_parts.values():
+            initialize(part, self.config.run.seed, loaded, self.config.lora)
+        self.optimizer.sync_master_weights(state_loaded=False)
 
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]

@@ -20,7 +20,6 @@ from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics, duration
 from trainer.run.profiler import Profiler
-from trainer.run.run_folder import run_folder
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
@@ -76,7 +75,7 @@ class Trainer:
             self.watchdog.close()
             self.checkpoints.close()
             self.metrics.close()
-        folder = run_folder(self.config)
+        folder = self.config.run.folder
         if state.step < steps:
             saved = "checkpoint saved); rerun the same command to resume"
             if not self.config.checkpoint.enabled:

@@ -48,6 +48,7 @@ from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import model_files
+from trainer.run.text_format import load_text_format
 from trainer.runtime.distributed import init_process_group
 
 SEQ_LEN = 48  # more than the windows of the debug sizes, and than the context from which their encodings are extended
@@ -177,7 +178,8 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:
         TensorWrite(f"model/{name}", parameter.dtype, tuple(parameter.shape), partial(pieces, parameter))
         for name, parameter in model.named_parameters()
     ]
-    write_model(folder / "checkpoint", entries, model_files(config, resolved, {}, None), _GIB, "random parameters")
+    files = model_files(config, resolved, load_text_format(config, resolved), {}, None)
+    write_model(folder / "checkpoint", entries, files, _GIB, "random parameters")
     HfExport(folder / "checkpoint", torch.float32).write(folder / "export", _GIB, lambda count: None)
     return model
 

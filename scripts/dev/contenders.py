@@ -31,7 +31,7 @@ from trainer.build import build_trainer
 from trainer.config.load import load_config
 from trainer.config.packages import require_package
 from trainer.config.schema import DeviceChoice
-from trainer.parallel.init_weights import initialize
+from trainer.parallel.init_weights import allocate, initialize
 from trainer.run.resolve import resolve
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
@@ -143,7 +143,8 @@ def _cpu_seconds() -> float:
 def _model(task: Task, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         model = MODELS["llama3"].model(task.sizes)
-    initialize(model, device, 0, set())
+    allocate(model, device)
+    initialize(model, seed=0)
     return model
 
 

@@ -1,5 +1,8 @@
 """The shipped configurations."""
 
+import subprocess
+from unittest import mock
+
 import pytest
 import tomli
 import torch
@@ -9,6 +12,7 @@ from models import MODELS
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 from trainer.config.load import load_config
+from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel import validate
 from trainer.parallel.pipeline import SCHEDULES
 from trainer.run.resolve import resolve, resolve_model
@@ -61,8 +65,18 @@ def test_a_model_has_the_published_number_of_parameters(name, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_the_debug_run_fits_one_to_eight_ranks(world_size):
-    resolved = resolve(load_config([]), world_size)
-    assert resolved.tokenizer.vocab_size == resolved.sizes.vocab_size
+    config = load_config([])
+    assert load_tokenizer(config.tokenizer).vocab_size == resolve(config, world_size).sizes.vocab_size
+
+
+def test_resolution_reads_neither_the_tokenizer_nor_the_chat_template_and_starts_no_process(tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    (tmp_path / "broken.jinja").write_text("{% for")
+    argv = ["--data.dataset", "chat", "--data.packing", "best-fit", "--data.chat_template", tmp_path / "broken.jinja"]
+    argv += ["--tokenizer.backend", "sentencepiece", "--tokenizer.path", tmp_path / "tokenizer.model"]
+    config = load_config([*map(str, argv), "--data.document_mask", "true"])
+    with mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process was started")):
+        assert resolve(config, 2).dims.world_size == 2
 
 
 COMBINATIONS = {
@@ -84,9 +98,6 @@ COMBINATIONS = {
     ),
     "--model.overrides.n_kv_heads 3": "--model.overrides.n_kv_heads 3: n_kv_heads 3 must divide n_heads 8",
     "--model.overrides.rope_factor -1": "--model.overrides.rope_factor -1: rope_factor -1.0 must be a number from 1e-30 to 1e30",
-    "--model.overrides.vocab_size 1000": (
-        "--model.overrides.vocab_size 1000: the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000"
-    ),
     "--training.global_batch_size 6": (
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),

@@ -31,9 +31,9 @@ from trainer.config import PreferenceConfig
 from trainer.config.load import load_config
 from trainer.data.store.store import read_description
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.objective import reference
 from trainer.objective.preference import Preference
 from trainer.parallel.step import Step
-from trainer.run import reference
 from trainer.run.resolve import resolve
 from trainer.testing.layouts import Layout, flags, num_ranks
 from trainer.testing.parity import LIMITS, deviations, within

@@ -57,13 +57,13 @@ def tied_run(ranks, tiny, tmp_path_factory):
 
 
 def generated(folder, prompt, max_new_tokens=12, sampling=GREEDY, max_seq_len=0):
-    generator = TextGenerator(folder, torch.float32, CPU, max_seq_len, "")
+    generator = TextGenerator.load(folder, torch.float32, CPU, max_seq_len, "")
     return list(generator.generate(prompt, sampling, 0, (), max_new_tokens))
 
 
 def generated_without_cache(folder, prompt, max_new_tokens, sampling):
     """The complete text passes through the model for each token."""
-    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     tokens, rng = list(prompt), torch.Generator().manual_seed(0)
     for _ in range(max_new_tokens):
         generator.cached_tokens = []
@@ -94,7 +94,7 @@ def windowed_run(ranks, tiny, tmp_path_factory):
 
 def generated_in_turns(folder, prompts):
     """Generate with one cache, which contains the tokens of the previous prompt."""
-    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     return [list(generator.generate(prompt, GREEDY, 0, (), 3)) for prompt in prompts]
 
 
@@ -180,7 +180,7 @@ def test_transformers_generates_the_same_tokens(ranks, chat_run):
 
 def chat_with_and_without_cache(folder):
     """Generate three turns with the cache and without; return (cached tokens before, new tokens) of each turn."""
-    generator, uncached = (TextGenerator(folder, torch.float32, CPU, 0, "") for _ in range(2))
+    generator, uncached = (TextGenerator.load(folder, torch.float32, CPU, 0, "") for _ in range(2))
     chat_format = generator.chat_format()
     messages, turns = [], []
     for question in ("Hello!", "What is 2 + 3?", "Thanks."):
@@ -214,9 +214,9 @@ def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
 
 
 def generated_from_nan(folder):
-    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     with torch.no_grad():
-        next(generator.model.parameters()).fill_(float("nan"))
+        next(generator._model.parameters()).fill_(float("nan"))
     next(generator.generate(PROMPT, GREEDY, 0, (), 1))
 
 
@@ -256,7 +256,7 @@ def test_a_character_of_several_tokens_is_returned_with_its_last_token():
 
 
 def tokenizer_fingerprint(folder):
-    return TextGenerator(folder, torch.float32, CPU, 0, "").tokenizer.fingerprint
+    return TextGenerator.load(folder, torch.float32, CPU, 0, "").tokenizer.fingerprint
 
 
 def test_a_checkpoint_remembers_the_split_pattern_of_its_rank_file(ranks, tiny, tmp_path):

@@ -76,7 +76,7 @@ def test_an_export_says_that_there_is_no_bos(run):
 
 def answers(folder, text) -> tuple[list[int], list[int], set[int]]:
     """Return the prompt of a text, its continuation and the tokens at which generation stops."""
-    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     prompt = generator.text_prompt(text)
     return prompt, list(generator.generate(prompt, Sampling(temperature=0), 0, (), 5)), generator.stop
 
@@ -125,6 +125,6 @@ def test_a_fine_tuned_model_chats_and_stops_at_the_ends_of_its_base_model_too(ra
 
 
 def chat_answers(folder) -> tuple[list[int], list[int], set[int]]:
-    generator = TextGenerator(folder, torch.float32, CPU, 0, "")
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     prompt = generator.chat_format().prompt([{"role": "user", "content": "Hello!"}])
     return prompt, list(generator.generate(prompt, Sampling(temperature=0), 0, generator.stop, 3)), generator.stop

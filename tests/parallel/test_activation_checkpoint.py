@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import LlamaSizes, llama
-from tests.parallel.tiny_models import CPU, inputs, reference
+from tests.parallel.tiny_models import inputs, reference
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.fields import settings
 from trainer.objective.cross_entropy import CrossEntropyHead
@@ -37,7 +37,7 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16):
         apply_tensor(model, model.plan(), init_device_mesh("cpu", (ranks,)), True, gathers)
     for name, block in model.layers.named_children():
         block.forward = block_forward(block.forward, policies[name], checkpointing, compiled=False)
-    initialize(model, CPU, seed=0)
+    initialize(model, seed=0)
     return model
 
 

@@ -8,7 +8,7 @@ from models.decoder import Decoder
 from models.llama import LlamaSizes, llama
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
-from trainer.parallel.init_weights import initialize
+from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import Stage, partition_blocks, stages_of_rank
@@ -34,7 +34,8 @@ def build_model_parts(
         lambda: llama(sizes), plan, *settings, seq_len=16, document_mask=False, attention_backend=CPU_BACKEND
     )
     for part in model_parts.values():
-        initialize(part, CPU, seed=0)
+        allocate(part, CPU)
+        initialize(part, seed=0)
     return model_parts, meshes
 
 
@@ -47,7 +48,7 @@ def build_model(sizes: LlamaSizes, config: ParallelConfig, **kwargs) -> Decoder:
 def reference(sizes: LlamaSizes) -> Decoder:
     """Return the same model on one device, without parallelism."""
     model = llama(sizes)
-    initialize(model, CPU, seed=0)
+    initialize(model, seed=0)
     return model
 
 

@@ -105,7 +105,7 @@ def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
 def lock_error(argv):
     """Return the error of locking the run folder on this rank, or ""."""
     try:
-        acquire_lock(load_config(argv))
+        acquire_lock(load_config(argv).run.folder)
     except ConfigError as error:
         return str(error)
     return ""

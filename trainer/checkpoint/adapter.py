@@ -97,7 +97,7 @@ class AdapterSource:
         """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or of
         the run that trained it, or None for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or
         if the base is not that of the adapter."""
-        self.folder = checkpoint
+        self.folder, self.alone = checkpoint, alone
         with manifest.damage_as_config_error(checkpoint):
             self.adapter = AdapterCheckpoint(checkpoint, alone)
         self.spec, self.sizes = self.adapter.spec, self.adapter.sizes
@@ -124,11 +124,11 @@ class AdapterSource:
 
     @torch.no_grad()
     def load_into(self, parameters: Tensors) -> None:
-        """Load the parameters in place, collectively. Each rank reads only its shards of the base model."""
+        """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards of the base model."""
         fully = self.adapter.trained.fully
         self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
         own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
-        load_into(self.folder, self.adapter.index, own, cast=True)
+        load_into(self.folder, self.adapter.index, own, cast=True, alone=self.alone)
         for target in self.adapter.trained.targets:
             local, (rows, columns) = local_region(parameters[f"{target}.weight"])
             local.copy_(local + self.adapter.product(target, rows, columns).to(local.device))

@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -53,8 +55,7 @@ class SaveResult:
 class Writer:
     """Base class of the writers. At most one save is in flight, because callers call `wait` before `save`."""
 
-    def __init__(self, device: torch.device, tensors: Tensors):
-        """tensors: all tensors that will be saved. Background writers allocate host memory for a copy of these tensors."""
+    def __init__(self) -> None:
         self.pending: tuple[SaveRequest, float, Future[float]] | None = None
         """The save in flight, or None: its request, the seconds that training waited, and the future that `start` returned."""
         self.waited_s = 0.0
@@ -104,9 +105,13 @@ class Writer:
 class SyncWriter(Writer):
     """Writer for the mode "off". Training waits until the checkpoint is written."""
 
-    def __init__(self, device: torch.device, tensors: Tensors):
-        super().__init__(device, tensors)
-        self.group = _writer_group()
+    def __init__(self, group: dist.ProcessGroup | None):
+        super().__init__()
+        self.group = group
+
+    @classmethod
+    def open(cls, device: torch.device, tensors: Tensors) -> "SyncWriter":
+        return cls(_writer_group())
 
     def start(self, request: SaveRequest, staging_dir: Path, tensors: Tensors) -> "Future[float]":
         contents = {name: to_local(tensor) for name, tensor in tensors.items()}
@@ -121,26 +126,40 @@ def _writer_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT) if dist.get_world_size() > 1 else None
 
 
-class StagedWriter(Writer):
-    """Base class of the background writers. Each save copies this rank's tensors into a host buffer. A thread then writes the
-    copy, or waits while the writer process writes it."""
+@dataclass(frozen=True)
+class HostCopy:
+    """Host memory for a copy of this rank's tensors."""
 
-    def __init__(self, device: torch.device, tensors: Tensors):
-        """Raises ConfigError if host memory for a copy of the tensors cannot be pinned."""
-        super().__init__(device, tensors)
-        self.plan = local_save_plan(tensors)
-        buffer = self.allocate(sum(to_local(t).nbytes + _ALIGNMENT for t in tensors.values()))
+    plan: SavePlan
+    contents: dict[str, Tensor]
+    """Name -> view of the memory."""
+    transfer: HostTransfer
+
+    @classmethod
+    def in_buffer(cls, buffer: Tensor, device: torch.device, tensors: Tensors) -> "HostCopy":
+        """Pin the buffer. Raises ConfigError if it cannot be pinned."""
+        plan = local_save_plan(tensors)
         try:
             pin(buffer, device)
         except MemoryError as error:
             raise ConfigError("checkpoint.async_mode", f"{error}; use 'off', which needs no copy") from None
-        self.contents = _views(buffer, self.plan)
-        self.transfer = HostTransfer(device)
+        return cls(plan, _views(buffer, plan), HostTransfer(device))
+
+
+def _num_bytes(tensors: Tensors) -> int:
+    """Return the size of the buffer of a HostCopy."""
+    return sum(to_local(t).nbytes + _ALIGNMENT for t in tensors.values())
+
+
+class StagedWriter(Writer):
+    """Base class of the background writers. Each save copies this rank's tensors into a host buffer. A thread then writes the
+    copy, or waits while the writer process writes it."""
+
+    def __init__(self, copy: HostCopy):
+        super().__init__()
+        self.plan, self.contents, self.transfer = copy.plan, copy.contents, copy.transfer
         self.copied = self.transfer.copy([], [])
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def write(self, request: SaveRequest, staging_dir: Path) -> None:
         raise NotImplementedError
@@ -176,9 +195,14 @@ def _views(buffer: Tensor, plan: SavePlan) -> dict[str, Tensor]:
 class ThreadWriter(StagedWriter):
     """Writer in a thread with its own process group, so that its collectives do not interleave with those of training."""
 
-    def __init__(self, device: torch.device, tensors: Tensors):
-        super().__init__(device, tensors)
-        self.group = _writer_group()
+    def __init__(self, copy: HostCopy, group: dist.ProcessGroup | None):
+        super().__init__(copy)
+        self.group = group
+
+    @classmethod
+    def open(cls, device: torch.device, tensors: Tensors) -> "ThreadWriter":
+        buffer = torch.empty(_num_bytes(tensors), dtype=torch.uint8)
+        return cls(HostCopy.in_buffer(buffer, device, tensors), _writer_group())
 
     def write(self, request: SaveRequest, staging_dir: Path) -> None:
         commit.save(request, staging_dir, self.plan, self.contents, self.group)
@@ -191,27 +215,31 @@ class ProcessWriter(StagedWriter):
     when this thread ends. The process completes a save even after the trainer is killed. A process that died is not replaced.
     """
 
-    def __init__(self, device: torch.device, tensors: Tensors):
-        super().__init__(device, tensors)
-        self.store, address = _writer_store()
-        context = multiprocessing.get_context("spawn")
-        self.connection, child_connection = context.Pipe()
-        peers = (dist.get_rank(), dist.get_world_size(), address)
-        memory = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        self.process = context.Process(
-            target=_serve, args=(child_connection, os.getpid(), peers, memory, self.plan), daemon=True
-        )
-        with children_ignore_signals():
-            self.process.start()
-        child_connection.close()
+    def __init__(self, copy: HostCopy, process: BaseProcess, connection: Connection, store: dist.Store | None):
+        """store: the writers' store on rank 0, which exists as long as this writer."""
+        super().__init__(copy)
+        self.process, self.connection, self.store = process, connection, store
 
-    def allocate(self, num_bytes: int) -> Tensor:
+    @classmethod
+    def open(cls, device: torch.device, tensors: Tensors) -> "ProcessWriter":
+        """Start the process."""
         if not hasattr(os, "memfd_create"):
             message = f"{sys.platform} does not support memfd; use 'thread', which works on every platform"
             raise ConfigError("checkpoint.async_mode", message)
-        self.descriptor = os.memfd_create("checkpoint")
-        os.ftruncate(self.descriptor, num_bytes)
-        return _mapped(self.descriptor)
+        descriptor = os.memfd_create("checkpoint")
+        os.ftruncate(descriptor, _num_bytes(tensors))
+        copy = HostCopy.in_buffer(_mapped(descriptor), device, tensors)
+        store, address = _writer_store()
+        context = multiprocessing.get_context("spawn")
+        connection, child_connection = context.Pipe()
+        peers = (dist.get_rank(), dist.get_world_size(), address)
+        memory = f"/proc/{os.getpid()}/fd/{descriptor}"
+        arguments = child_connection, os.getpid(), peers, memory, copy.plan
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        with children_ignore_signals():
+            process.start()
+        child_connection.close()
+        return cls(copy, process, connection, store)
 
     def write(self, request: SaveRequest, staging_dir: Path) -> None:
         try:
@@ -298,5 +326,10 @@ def _attempt(
     return None
 
 
-WRITERS = {"off": SyncWriter, "thread": ThreadWriter, "process": ProcessWriter}
-"""Value of checkpoint.async_mode -> writer class."""
+WRITERS: dict[str, Callable[[torch.device, Tensors], Writer]] = {
+    "off": SyncWriter.open,
+    "thread": ThreadWriter.open,
+    "process": ProcessWriter.open,
+}
+"""Value of checkpoint.async_mode -> function (device, tensors) that starts a writer, collectively. tensors: all tensors that will
+be saved. Background writers allocate host memory for a copy of them, and raise ConfigError if that is impossible."""

@@ -240,13 +240,15 @@ def load_into(
     *,
     cast: bool = False,
     problems: Sequence[str] = (),
+    alone: bool = False,
 ) -> None:
-    """Load the tensors in place, collectively. Each rank reads only its shards.
+    """Load the tensors in place, collectively unless only this rank loads them (`alone`). Each rank reads only its shards.
 
     Args:
         read: As in read_regions.
         cast: As in require_match.
         problems: As in require_match.
+        alone: Whether only this rank calls the function.
 
     Raises:
         ConfigError: The checkpoint does not have these tensors, or cannot be read.
@@ -258,9 +260,10 @@ def load_into(
     except CorruptError as error:
         damage = str(error)
     except Exception as error:
-        first_problem(repr(error))  # the other ranks must not wait for this one
+        if not alone:
+            first_problem(repr(error))  # the other ranks must not wait for this one
         raise
-    if damage := first_problem(damage):
+    if damage := damage if alone else first_problem(damage):
         raise ConfigError("", f"{folder}: {damage}")
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint import resume
-from trainer.checkpoint.async_save import WRITERS, SaveResult, WriterDied
+from trainer.checkpoint.async_save import SaveResult, Writer, WriterDied
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import SaveRequest, load, step_of
 from trainer.checkpoint.resume import ResumePoint
@@ -32,37 +32,41 @@ class CheckpointManager:
         tensors: Callable[[], dict[str, Tensor]],
         after_load: Callable[[], None],
         best: BestTracker,
+        writer: Writer,
         *,
-        state: TrainState,
-        point: ResumePoint | None,
         steps: int,
         stored_names: set[str],
         files: Mapping[str, bytes],
         metadata: Mapping[str, Any],
     ):
-        """tensors: function that returns name in the checkpoint -> tensor of this rank. These are the tensors in use, not copies.
-        after_load: function to call after a checkpoint is loaded into these tensors. point: checkpoint to restore into the
-        tensors and `state`, or None. steps: number of steps of the run. stored_names: names of the tensors of the model and the
-        optimizer on all ranks. files: small files to save in every checkpoint. metadata: metadata to write to every manifest.
+        """Describe the checkpoints of a run. Nothing is read or written.
 
-        Raises ConfigError if `point` cannot be resumed."""
+        Args:
+            config: Settings of checkpoints.
+            folder: Folder of the checkpoints.
+            device: Device of this rank, whose random generators are saved.
+            tensors: Function that returns name in the checkpoint -> tensor of this rank. These are the tensors in use.
+            after_load: Function to call after a checkpoint is loaded into these tensors.
+            best: Which checkpoint has the lowest evaluation loss.
+            writer: It is started with the tensors of `saved_tensors`.
+            steps: Number of steps of the run.
+            stored_names: Names of the tensors of the model and the optimizer on all ranks.
+            files: Small files to save in every checkpoint.
+            metadata: Metadata to write to every manifest.
+        """
         self.config = config
         self.folder = folder
         self.device = device
         self.tensors = tensors
         self.after_load = after_load
         self.best = best
+        self.writer = writer
         self.steps = steps
         self.stored_names = stored_names
         self.files = files
         self.metadata = metadata
         self._deferred = False
         self._last_step: int | None = None
-        if point is not None:
-            self.restore(point, state)
-        self.writer = WRITERS[config.async_mode if config.enabled else "off"](
-            device, self._with_rng(devices.rng_state(device))
-        )
 
     def before_update(self) -> None:
         """Wait until the tensors of the save in flight are copied, so that the optimizer may change them."""
@@ -102,7 +106,7 @@ class CheckpointManager:
             keep_interval_steps=self.config.keep_interval_steps,
             keep_best=self.best.step,
         )
-        self.writer.save(request, self._with_rng(rng))
+        self.writer.save(request, saved_tensors(self.tensors(), rng))
         return results + self.poll()
 
     def poll(self) -> list[SaveResult]:
@@ -135,7 +139,7 @@ class CheckpointManager:
         names = saved.rng if dist.get_rank() < saved.world_size else []
         fresh = devices.rng_state(self.device)
         rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
-        load(point.path, self._with_rng(rng), self.stored_names | {"stability", "rng"})
+        load(point.path, saved_tensors(self.tensors(), rng), self.stored_names | {"stability", "rng"})
         self.after_load()
         devices.set_rng_state(self.device, rng)
         state.resume_from(saved)
@@ -149,6 +153,7 @@ class CheckpointManager:
         if point.rollback:
             run_on_rank_0(lambda: resume.discard_newer(point))
 
-    def _with_rng(self, rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return name in the checkpoint -> tensor, for this rank's tensors and the states of its random generators."""
-        return self.tensors() | {f"rng/{dist.get_rank()}/{name}": state for name, state in rng.items()}
+
+def saved_tensors(tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return name in the checkpoint -> tensor, for this rank's tensors and the states of its random generators."""
+    return {**tensors} | {f"rng/{dist.get_rank()}/{name}": state for name, state in rng.items()}

@@ -73,10 +73,11 @@ class WeightSource:
         return digest(json.dumps(sorted(chain(*digests))).encode())
 
     def load_into(self, parameters: Tensors, resize: bool = False) -> None:
-        """Load the parameters in place, collectively. Each rank reads only its shards.
+        """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards.
 
-        resize: whether the vocabulary may be larger than the stored one. Additional rows are set to the mean of the stored rows
-        (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError if a parameter is missing or has another shape.
+        resize: whether the vocabulary may be larger than the stored one; it needs all ranks. Additional rows are set to the mean
+        of the stored rows (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError if a parameter is missing or has
+        another shape.
         """
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         grown = {name for name, parameter in wanted.items() if self._is_smaller(self.index.get(name), parameter)}
@@ -85,7 +86,7 @@ class WeightSource:
             mean = run_on_rank_0(partial(self._mean_row, name))
             if name in grown:
                 self._load_resized(name, wanted.pop(name), mean)
-        commit.load_into(self.folder, self.index, wanted, self.read, cast=True)
+        commit.load_into(self.folder, self.index, wanted, self.read, cast=True, alone=self.alone)
 
     def _is_smaller(self, stored: TensorMetadata | None, parameter: Tensor) -> bool:
         old, new = stored.shape if stored else (), tuple(parameter.shape)

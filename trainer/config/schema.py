@@ -6,6 +6,7 @@ These declarations are used by the TOML and command-line parsers, the checks of 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from trainer.system.console import printable
@@ -82,6 +83,11 @@ class RunConfig:
     """Whether to make results bitwise reproducible, at some cost of speed on GPUs. "auto" means "on" on CPUs, "off" on GPUs."""
     device: DeviceChoice = "auto"
     """Device to train on. "auto": each rank's GPU, or the CPU on a machine without GPUs. "gpu": each rank's GPU, or an error."""
+
+    @property
+    def folder(self) -> Path:
+        """Return the path of the run folder."""
+        return Path(self.output_folder) / self.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,3 @@
+from trainer.inference.load import load_model
+
+__all__ = ["load_model"]

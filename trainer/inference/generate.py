@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.components import CausalMask, attention_kernel, visible_keys
 from models.context import Context
-from models.spec import LayerKind
-from trainer.checkpoint.adapter import AdapterSource, open_weights
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata, initial_model
-from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
-from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
+from models.spec import LayerKind, ParallelPlan
+from trainer.checkpoint.adapter import open_weights
+from trainer.checkpoint.huggingface import initial_model
+from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.chat.template_files import find_template
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.parallel.tensor import apply_tensor, kept_ties
+from trainer.inference.load import load_text
+from trainer.parallel.init_weights import allocate
+from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.distributed import run_on_rank_0
 
 
@@ -102,55 +103,78 @@ class TextGenerator:
 
     def __init__(
         self,
+        model: nn.Module,
+        caches: Sequence[CachedAttention],
+        tokenizer: Tokenizer,
+        device: torch.device,
+        stop: Collection[int],
+        chat_template: str,
+        max_seq_len: int,
+    ):
+        """Describe a generator.
+
+        Args:
+            model: Its kernels of attention are `caches`, so each forward appends tokens to them. `load_model` returns a model
+                without caches.
+            caches: Caches of all layers.
+            tokenizer: Tokenizer of prompts and answers.
+            device: Device of the model.
+            stop: Tokens that end a text: EOS, and those in the model's generation_config.json.
+            chat_template: Name or file of a chat template, or "" if the model has none.
+            max_seq_len: Maximum total number of tokens in the prompt and the answer.
+        """
+        self._model, self._caches = model, caches
+        self.tokenizer = tokenizer
+        self.device = device
+        self.stop = frozenset(stop)
+        self.chat_template = chat_template
+        self.max_seq_len = max_seq_len
+        self.cached_tokens: list[int] = []
+
+    @classmethod
+    def load(
+        cls,
         folder: Path,
         dtype: torch.dtype,
         device: torch.device,
         max_seq_len: int,
         chat_template: str,
         base: Path | None = None,
-    ):
-        """Load the model and shard its matrices over all ranks. max_seq_len: maximum total number of tokens in the prompt
-        and the answer, or 0 for the sequence length used in training. chat_template: name or file of a chat template, or "" for
-        the model's own template. base: as in open_weights. Raises ConfigError if the model cannot be loaded or the KV cache does
-        not fit into memory."""
+    ) -> "TextGenerator":
+        """Load the model and shard its matrices over all ranks, collectively.
+
+        Args:
+            folder: Checkpoint, run folder, or model folder in Hugging Face's format.
+            dtype: Type of the parameters and of the cache.
+            device: Device of this rank.
+            max_seq_len: Maximum total number of tokens in the prompt and the answer. 0: the sequence length used in training.
+            chat_template: Name or file of a chat template, or "" for the model's own template.
+            base: See open_weights.
+
+        Raises:
+            ConfigError: The model cannot be loaded, or the KV cache does not fit into memory.
+        """
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = open_weights(folder, base)
-        self.folder = folder
-        self.device = device
-        self.tokenizer, own_template, trained_seq_len = _load_tokenizer(folder, weights)
-        eos = initial_model(folder)[1].get("eos_token_id")
-        self.stop = {self.tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
-        """Tokens that end a text: EOS, and those in the model's generation_config.json."""
-        self.chat_template = chat_template or own_template
-        self.max_seq_len = max_seq_len or trained_seq_len
-        spec, sizes = weights.spec, weights.sizes.for_seq_len(self.max_seq_len)
+        tokenizer, own_template, trained_seq_len = load_text(folder, weights)
+        max_seq_len = max_seq_len or trained_seq_len
+        spec, sizes = weights.spec, weights.sizes.for_seq_len(max_seq_len)
         with torch.device("meta"):
-            self.model = spec.model(sizes).to(dtype)
-        plan, ranks = self.model.plan(), dist.get_world_size()
+            model = spec.model(sizes).to(dtype)
+        plan, ranks = model.plan(), dist.get_world_size()
         for name in plan.tp_divisible:
             if getattr(sizes, name) % ranks:
                 message = f"the number of ranks, {ranks}, must divide {name} {getattr(sizes, name)} of {folder}"
                 raise ConfigError("", message)
         if ranks > 1:
             mesh = init_device_mesh(device.type, (ranks,))
-            apply_tensor(self.model, plan, mesh, sequence_parallel=False, recompute_gathers=())
-        with kept_ties(self.model):
-            self.model.to_empty(device=device).eval()
-        weights.load_into(dict(self.model.named_parameters()))
-        self.caches = []
-        try:
-            for name in plan.kinds:  # the kernels know which keys are visible
-                self.model.set_submodule(f"{plan.masks}.{name}", CausalMask(None))
-            blocks = self.model.get_submodule(plan.blocks).children()
-            for block, kind in zip(blocks, plan.layer_kinds, strict=True):
-                shape = sizes.n_kv_heads // ranks, self.max_seq_len, sizes.head_dim
-                cache = CachedAttention(plan.kinds[kind], *shape, dtype, device)
-                block.set_submodule(plan.attention, cache)
-                self.caches.append(cache)
-        except (RuntimeError, MemoryError):
-            message = f"not enough memory for a KV cache of {self.max_seq_len} tokens; lower --max-seq-len"
-            raise ConfigError("", message) from None
-        self.cached_tokens: list[int] = []
+            apply_tensor(model, plan, mesh, sequence_parallel=False, recompute_gathers=())
+        allocate(model, device)
+        weights.load_into(dict(model.named_parameters()))
+        caches = _add_caches(model.eval(), plan, sizes, max_seq_len, ranks, dtype, device)
+        eos = initial_model(folder)[1].get("eos_token_id")
+        stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
+        return cls(model, caches, tokenizer, device, stop, chat_template or own_template, max_seq_len)
 
     def chat_format(self) -> ChatFormat:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""
@@ -193,17 +217,43 @@ class TextGenerator:
         start = 0
         while start < min(len(self.cached_tokens), len(tokens) - 1) and self.cached_tokens[start] == tokens[start]:
             start += 1
-        if not all([cache.truncate(start) for cache in self.caches]):
+        if not all([cache.truncate(start) for cache in self._caches]):
             start = 0
-            for cache in self.caches:
+            for cache in self._caches:
                 cache.truncate(0)
         new = torch.tensor([tokens[start:]], device=self.device)
-        logits = self.model(new, Context.of(new, first_position=start))
+        logits = self._model(new, Context.of(new, first_position=start))
         self.cached_tokens = list(tokens)
         logits = logits[0, -1, : self.tokenizer.vocab_size].double().cpu()
         if not logits.isfinite().all():
             raise ConfigError("", f"{self.folder}: the model returns non-finite logits, so it cannot generate text")
         return logits
+
+
+def _add_caches(
+    model: nn.Module,
+    plan: ParallelPlan,
+    sizes: Any,
+    max_seq_len: int,
+    ranks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[CachedAttention]:
+    """Replace the kernels of attention by kernels with a KV cache, and return these. Raise ConfigError if memory is lacking."""
+    caches = []
+    try:
+        for name in plan.kinds:  # the kernels know which keys are visible
+            model.set_submodule(f"{plan.masks}.{name}", CausalMask(None))
+        blocks = model.get_submodule(plan.blocks).children()
+        for block, kind in zip(blocks, plan.layer_kinds, strict=True):
+            shape = sizes.n_kv_heads // ranks, max_seq_len, sizes.head_dim
+            cache = CachedAttention(plan.kinds[kind], *shape, dtype, device)
+            block.set_submodule(plan.attention, cache)
+            caches.append(cache)
+    except (RuntimeError, MemoryError):
+        message = f"not enough memory for a KV cache of {max_seq_len} tokens; lower --max-seq-len"
+        raise ConfigError("", message) from None
+    return caches
 
 
 class TextStream:
@@ -227,12 +277,3 @@ class TextStream:
 
     def rest(self) -> str:
         return self.tokenizer.decode(self.tokens)[self.printed :]
-
-
-def _load_tokenizer(folder: Path, weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
-    """Return the tokenizer, the path of the chat template ("" if there is none) and the sequence length used in training."""
-    if weights.hf_folder is None:
-        template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
-        metadata = ModelMetadata.read(folder)
-        return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
-    return load_hf_tokenizer(folder), str(find_template(folder) or ""), weights.hf_folder.seq_len

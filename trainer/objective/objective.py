@@ -28,9 +28,6 @@ class Objective(Readout, Protocol):
     """Name of the number of terms in metrics."""
     metrics: tuple[str, ...]
     """Names of the metrics that are computed with the loss. They are means over the terms, too."""
-    chunk_tokens: int
-    compiled: bool
-    """Arguments of CrossEntropyHead."""
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of terms as a scalar. batch: full sequences."""
@@ -38,4 +35,22 @@ class Objective(Readout, Protocol):
 
 def by_name(objective: Objective, values: Tensor) -> dict[str, Tensor]:
     """Return "loss" and the objective's metrics by name. values: result of the objective's heads, (1 + metrics,)."""
-    return dict(zip(("loss", *objective.metrics), values.unbind(), strict=True))
+    names = ("loss", *objective.metrics)
+    if len(values) != len(names):
+        message = f"its head returned {len(values)} values, expected {len(names)}: the sums of {', '.join(names)}"
+        raise TypeError(f"{type(objective).__name__}: {message}")
+    return dict(zip(names, values.unbind(), strict=True))
+
+
+def require_complete(objective: Objective) -> None:
+    """Raise TypeError if the objective lacks an attribute of Objective, or if its shape contradicts its metrics."""
+    name = type(objective).__name__
+    missing = [key for key in ("unit", "metrics", "shape", "head", "count") if not hasattr(objective, key)]
+    if missing:
+        raise TypeError(f"the objective {name} lacks {', '.join(missing)}; see Objective in {__name__}")
+    shapes = [(1 + len(objective.metrics),)] + [()] * (not objective.metrics)
+    if tuple(objective.shape) not in shapes:
+        message = (
+            f"shape is {tuple(objective.shape)}, expected {shapes[0]}: the loss and {len(objective.metrics)} metrics"
+        )
+        raise TypeError(f"the objective {name}: {message}")

@@ -17,26 +17,29 @@ ROWS_PER_SEED = 1024
 """Number of parameter rows that one generator draws. A different number changes the initial weights."""
 
 
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate all parameters of a model on the meta device. Their values are undefined."""
+    with kept_ties(model):
+        model.to_empty(device=device)
+
+
 @torch.no_grad()
-def initialize(
-    model: nn.Module,
-    device: torch.device,
-    seed: int,
-    loaded: Collection[str] = (),
-    lora: LoraConfig | None = None,
-) -> None:
-    """Allocate all parameters and draw the initial values of those whose names are not in `loaded`. lora: settings of the
-    adapters, if the model has adapters.
+def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: LoraConfig | None = None) -> None:
+    """Draw the initial values of the parameters.
+
+    Args:
+        model: Its parameters are allocated.
+        seed: Seed of the run.
+        loaded: Names of the parameters that keep their values, because they are loaded.
+        lora: Settings of the adapters, if the model has adapters.
 
     Each group of ROWS_PER_SEED rows of a parameter has its own CPU generator, seeded by (seed, name, group). So a rank draws only
     the groups of its shard, and the weights do not depend on the layout, the world size or the device.
     """
-    with kept_ties(model):
-        model.to_empty(device=device)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
             if name in loaded:
-                continue  # before local_region, which fake tensors cannot compute
+                continue
             local, (rows, *columns) = local_region(parameter)
             if local.numel() == 0:
                 continue

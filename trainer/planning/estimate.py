@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config import CompileConfig, Config, ConfigError, DataConfig, EvaluationConfig, TokenizerConfig
+from trainer.config import CompileConfig, Config, ConfigError
 from trainer.planning.roofline import StepTime, pipeline_bubble, step_time
 from trainer.planning.simulate import Simulation, simulate
 from trainer.run.resolve import ResolvedRun, resolve
@@ -82,16 +82,10 @@ class RunEstimate:
         return int(self.resolved.num_trained * self.simulations[0].state_per_parameter)
 
 
-def strip_file_settings(config: Config) -> Config:
-    """Reset the compiler settings and the settings that name files. The compiler cannot be simulated. Files need not exist."""
-    return replace(
-        config,
-        tokenizer=TokenizerConfig(),
-        data=DataConfig(document_mask=config.data.document_mask),
-        evaluation=EvaluationConfig(),
-        compile=CompileConfig(enabled=False),
-        parallel=replace(config.parallel, async_tensor_parallel=False),
-    )
+def without_compiler(config: Config) -> Config:
+    """Return the settings of an eager run, because the compiler cannot be simulated."""
+    parallel = replace(config.parallel, async_tensor_parallel=False)
+    return replace(config, compile=CompileConfig(enabled=False), parallel=parallel)
 
 
 def representative_ranks(resolved: ResolvedRun) -> list[int]:
@@ -106,7 +100,7 @@ def estimate(config: Config, hardware: Hardware) -> RunEstimate:
         raise ConfigError(
             "activation_checkpoint.mode", "cannot be planned, because the compiler selects the activations to save"
         )
-    config = strip_file_settings(config)
+    config = without_compiler(config)
     resolved = resolve(config, hardware.world_size)
     jobs = [(config, rank) for rank in representative_ranks(resolved)]
     return RunEstimate(config, resolved, simulate(jobs, hardware.world_size, hardware.is_gpu), hardware)

@@ -13,7 +13,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.load import check_combinations
 from trainer.config.schema import toml_value
 from trainer.parallel.pipeline import stages_per_rank
-from trainer.planning.estimate import Hardware, RunEstimate, representative_ranks, strip_file_settings
+from trainer.planning.estimate import Hardware, RunEstimate, representative_ranks, without_compiler
 from trainer.planning.roofline import pipeline_bubble, step_time
 from trainer.planning.simulate import Simulation, simulate
 from trainer.run.preflight import minimum_memory
@@ -174,7 +174,7 @@ def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, 
 def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
     """Return the number of legal layouts and the simulated candidates with their estimates. The configured layout and the layouts
     that are probably the fastest are simulated. Layouts that fit come first. Faster layouts come before slower ones."""
-    config = strip_file_settings(config)
+    config = without_compiler(config)
     found = candidates(config, hardware)
     if not found:
         resolve(config, hardware.world_size)  # raises the reason

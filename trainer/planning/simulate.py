@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
 from trainer.config import Config, ParallelConfig
-from trainer.engine import Engine, build_model_parts
+from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
@@ -121,7 +121,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
         bound_loss_chunks(recorder),
         record_host_buffers() as buffers,
     ):
-        engine = Engine(config, resolved, CPU, meshes, parts, resolved.parameter_names | resolved.trained.names)
+        engine = Engine(config, resolved, CPU, meshes, parts, build_objective(config, resolved, meshes))
         if pipelined:
             skip_shape_negotiation(engine.forward_backward.schedule)
         # Not recorded: the first step. In it DTensor runs each operator on full-size tensors, and FSDP allocates its buffers.

@@ -12,7 +12,6 @@ from trainer.checkpoint.resume import list_checkpoints
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.parallel.parallelize import shards_parameters
 from trainer.run.resolve import ResolvedRun
-from trainer.run.run_folder import run_folder
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
@@ -86,7 +85,7 @@ def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> in
 def check_disk(config: Config, num_trained: int, step: int) -> None:
     """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_trained: number of trained parameters. step:
     number of completed steps."""
-    folder, checkpoint, steps = run_folder(config) / "checkpoints", config.checkpoint, config.training.steps
+    folder, checkpoint, steps = config.run.folder / "checkpoints", config.checkpoint, config.training.steps
     if not checkpoint.enabled:
         return
     num_bytes = num_trained * state_bytes(config)

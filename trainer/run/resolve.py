@@ -1,4 +1,4 @@
-"""Resolution of a configuration for a given world size, without a process group."""
+"""Resolution of a configuration for a given world size: arithmetic, without a process group and without the files of the data."""
 
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields
@@ -13,10 +13,6 @@ from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
-from trainer.data.datasets import dataset_configs
-from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
-from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
@@ -26,6 +22,8 @@ from trainer.runtime import device as devices
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
+    """Everything that follows from the settings and the number of ranks alone."""
+
     family: str
     model_name: str
     """Family and size, or the path of the model's config.json. It is used in messages."""
@@ -48,13 +46,8 @@ class ResolvedRun:
     grad_accum: int
     """Number of microbatches per step on each rank."""
     flops_per_token: int
-    tokenizer: Tokenizer
-    chat_template: str
-    """Self-contained chat template, or "" if the run does not train on conversations."""
-    end_of_turn: tuple[int, ...]
-    """Ids of the tokens that end an answer in a conversation."""
     fingerprint: dict[str, Any]
-    """Setting -> value. The values must be equal in a checkpoint and in a run that resumes from it."""
+    """Setting or dimension -> value. The values must be equal in a checkpoint and in a run that resumes from it."""
     shared: dict[str, Any]
     """Setting -> value. The values must be equal on all ranks."""
 
@@ -90,15 +83,6 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
         raise ConfigError("optimizer.state_dtype", message)
-    tokenizer = load_tokenizer(config.tokenizer)
-    if tokenizer.vocab_size > sizes.vocab_size:
-        setting = "model.overrides.vocab_size" if "vocab_size" in config.model.overrides else "tokenizer.backend"
-        message = f"the tokenizer has {tokenizer.vocab_size} tokens, but vocab_size of {name} is {sizes.vocab_size}"
-        raise ConfigError(setting, message)
-    chat_template, end_of_turn = "", ()
-    if any(member.dataset in CHAT_DATASETS for member in dataset_configs(config.data).values()):
-        chat = chat_format(config.data, tokenizer)
-        chat_template, end_of_turn = chat.self_contained(), chat.end_of_turn
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
@@ -117,10 +101,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         trained=trained,
         num_trained=sum(p.numel() for p in tensors),
         flops_per_token=trained.flops_per_token(model, training.seq_len),
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        end_of_turn=end_of_turn,
-        fingerprint=_fingerprint(config) | dimensions | {"tokenizer": tokenizer.fingerprint},
+        fingerprint=_fingerprint(config) | dimensions,
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )

@@ -22,6 +22,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
 from trainer.run.resolve import ResolvedRun
+from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import console
@@ -34,14 +35,9 @@ _FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
 
 
-def run_folder(config: Config) -> Path:
-    return Path(config.run.output_folder) / config.run.name
-
-
-def acquire_lock(config: Config) -> TextIO | None:
+def acquire_lock(folder: Path) -> TextIO | None:
     """Lock the run folder. Return the lock file on rank 0 and None on other ranks. The lock is held until the file is closed.
     Raise ConfigError if another process holds the lock or the folder cannot be written."""
-    folder = run_folder(config)
     lock = None
 
     def work() -> None:
@@ -82,11 +78,10 @@ def _writing(folder: Path) -> Iterator[None]:
         raise ConfigError("run.output_folder", f"{path} cannot be written ({error.strerror})") from None
 
 
-def release_if_empty(config: Config, lock: TextIO | None) -> None:
+def release_if_empty(folder: Path, lock: TextIO | None) -> None:
     """Remove the folder of a rejected run if it contains no data. lock: result of `acquire_lock`."""
     if lock is None:
         return
-    folder = run_folder(config)
     with suppress(OSError):
         remaining = {path.name: path for path in folder.iterdir()}
         subfolders = [remaining.pop(name) for name in _FOLDERS if name in remaining]
@@ -100,11 +95,20 @@ def release_if_empty(config: Config, lock: TextIO | None) -> None:
             folder.rmdir()
 
 
-def resume_point(config: Config, resolved: ResolvedRun) -> ResumePoint | None:
-    """Return the checkpoint to resume from, or None for a new run. Raise ConfigError if the checkpoint is incompatible."""
-    saved = resume.find_resume_point(run_folder(config) / "checkpoints", config.checkpoint.load_step)
+def resume_point(folder: Path, load_step: int, fingerprint: Mapping[str, Any]) -> ResumePoint | None:
+    """Return the checkpoint to resume from, or None for a new run.
+
+    Args:
+        folder: Run folder.
+        load_step: See find_resume_point.
+        fingerprint: Values that must be equal in the checkpoint.
+
+    Raises:
+        ConfigError: The checkpoint is incompatible, or find_resume_point finds no intact one.
+    """
+    saved = resume.find_resume_point(folder / "checkpoints", load_step)
     if saved is not None:
-        resume.require_compatible(saved, resolved.fingerprint)
+        resume.require_compatible(saved, fingerprint)
     return saved
 
 
@@ -122,34 +126,34 @@ def create_run_folder(folder: Path) -> None:
 
 
 def model_files(
-    config: Config, resolved: ResolvedRun, base: Mapping[str, str], point: ResumePoint | None
+    config: Config, resolved: ResolvedRun, text: TextFormat, base: Mapping[str, str], point: ResumePoint | None
 ) -> dict[str, bytes]:
     """Return the files that make a checkpoint self-contained: model sizes, tokenizer, chat template and generation_config.json,
     which is that of the initial model, with the tokens that end answers in training added. base: path and hash of the base model,
     if only an adapter is saved. Raise ConfigError."""
     scale = {name: getattr(config.lora, name) for name in SCALE_SETTINGS} if base else {}
-    files = resolved.tokenizer.files
+    tokenizer = text.tokenizer
     window, generation = run_on_rank_0(lambda: _initial_model(config, point))
     inherited = generation.get("eos_token_id")
     inherited = inherited if isinstance(inherited, list) else [] if inherited is None else [inherited]
-    ends = list(dict.fromkeys([resolved.tokenizer.eos, *resolved.end_of_turn, *inherited]))
-    special_token_ids = {"bos_token_id": resolved.tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *inherited]))
+    special_token_ids = {"bos_token_id": tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     model = ModelMetadata(
         family=resolved.family,
         sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
         context_window=max(config.training.seq_len, window),
         tokenizer=config.tokenizer.backend,
-        tokenizer_files=tuple(files),
+        tokenizer_files=tuple(tokenizer.files),
         special_token_ids=special_token_ids,
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
         extra_special_tokens=config.tokenizer.extra_special_tokens,
         pattern=config.tokenizer.pattern or ("llama3" if config.tokenizer.backend == "tiktoken" else ""),
         lora={**scale, **base},
     )
-    template = {CHAT_TEMPLATE: resolved.chat_template.encode()} if resolved.chat_template else {}
+    template = {CHAT_TEMPLATE: text.chat_template.encode()} if text.chat_template else {}
     generation_config = {GENERATION_CONFIG: json.dumps(generation | special_token_ids, indent=2).encode()}
-    return {MODEL_FILE: model.text().encode(), **files, **template, **generation_config}
+    return {MODEL_FILE: model.text().encode(), **tokenizer.files, **template, **generation_config}
 
 
 def _initial_model(config: Config, point: ResumePoint | None) -> tuple[int, dict[str, Any]]:
@@ -172,7 +176,7 @@ def save_run_info(config: Config, device: torch.device) -> None:
     """Write config.toml and environment.json. Raise ConfigError if they cannot be written."""
 
     def work() -> None:
-        folder = run_folder(config)
+        folder = config.run.folder
         record = environment(Path(__file__).parents[2]) | {
             "device": devices.name(device),
             "driver": devices.driver_version(device),
@@ -188,7 +192,8 @@ def save_run_info(config: Config, device: torch.device) -> None:
 def log_summary(
     config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, attention: str, data: Datasets
 ) -> None:
-    """Log the model, device and data of the run. attention: name of the attention kernel."""
+    """Log the model, device and data of the run, and warn if the schedule does not fit into it. attention: name of the attention
+    kernel."""
     dims, training = resolved.dims, config.training
     console.info(
         f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, computing in "
@@ -200,8 +205,6 @@ def log_summary(
         f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "
         f"{training.global_batch_size} per step, in {resolved.grad_accum} microbatches per rank"
     )
-    for warning in resolved.tokenizer.warnings:
-        console.warning(warning)
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:
         console.warning(

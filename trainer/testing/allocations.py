@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.config.load import load_config
-from trainer.engine import Engine, build_model_parts
+from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
 from trainer.planning.patches import annotate_fsdp
@@ -95,7 +95,8 @@ def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
     resolved = resolve(config, dist.get_world_size())
     meshes = Meshes(resolved.dims, cpu)
     parts = build_model_parts(config, resolved, meshes, CPU_BACKEND)
-    engine = Engine(config, resolved, cpu, meshes, parts, loaded=set())
+    engine = Engine(config, resolved, cpu, meshes, parts, build_objective(config, resolved, meshes))
+    engine.initialize(loaded=())
     shape = training.local_batch_size, training.seq_len
 
     def batch() -> Batch:

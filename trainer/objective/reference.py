@@ -5,7 +5,8 @@ stopped continues after the last part. Other runs with the same model and data r
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.samples import Samples
 from trainer.objective.cross_entropy import token_losses
+from trainer.objective.objective import Readout
 from trainer.objective.preference import sum_by_document
-from trainer.parallel.step import Step
 from trainer.runtime.distributed import all_gather_objects
 from trainer.system import console
 from trainer.system.files import atomic_write, digest, read_json_object
@@ -79,20 +80,41 @@ class LogProbs:
         return head
 
 
+@dataclass(kw_only=True)
 class ReferenceStore:
     """The stored values of the first samples of a dataset or of a mixture of datasets."""
 
-    def __init__(self, folder: Path, model: str, samples: Samples, num_samples: int):
-        """Read the existing parts, collectively. folder: contains the stores of all models and datasets. model: hash of the
-        reference model. num_samples: number of samples that need values."""
+    folder: Path
+    """Folder of this store's parts."""
+    samples: Samples
+    num_samples: int
+    """Number of samples that need values."""
+    offsets: np.ndarray
+    """Index of each sample's first answer, (samples + 1,)."""
+    values: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    """The values of the first samples, (answers,), fp32."""
+    num_done: int = 0
+    """Number of samples that have values on all ranks."""
+
+    @classmethod
+    def open(cls, folder: Path, model: str, samples: Samples, num_samples: int) -> "ReferenceStore":
+        """Read the existing parts, collectively.
+
+        Args:
+            folder: Contains the stores of all models and datasets.
+            model: Hash of the reference model.
+            samples: Samples of a dataset or of a mixture of datasets.
+            num_samples: Number of samples that need values.
+        """
         packings = samples.datasets if isinstance(samples, CombinedSamples) else [samples]
         counts = np.concatenate([np.diff(packed.index.samples) for packed in packings])[:num_samples]
         key = json.dumps([model, *(packed.index.name for packed in packings)])
-        self.samples, self.num_samples = samples, num_samples
-        self.offsets = np.concatenate([[0], np.cumsum(counts)])
-        self.folder = folder / digest(key.encode())[:16]
-        self.values = self._read()
-        self.num_done = min(all_gather_objects(int(np.searchsorted(self.offsets, len(self.values)))))
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        own = folder / digest(key.encode())[:16]
+        store = cls(folder=own, samples=samples, num_samples=num_samples, offsets=offsets)
+        store.values = store._read()
+        store.num_done = min(all_gather_objects(int(np.searchsorted(offsets, len(store.values)))))
+        return store
 
     @property
     def is_complete(self) -> bool:
@@ -117,16 +139,33 @@ class ReferenceStore:
     def _part(self, first: int) -> Path:
         return self.folder / f"{first:010}.json"
 
-    def complete(self, step: Step, partition: BatchPartition) -> ReferencedSamples:
-        """Compute the missing values with the current model, collectively. Return the samples with their values. Raise
-        ConfigError if the values cannot be written."""
+    def complete(
+        self,
+        read: Callable[[Sequence[Batch], Readout], Tensor],
+        partition: BatchPartition,
+        device: torch.device,
+        chunk_tokens: int,
+        compiled: bool,
+    ) -> ReferencedSamples:
+        """Compute the missing values with the current model, collectively. Return the samples with their values.
+
+        Args:
+            read: Runs the model forward and returns the sum of a readout over all ranks (Step.read).
+            partition: Which rank reads which samples.
+            device: Device of the batches.
+            chunk_tokens: See CrossEntropyHead.
+            compiled: See CrossEntropyHead.
+
+        Raises:
+            ConfigError: The values cannot be written.
+        """
         size = partition.ranks * partition.local_batch_size
         most = int(np.diff(self.offsets).max())
         log_probs = LogProbs(
             num_documents=most,
             partition=partition,
-            chunk_tokens=step.objective.chunk_tokens,
-            compiled=step.objective.compiled,
+            chunk_tokens=chunk_tokens,
+            compiled=compiled,
         )
         while not self.is_complete:
             first = self.num_done
@@ -134,8 +173,8 @@ class ReferenceStore:
             tables = []
             for start in range(first, stop, size):
                 index = start + partition.samples(np.zeros(1, np.int64))[0]
-                batch = self.samples[np.where(index < stop, index, -1)].to(step.phases.device)
-                tables.append(step.read([batch], log_probs).cpu().numpy().reshape(size, most))
+                batch = self.samples[np.where(index < stop, index, -1)].to(device)
+                tables.append(read([batch], log_probs).cpu().numpy().reshape(size, most))
             counts = np.diff(self.offsets[first : stop + 1])
             values = np.concatenate(tables)[: stop - first][np.arange(most) < counts[:, None]]
             self.values = np.concatenate((self.values[: self.offsets[first]], values))

@@ -1,0 +1,103 @@
+"""Models that are loaded in Python, in a process without a process group."""
+
+import inspect
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training_runs import checkpoint_of, combine, in_folder, train
+from trainer.checkpoint.export import HfExport
+from trainer.config import ConfigError
+from trainer.inference import load_model
+from trainer.inference.generate import TextGenerator
+
+TOKENS = torch.tensor([[1792, 20, 31, 44, 5, 17], [3, 1, 4, 1, 5, 9]])
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tiny, tmp_path_factory):
+    """A run folder with two checkpoints, and an export of the newest."""
+    folder = tmp_path_factory.mktemp("load") / "run"
+    ranks(1).run(
+        train, combine([*tiny, *in_folder(folder), "--checkpoint.interval_steps", "2", "--optimizer.lr", "1e-2"])
+    )
+    HfExport(checkpoint_of(folder), torch.float32).write(folder / "huggingface", 2**30, lambda n: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(ranks, tiny, run, tmp_path_factory):
+    """The folder of a run that trains an adapter and a full module."""
+    folder = tmp_path_factory.mktemp("adapter") / "run"
+    argv = [*tiny, *in_folder(folder), "--checkpoint.init_from", str(run), "--lora.rank", "4"]
+    ranks(1).run(train, combine([*argv, "--lora.train_fully", "norm", "--optimizer.lr", "1e-2"]))
+    return folder
+
+
+def logits_of(path, **options):
+    model, _ = load_model(path, **options)
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def test_a_run_folder_a_checkpoint_and_an_export_give_the_logits_of_transformers(run):
+    assert not dist.is_initialized()
+    transformers = pytest.importorskip("transformers")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(run / "huggingface", dtype=torch.float32)
+    expected = exported(TOKENS).logits
+    for path in (run, str(run), checkpoint_of(run), run / "huggingface"):
+        torch.testing.assert_close(logits_of(path), expected, rtol=1e-4, atol=1e-4)
+    oldest = min((run / "checkpoints").iterdir())
+    assert (logits_of(oldest) - expected).abs().max() > 0.01
+
+
+def test_a_model_that_is_called_twice_returns_the_same_logits(run):
+    model, tokenizer = load_model(run)
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    assert tokenizer.decode(tokenizer.encode("def f(x):")) == "def f(x):"
+    # The model of a generator has a cache, to which each call appends, so it is not offered.
+    assert "model" not in inspect.signature(TextGenerator.load).parameters and not hasattr(TextGenerator, "model")
+
+
+def test_positions_and_documents_default_to_one_document_per_sequence(run):
+    model, _ = load_model(run)
+    positions = torch.arange(TOKENS.shape[1]).repeat(2, 1)
+    assert torch.equal(model(TOKENS), model(TOKENS, positions, torch.zeros_like(TOKENS)))
+
+
+def test_an_adapter_is_merged_with_its_base(run, adapter):
+    base, trained = logits_of(run), logits_of(adapter)
+    assert (trained - base).abs().max() > 0.01
+    assert torch.equal(trained, logits_of(adapter, base=run))
+
+
+def test_an_adapter_whose_base_has_moved_needs_its_new_path(run, adapter, tmp_path):
+    shutil.copytree(run, tmp_path / "moved")
+    assert torch.equal(logits_of(adapter, base=tmp_path / "moved"), logits_of(adapter))
+    with pytest.raises(ConfigError, match="is not the base model with which"):
+        load_model(adapter, base=min((run / "checkpoints").iterdir()))
+    with pytest.raises(ConfigError, match=r"has no effect, because .* contains no adapter"):
+        load_model(run, base=run)
+
+
+def test_dtype_of_a_loaded_model(run):
+    model, _ = load_model(run, dtype=torch.bfloat16)
+    assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_a_damaged_checkpoint_and_a_folder_without_a_model_are_refused(run, tmp_path):
+    damaged = tmp_path / checkpoint_of(run).name
+    shutil.copytree(checkpoint_of(run), damaged)
+    file = next(damaged.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=file.name):
+        load_model(damaged)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"contains neither manifest\.json of a checkpoint nor config\.json"):
+        load_model(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="no such"):
+        load_model(tmp_path / "missing")

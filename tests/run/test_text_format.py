@@ -1,0 +1,50 @@
+"""The tokenizer and the chat template of a run: loaded once, and refused with one line on all ranks."""
+
+import subprocess
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.training_runs import combine, error_line, in_folder
+from trainer.config.load import load_config
+from trainer.run.resolve import resolve
+from trainer.run.text_format import load_text_format
+
+CHATS = ["--data.dataset", "chat", "--data.path", "", "--data.packing", "best-fit", "--data.document_mask", "true"]
+
+
+def processes_of_text_format(argv):
+    """Load the text format on this rank. Return the number of processes that it starts, the template and the ids."""
+    config, started = load_config(combine(argv)), subprocess.Popen
+    with mock.patch.object(subprocess, "Popen", side_effect=started) as popen:
+        text = load_text_format(config, resolve(config, dist.get_world_size()))
+    return popen.call_count, text.chat_template, text.end_of_turn
+
+
+def test_only_rank_0_starts_a_process_for_the_chat_template(ranks, tiny):
+    first, second = ranks(2).run(processes_of_text_format, [*tiny, *CHATS])
+    assert (first[0], second[0]) == (1, 0)
+    assert first[1:] == second[1:] and "<|start_header_id|>" in first[1] and first[2]
+
+
+def test_a_run_on_texts_starts_no_process(ranks, tiny):
+    assert ranks(1).run(processes_of_text_format, tiny) == [(0, "", ())]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_broken_chat_template_is_one_line_on_all_ranks(ranks, tiny, tmp_path, size):
+    (tmp_path / "broken.jinja").write_text("{% for")
+    argv = [*tiny, *CHATS, "--data.chat_template", str(tmp_path / "broken.jinja"), *in_folder(tmp_path / "run")]
+    lines = ranks(size).run(error_line, argv)
+    assert len(set(lines)) == 1 and lines[0].startswith(f"--data.chat_template {tmp_path / 'broken.jinja'}: ")
+    assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tokenizer_larger_than_the_vocabulary_is_one_line_on_all_ranks(ranks, tiny, tmp_path, size):
+    argv = [*tiny, "--model.overrides.vocab_size", "1000", *in_folder(tmp_path / "run")]
+    expected = (
+        "--model.overrides.vocab_size 1000: the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000"
+    )
+    assert ranks(size).run(error_line, argv) == [expected] * size

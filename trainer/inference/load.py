@@ -1,0 +1,58 @@
+"""Loading of a model with its tokenizer."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.adapter import AdapterSource, open_weights
+from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
+from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
+from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
+from trainer.data.chat.template_files import find_template
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.parallel.init_weights import allocate
+
+
+def load_model(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    max_seq_len: int = 0,
+) -> tuple[nn.Module, Tokenizer]:
+    """Load a complete model and its tokenizer into this process. It needs no process group, and no other rank if there is one.
+
+    Args:
+        path: Checkpoint, run folder (its newest checkpoint is loaded), or model folder in Hugging Face's format. A checkpoint
+            that contains only an adapter is merged with its base model.
+        base: Folder of the base model, if the checkpoint contains only an adapter and the base has moved since the training.
+        dtype: Type of the parameters.
+        device: Device of the parameters.
+        max_seq_len: Length of the sequences, on which LongRoPE depends. 0: the sequence length used in training.
+
+    Returns:
+        The model and the tokenizer. model(tokens) returns logits (batch, seq, vocab) for tokens (batch, seq).
+
+    Raises:
+        ConfigError: The folder is damaged or contains no model.
+    """
+    folder = resolve_checkpoint(Path(path))
+    weights = open_weights(folder, None if base is None else Path(base), alone=True)
+    tokenizer, _, trained_seq_len = load_text(folder, weights)
+    with torch.device("meta"):
+        model = weights.spec.model(weights.sizes.for_seq_len(max_seq_len or trained_seq_len)).to(dtype)
+    allocate(model, torch.device(device))
+    weights.load_into(dict(model.named_parameters()))
+    return model.eval(), tokenizer
+
+
+def load_text(folder: Path, weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
+    """Return the tokenizer, the path of the chat template ("" if there is none) and the sequence length used in training. folder:
+    checkpoint or model folder in Hugging Face's format. weights: its parameters."""
+    if weights.hf_folder is None:
+        template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
+        metadata = ModelMetadata.read(folder)
+        return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
+    return load_hf_tokenizer(folder), str(find_template(folder) or ""), weights.hf_folder.seq_len
