@@ -33,6 +33,8 @@ from trainer.run.profiler import Profiler
 from trainer.run.reference import ReferenceStore
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, log_summary, model_files, run_folder, save_run_info, versions
+from trainer.run.sinks import build_sinks
+from trainer.run.sinks.sink import LoggedRun
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
 from trainer.runtime import device as devices
 from trainer.runtime.host_memory import keep_freed_memory
@@ -94,7 +96,8 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks))
-    records = folder if dist.get_rank() == 0 else None
+    logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
+    sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     return Trainer(
         config=config,
         state=state,
@@ -103,7 +106,7 @@ def build_trainer(config: Config, resolved: ResolvedRun, device: torch.device, p
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, records, state.step),
+        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
         stragglers=stragglers,
         profiler=Profiler(config.profiling, device, folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s),
