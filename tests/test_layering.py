@@ -41,7 +41,8 @@ LIBRARIES = {  # beside the standard library; a folder that is not listed may im
 MAY_IMPORT_INSIDE = {
     "train": "a wrong setting is reported without importing torch",
     "trainer.launch": "a wrong setting is reported without importing torch",
-    "trainer.run.metrics": "TensorBoard is imported only where it is written",
+    "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
+    "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }
 MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
 MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {

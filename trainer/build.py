@@ -29,6 +29,8 @@ from trainer.run.preflight import check_disk, check_memory
 from trainer.run.profiler import Profiler
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, log_summary, save_run_info, versions
+from trainer.run.sinks import build_sinks
+from trainer.run.sinks.sink import LoggedRun
 from trainer.run.text_format import load_text_format
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
 from trainer.runtime import device as devices
@@ -105,7 +107,8 @@ def build_trainer(
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks))
-    records = folder if dist.get_rank() == 0 else None
+    logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
+    sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     return Trainer(
         config=config,
         state=state,
@@ -114,7 +117,7 @@ def build_trainer(
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, records, state.step),
+        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
         stragglers=stragglers,
         profiler=Profiler(config.profiling, device, folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s),

@@ -18,12 +18,13 @@ from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
-from trainer.run.metrics import Metrics, duration
+from trainer.run.metrics import Metrics
 from trainer.run.profiler import Profiler
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
 from trainer.system import console
+from trainer.system.units import duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,11 +172,10 @@ class Trainer:
             self.checkpoints.restore(point, state)
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)
-        self.metrics.rewind(state.step)
         return self._start(asked_to_stop)
 
     def _start(self, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
-        self.metrics.start(time.perf_counter())
+        self.metrics.rewind(self.state.step)
         self.stragglers.start()
         return self.data.batches(self.state, asked_to_stop)
 

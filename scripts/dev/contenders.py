@@ -95,7 +95,7 @@ class Task:
             "checkpoint.enabled": "false",
             "resilience.hang_timeout_s": 0,  # a pause is not a hang
             "metrics.interval_steps": 1 if self.log else _NEVER,
-            "metrics.tensorboard": str(self.log).lower(),
+            "metrics.sinks": "console,jsonl,tensorboard" if self.log else "console,jsonl",
             **{f"model.overrides.{name}": str(size).lower() for name, size in asdict(self.sizes).items()},
         }
         if layout == "dp_replicate":

@@ -73,8 +73,22 @@ COMMAND_LINES = {
     "--optimizer.name adam": "--optimizer.name adam: expected one of adamw; did you mean 'adamw'?",
     "--training.max_norm 0": "--training.max_norm 0: must be above 0",
     "--training.max_norm off": "--training.max_norm off: expected a number or none",
-    "--metrics.tensorboard yes": "--metrics.tensorboard yes: expected true or false",
-    "--metrics.tensorboard": "--metrics.tensorboard: expects a value",
+    "--checkpoint.enabled yes": "--checkpoint.enabled yes: expected true or false",
+    "--checkpoint.enabled": "--checkpoint.enabled: expects a value",
+    "--metrics.tensorboard false": (
+        '--metrics.tensorboard: unknown setting; [metrics] sinks replaces it, a list with or without "tensorboard"'
+    ),
+    "--metrics.sinks console,tensorbord": (
+        "--metrics.sinks console,tensorbord: expected a list of console | jsonl | tensorboard | wandb | mlflow | trackio; "
+        "did you mean 'tensorboard'?"
+    ),
+    "--metrics.sinks console,tensorboard": (
+        '--metrics.sinks console,tensorboard: must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
+    ),
+    "--metrics.project p": (
+        "--metrics.project p: has an effect only with [metrics] sinks = wandb or mlflow or trackio"
+    ),
+    "--metrics.entity e --metrics.sinks jsonl": ("--metrics.entity e: has an effect only with [metrics] sinks = wandb"),
     "--run.seed -1": "--run.seed -1: must be at least 0",
     "--run.name a/b": "--run.name a/b: must be a single folder name",
     "--run.output_folder=": "--run.output_folder : must not be empty",
@@ -161,7 +175,10 @@ FILES = {
     "[optimizer]\nlr = '3e-4x'": '{f} [optimizer] lr = "3e-4x": expected a number',
     "[optimizer]\nlr = nan": "{f} [optimizer] lr = nan: must be finite",
     "[optimizer]\nbetas = [0.9]": "{f} [optimizer] betas = [0.9]: expected a list of 2 numbers",
-    "[metrics]\ntensorboard = 1": "{f} [metrics] tensorboard = 1: expected true or false",
+    "[checkpoint]\nenabled = 1": "{f} [checkpoint] enabled = 1: expected true or false",
+    "[metrics]\ntensorboard = true": (
+        '{f} [metrics] tensorboard: unknown key; [metrics] sinks replaces it, a list with or without "tensorboard"'
+    ),
     "[model.overrides]\n'n layers' = 4": "{f} [model.overrides] n layers = 4: 'n layers' is not a valid name",
     "[optimizer]\nlr = 1" + 400 * "0": "{f} [optimizer] lr = 1" + 400 * "0" + ": expected a number",
     "[model]\noverrides = 4": "{f} [model] overrides = 4: expected a table",
@@ -226,7 +243,7 @@ def test_a_folder_or_a_file_that_is_not_utf8_is_an_error(tmp_path):
 def test_the_command_line_overrides_the_file():
     config = load_config(
         [
-            *("--training.steps", "7", "--training.compute_dtype=bf16", "--metrics.tensorboard", "false"),
+            *("--training.steps", "7", "--training.compute_dtype=bf16", "--metrics.sinks", "console,jsonl"),
             *("--parallel.dp_shard", "-1", "--optimizer.betas", "[0.8, 0.9]", "--training.max_norm", "none"),
             *("--model.overrides.n_layers", "4", "--model.overrides.tied_embeddings=true", "--run.seed=1_000"),
             *("--model.overrides.rope_theta", "1e4", "--parallel.reshard_after_forward", "4"),
@@ -234,7 +251,7 @@ def test_the_command_line_overrides_the_file():
     )
     assert config.training.steps == 7
     assert config.training.compute_dtype == "bf16"
-    assert config.metrics.tensorboard is False
+    assert config.metrics.sinks == ("console", "jsonl")
     assert config.parallel.dp_shard == -1
     assert config.parallel.reshard_after_forward == 4
     assert config.optimizer.betas == (0.8, 0.9)

@@ -48,7 +48,7 @@ def await_step(process):
 def complete_runs(tiny, tmp_path_factory):
     """For 1 and 2 ranks: the working folder of a complete run, and its command's result."""
     folders = {size: tmp_path_factory.mktemp(f"complete_{size}") for size in (1, 2)}
-    options = ["--metrics.tensorboard", "true"]
+    options = ["--metrics.sinks", "console,jsonl,tensorboard"]
     return {size: (cwd, call(SCRIPT, *tiny, *options, cwd=cwd, NGPU=str(size))) for size, cwd in folders.items()}
 
 

@@ -47,7 +47,7 @@ warmup_steps = 2
 interval_steps = {interval_steps}
 [metrics]
 interval_steps = 1
-tensorboard = false
+sinks = ["console", "jsonl"]
 """
 """Settings of a run with a model of two layers of dim 32."""
 STEPS, INTERVAL = 120, 10

@@ -12,6 +12,7 @@ from typing import Any
 import tomli
 
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
+from trainer.config.packages import is_installed
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
 from trainer.system.paths import exists
@@ -76,7 +77,8 @@ def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], A
             setting = settings().get(f"{section}.{name}")
             if setting is None:
                 siblings = [s.name for s in settings().values() if s.section == section]
-                hint = _elsewhere(name) or did_you_mean(name, siblings)
+                removed = REMOVED.get(f"{section}.{name}")
+                hint = f"; {removed}" if removed else _elsewhere(name) or did_you_mean(name, siblings)
                 raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
             origin = f"{file} [{section}] {name} = {toml_value(raw)}"
             if not setting.is_table:
@@ -107,6 +109,10 @@ def _read_toml(file: str) -> dict[str, Any]:
     except (ValueError, RecursionError):  # a number has thousands of digits, or values are nested hundreds of times
         problem = "a value is too long or nested too deep"
     raise ConfigError("", f"--config {file}: {problem}")
+
+
+REMOVED = {"metrics.tensorboard": '[metrics] sinks replaces it, a list with or without "tensorboard"'}
+"""Settings of earlier versions, and what replaces them."""
 
 
 def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
@@ -144,6 +150,8 @@ def _find(flag: str) -> tuple[Setting, str]:
         return setting, entry
     if setting is not None and not entry:
         raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
+    if removed := REMOVED.get(flag[2:]):
+        raise ConfigError("", f"{flag}: unknown setting; {removed}")
     candidates = [*(f"--{key}" for key in settings()), "--config", "--print-config", "--help"]
     hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "'--{0.key}'") or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
@@ -204,6 +212,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
+    sinks = set(config.metrics.sinks)
+    message = 'must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
+    yield "metrics.sinks", sinks - {"console"} and "jsonl" not in sinks, message
     limit = config.distributed.timeout_s
     message = (
         f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
@@ -237,14 +248,16 @@ def _preference_rules(config: Config) -> Iterator[tuple[str, object, str]]:
 
 def _holds(condition: str, config: Config) -> bool:
     """Return whether an `only_with` condition holds. Forms: "a jsonl or parquet dataset" (a dataset has one of these formats),
-    "[section] name" (the setting is not empty), "empty [section] name", "[section] name = a or b", "[section] name != a"."""
+    "[section] name" (the setting is not empty), "empty [section] name", "[section] name = a or b" (of a list: it contains one of
+    them), "[section] name != a"."""
     if dataset := re.fullmatch(r"a (.+) dataset", condition):
         return any(reader in re.split(", | or ", dataset[1]) for _, reader, _ in _datasets(config))
     form = r"(empty )?\[(\w+)\] (\w+)(?: (!?=) (.+))?"
     empty, section, name, operator, choices = re.fullmatch(form, condition).groups()
     value = config.value(f"{section}.{name}")
     if operator:
-        return (value in choices.split(" or ")) == (operator == "=")
+        values = value if isinstance(value, tuple) else (value,)
+        return any(v in choices.split(" or ") for v in values) == (operator == "=")
     return bool(value) != bool(empty)
 
 
@@ -256,6 +269,11 @@ def _check_files(config: Config) -> None:
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
     if tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", "no such file")
+    for package in ("wandb", "mlflow", "trackio"):
+        if package in config.metrics.sinks and not is_installed(package):
+            raise ConfigError(
+                "metrics.sinks", f"needs the package {package}: pip install -e '.[{package}]' in the clone"
+            )
     for key, reader, path in _datasets(config):
         if path and reader in _FILE_READERS and not exists(path):
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")

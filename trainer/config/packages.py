@@ -1,6 +1,7 @@
 """Optional packages, imported when a setting needs them."""
 
 import importlib
+import importlib.util
 import sys
 from types import ModuleType
 
@@ -16,3 +17,9 @@ def require_package(name: str, setting: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is installed, but one of its own dependencies is not
         raise ConfigError(setting, f"needs the package {package}: {sys.executable} -m pip install {package}") from None
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed, without importing it. A folder of its name that holds no code does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -57,6 +57,7 @@ SAVING = Constraint(used_with="[checkpoint] enabled")
 NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 ADAPTED = Constraint(only_with="[lora] rank")
+SENT = Constraint(only_with="[metrics] sinks = wandb or mlflow or trackio")
 PREFERRED = Constraint(only_with="[preference] loss != none")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
@@ -436,8 +437,25 @@ class EvaluationConfig:
 class MetricsConfig:
     interval_steps: Steps = 10
     """Number of steps between metrics records. The first and the last step are always recorded."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard files next to metrics.jsonl."""
+    sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"], ...] = (
+        "console",
+        "jsonl",
+        "tensorboard",
+    )
+    """Where the records go: lines of the console, metrics.jsonl and TensorBoard's files in the run folder, and the services
+    Weights & Biases, MLflow and Trackio. Everything but the console needs "jsonl", whose records it shows."""
+    project: Annotated[str, SENT] = "meshwright"
+    """Name of the project in W&B and Trackio, and of the experiment in MLflow."""
+    run_name: Annotated[str, SENT] = ""
+    """Name of the run in a service. Empty: [run] name."""
+    tags: Annotated[tuple[str, ...], SENT] = ()
+    """Tags of the run in a service."""
+    notes: Annotated[str, SENT] = ""
+    """Text that describes the run in a service."""
+    entity: Annotated[str, Constraint(only_with="[metrics] sinks = wandb")] = ""
+    """User or team of W&B. Empty: the default of the account."""
+    mlflow_tracking_uri: Annotated[str, Constraint(only_with="[metrics] sinks = mlflow")] = ""
+    """Address of the MLflow server, or of a database: sqlite:///mlflow.db. Empty: MLFLOW_TRACKING_URI, or MLflow's default."""
 
 
 @dataclass(frozen=True, kw_only=True)

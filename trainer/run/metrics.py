@@ -1,13 +1,9 @@
-"""Metrics of a run: console lines, metrics.jsonl and TensorBoard."""
+"""Records of a run's steps, evaluations and saves, which sinks write."""
 
-import json
-import math
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,65 +12,35 @@ from trainer.checkpoint.async_save import SaveResult
 from trainer.config import MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StepOutcome
 from trainer.run.resolve import ResolvedRun
+from trainer.run.sinks.sink import Sink
 from trainer.runtime import device as devices
 from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
 from trainer.system import console
-from trainer.system.files import atomic_write, is_moved, parse_json_object, require_regular
 from trainer.system.units import GIB
 
-_FILE, _TENSORBOARD = "metrics.jsonl", "TensorBoard's files"
-_BUFFER_BYTES = 2**22
-"""Size of a file's buffer. While a disk is full, the buffer keeps the records that cannot be written."""
 _NOT_TRAINING = ("evaluation", "checkpoint", "profiling")
 """Phases that are not part of a step's duration."""
-_NOT_PLOTTED = ("step", "first_step", "global_batch_size", "cursor", "tokens_seen")
 
 
 @dataclass
 class Metrics:
-    """Writer of a run's records. A resumed run removes the records of the steps that it repeats and appends new records."""
+    """Computes the records of a run and passes them to its sinks. `rewind` is called before the first step."""
 
     config: MetricsConfig
     training: TrainingConfig
     resolved: ResolvedRun
     device: torch.device
     phases: PhaseTimer
-    folder: Path | None
-    """Run folder, or None on ranks that write nothing."""
-    first_step: int
-    """Step that the run resumes from."""
-
-    def __post_init__(self) -> None:
-        self.failed_files: set[str] = set()
-        self.records = self.events = None
-        self.rewind(self.first_step)
-        self.start(time.perf_counter())
+    sinks: Sequence[Sink]
 
     def rewind(self, step: int) -> None:
         """Remove the records of all steps after `step`, because training continues from `step`."""
-        self.close()
         self.phases.clear()
         self.first_step = self.recorded_step = step
-        self.last_steps: dict[str, float] = {}  # file -> step after which it must not have records when it is opened
-        self._open()
-
-    def _open(self) -> None:
-        """Open the files that are not open. If this fails, the next record tries it again."""
-        if self.folder and not self.records:
-            with self._warn_on_write_error(_FILE):
-                require_regular(self.folder / _FILE)
-                _remove_records_after(self.last_steps.get(_FILE, self.first_step), self.folder / _FILE)
-                self.records = (self.folder / _FILE).open("ab", _BUFFER_BYTES)
-                self.last_steps[_FILE] = math.inf
-        if self.folder and self.config.tensorboard and not self.events:
-            # Imported here, because only one rank writes, and only if TensorBoard is enabled.
-            from trainer.run.tensorboard import EventFile
-
-            with self._warn_on_write_error(_TENSORBOARD):
-                last_step = self.last_steps.get(_TENSORBOARD, self.first_step)
-                self.events = EventFile(self.folder / "tb", last_step, _BUFFER_BYTES)
-                self.last_steps[_TENSORBOARD] = math.inf
+        for sink in self.sinks:
+            sink.rewind(step)
+        self.start(time.perf_counter())
 
     def start(self, now: float) -> None:
         """Start the window of steps that the next record covers. now: result of time.perf_counter."""
@@ -139,23 +105,9 @@ class Metrics:
         if peak_flops := devices.peak_flops(self.device, training.compute_dtype):
             record["mfu_percent"] = 100 * flops / peak_flops
         self.log_event(record)
-        console.info(self._line(record))
         self.recorded_step = step
         self.start(now)
         self.phases.start("other")
-
-    def _line(self, record: dict[str, Any]) -> str:
-        step, steps = record["step"], self.training.steps
-        remaining_s = (steps - step) * record["step_time_s"]
-        mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
-        loss = f"loss {record['loss']:.4f}"
-        if console.on_terminal():
-            loss = f"\x1b[1m{loss}\x1b[0m"
-        return (
-            f"step {step:>{len(str(steps))}}/{steps} | {loss} | grad norm {record['grad_norm']:.3f} "
-            f"| lr {record['learning_rate']:.2e} | {record['tokens_per_second']:,.0f} tokens/s{mfu} "
-            f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // steps} % | {duration(remaining_s)} left"
-        )
 
     def log_saves(self, saves: Iterable[SaveResult]) -> None:
         for save in saves:
@@ -166,74 +118,9 @@ class Metrics:
 
     def log_event(self, record: dict[str, Any]) -> None:
         """Write a record, which must have the keys "kind" and "step"."""
-        if self.records and is_moved(self.records):
-            self._close_records()
-        if self.events and is_moved(self.events.file):
-            self._close_events()
-        self._open()
-        if self.records:
-            # JSON cannot represent NaN and infinity.
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-            with self._warn_on_write_error(_FILE):
-                self.records.write(json.dumps(finite).encode() + b"\n")
-                self.records.flush()
-        if self.events:
-            group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
-            plotted = {
-                f"{group}/{k}": v for k, v in record.items() if k not in _NOT_PLOTTED and isinstance(v, int | float)
-            }
-            with self._warn_on_write_error(_TENSORBOARD):
-                self.events.write(record["step"], plotted)
-
-    @contextmanager
-    def _warn_on_write_error(self, file: str) -> Iterator[None]:
-        """Context manager that warns about a failed write, so that a full disk does not end the run. It warns once per file."""
-        try:
-            yield
-        except OSError as error:
-            if file not in self.failed_files:
-                console.warning(f"{file} cannot be written ({error.strerror}); the run continues")
-            self.failed_files.add(file)
-
-    def _close_records(self) -> None:
-        file, self.records = self.records, None
-        with self._warn_on_write_error(_FILE):
-            file.close()
-
-    def _close_events(self) -> None:
-        file, self.events = self.events, None
-        with self._warn_on_write_error(_TENSORBOARD):
-            file.close()
+        for sink in self.sinks:
+            sink.write(record | {"timestamp_s": time.time()})
 
     def close(self) -> None:
-        if self.records:
-            self._close_records()
-        if self.events:
-            self._close_events()
-
-
-def _remove_records_after(step: float, path: Path) -> None:
-    """Remove the records after a step, and lines that are no records."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        lines = file.readlines()
-    kept = [line for line in lines if _is_record_until(step, line)]
-    if kept == lines[: len(kept)]:
-        os.truncate(path, sum(map(len, kept)))  # needs no space, so it succeeds while the disk is full
-    else:
-        atomic_write(path, b"".join(kept).decode())
-
-
-def _is_record_until(step: float, line: bytes) -> bool:
-    try:
-        last = parse_json_object(line).get("step")
-    except ValueError:
-        return False
-    return isinstance(last, int) and last <= step and line.endswith(b"\n")
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"
+        for sink in self.sinks:
+            sink.close()

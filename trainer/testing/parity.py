@@ -167,7 +167,7 @@ class Runs:
             "run.name": "run",
             "training.steps": "1" if with_transformers else str(steps),
             "metrics.interval_steps": "1",
-            "metrics.tensorboard": "false",
+            "metrics.sinks": "console,jsonl",
             "evaluation.interval_steps": "0",
             "checkpoint.interval_steps": "0",
         }

@@ -44,7 +44,7 @@ def make_fixtures(folder: Path) -> None:
         "training.local_batch_size": 1,
         "training.global_batch_size": 1,
         "checkpoint.interval_steps": 1,
-        "metrics.tensorboard": "false",
+        "metrics.sinks": "console,jsonl",
         **{f"model.overrides.{name}": size for name, size in _SIZES.items()},
     }
     listener = SignalListener(end_before_training)

@@ -1,0 +1,299 @@
+"""The real services show the values of metrics.jsonl: W&B offline, MLflow in a database and on a server, Trackio locally."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from importlib.util import find_spec
+
+import pytest
+
+from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, recorded, train, wait_for
+from tests.training_runs import combine, in_folder
+from trainer.config import ConfigError
+from trainer.config.load import load_config
+from trainer.config.packages import is_installed
+from trainer.run.sinks import services
+from trainer.run.sinks.services import MLflow, Trackio, Wandb
+from trainer.testing.ranks import RankError
+
+
+def curves_of(rows):
+    """Return the (step, value) pairs of each curve, in order. rows: pairs of a step and values by name."""
+    curves = {}
+    for step, values in rows:
+        for name, value in values.items():
+            curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+# ------------------------------------------------------------ readers of what the services have stored
+
+
+def wandb_records(path):
+    """Yield the records of a .wandb file: after 7 bytes of a header, frames of LevelDB's log in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, start, content = path.read_bytes(), 7, b""
+    while start + 7 <= len(data):
+        if (left := 2**15 - start % 2**15) < 7:  # the rest of a block is padding
+            start += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, start)
+        content += data[start + 7 : start + 7 + size]
+        start += 7 + size
+        if kind in (1, 4):  # a complete record, or the last part of one
+            yield Record.FromString(content)
+            content = b""
+
+
+def read_wandb(folder):
+    """Return the curves of all offline folders of a run, and its last configuration."""
+    rows, config = [], {}
+    for path in sorted(folder.rglob("*.wandb")):
+        for stored in wandb_records(path):
+            config |= {item.key: json.loads(item.value_json) for item in stored.config.update}
+            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in stored.history.item}
+            if row:
+                rows.append((row["step"], {k: v for k, v in row.items() if "/" in k}))
+    return curves_of(rows), config
+
+
+def read_mlflow(uri, project):
+    """Return the curves of the only run that is not deleted, and its parameters."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (found,) = client.search_runs([client.get_experiment_by_name(project).experiment_id])
+    curves = {}
+    for key in found.data.metrics:
+        points = client.get_metric_history(found.info.run_id, key)
+        curves[key] = sorted((point.step, point.value) for point in points)
+    return curves, found.data.params | found.data.tags
+
+
+def read_trackio(project):
+    """Return the curves of the only run, and its configuration."""
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (found,) = trackio.Api().runs(project)
+    logs = SQLiteStorage.get_logs(project, found.name, run_id=found.id)
+    return curves_of((log["step"], {k: v for k, v in log.items() if "/" in k}) for log in logs), found.config
+
+
+# ------------------------------------------------------------ complete runs
+
+
+SERVICES = ["wandb", "mlflow", "trackio"]
+INSTALLED = [name for name in SERVICES if find_spec(name)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory):
+    """Set variables that keep the services local, and return them."""
+    variables = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path_factory.mktemp("trackio"))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tiny, tmp_path_factory, environment):
+    """A folder with a run that was killed twice and rolled back, and one that was stopped and resumed."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(name, *flags, kill_before=0, failed_steps=()):
+        sinks = ["--metrics.sinks", ",".join(["jsonl", *INSTALLED]), "--metrics.project", name]
+        if "mlflow" in INSTALLED:
+            sinks += ["--metrics.mlflow_tracking_uri", f"sqlite:///{folder / name}.db"]
+        argv = combine([*tiny, *FLAGS, *sinks, *in_folder(folder / name), *flags])
+        ranks(1).run(train, argv, kill_before, failed_steps, 0.0, environment)
+
+    # Resumed runs evaluate at other steps, so the evaluation at step 12 is never repeated.
+    for flags in ((), ("--evaluation.interval_steps", "4")):
+        with pytest.raises(RankError, match="ended without a result"):
+            run("killed", *flags, kill_before=14)
+    run("killed", "--evaluation.interval_steps", "7", failed_steps=(18, 19))
+    run("stopped", "--training.steps", "7")
+    run("stopped")
+    return folder
+
+
+@pytest.fixture(params=SERVICES)
+def read(request, runs):
+    """A function that returns the curves and the configuration that a service has stored of a run."""
+    pytest.importorskip(request.param)
+    return {
+        "wandb": lambda name: read_wandb(runs / name),
+        "mlflow": lambda name: read_mlflow(f"sqlite:///{runs / name}.db", name),
+        "trackio": read_trackio,
+    }[request.param]
+
+
+def sorted_curves(curves):
+    return {name: sorted(points) for name, points in curves.items()}
+
+
+@pytest.mark.parametrize("name", ["killed", "stopped"])
+def test_every_curve_has_each_value_of_the_surviving_run_once(runs, read, name):
+    expected, (curves, _) = recorded(runs / name), read(name)
+    assert {"train/loss", "checkpoint/blocked_s", "eval/held_out/loss"} < set(expected)
+    assert [step for step, _ in expected["train/loss"]] == list(range(1, STEPS + 1))
+    assert sorted_curves(curves) == sorted_curves(expected)
+
+
+def test_the_service_has_the_configuration_and_the_versions(runs, read):
+    _, config = read("stopped")
+    flat = config if "training.steps" in config else services._flat(config)
+    assert str(flat["training.steps"]) == str(STEPS), "the value of the resumed run"
+    assert flat["run.name"] == "stopped"
+    assert flat["environment.packages.torch"] == metadata.version("torch")
+
+
+# ------------------------------------------------------------ what else a service is told
+
+
+def write(folder, service, steps=(1,), **settings):
+    run = logged_run(folder, **settings)
+    with opened(run, service) as process:
+        process.write(steps, 1.0)
+
+
+OPTIONS = {"project": "options", "run_name": "title", "tags": ("a", "b"), "notes": "why"}
+
+
+def test_wandb_gets_name_tags_notes_and_entity(tmp_path):
+    pytest.importorskip("wandb")
+    write(tmp_path, Wandb, entity="team", **OPTIONS)
+    (path,) = tmp_path.rglob("*.wandb")
+    run = next(stored.run for stored in wandb_records(path) if stored.run.run_id)
+    assert (run.entity, run.project, run.display_name, run.notes, list(run.tags)) == (
+        *("team", "options", "title", "why"),
+        ["a", "b"],
+    )
+
+
+def test_the_step_is_the_x_axis_of_wandb(tmp_path):
+    pytest.importorskip("wandb")
+    write(tmp_path, Wandb)
+    (path,) = tmp_path.rglob("*.wandb")
+    metrics = [stored.metric for stored in wandb_records(path) if stored.metric.glob_name]
+    assert [(metric.glob_name, metric.step_metric) for metric in metrics] == [("*", "step")]
+
+
+def test_mlflow_gets_name_tags_and_notes(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    write(tmp_path, MLflow, mlflow_tracking_uri=uri, **OPTIONS)
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("options").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("title", "FINISHED")
+    assert run.data.tags.items() >= {"a": "true", "b": "true", "mlflow.note.content": "why"}.items()
+
+
+def test_trackio_gets_name_tags_and_notes(tmp_path):
+    trackio = pytest.importorskip("trackio")
+    write(tmp_path, Trackio, **OPTIONS)
+    (run,) = trackio.Api().runs("options")
+    assert run.name == "title"
+    assert (run.config["tags"], run.config["notes"]) == (["a", "b"], "why")
+
+
+def test_runs_of_one_name_in_two_folders_do_not_mix(tmp_path):
+    trackio = pytest.importorskip("trackio")
+    for name in ("a", "b", "a"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        write(tmp_path / name, Trackio, project="names")
+    assert len(trackio.Api().runs("names")) == 2
+
+
+def test_an_old_history_of_wandb_that_is_not_offline_gets_a_tag(tmp_path):
+    """Offline too, if its folder was moved away, as it is on another machine."""
+    pytest.importorskip("wandb")
+    with opened(logged_run(tmp_path), Wandb) as process:
+        process.write([1, 2], 1.0)
+        process.delivered()
+        process.delivery.service.close()
+        (old,) = tmp_path.glob("wandb/offline-run-*")
+        old.rename(tmp_path / "moved")
+        process.rewind(1)
+        process.write([2], 2.0)
+    stored = {path: list(wandb_records(path)) for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
+    tags = sorted(list(s.run.tags) for records in stored.values() for s in records if s.run.run_id)
+    assert tags == [[], ["replaced"]]
+
+
+# ------------------------------------------------------------ a server that is away
+
+
+@contextmanager
+def mlflow_server(folder, port):
+    """Start MLflow's server and wait until it answers."""
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
+    with (folder / "server.log").open("a") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+
+    def answers():
+        assert process.poll() is None, (folder / "server.log").read_text()
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return response.status == 200
+
+    try:
+        wait_for(answers)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.skipif(not find_spec("flask"), reason="the complete package mlflow, which contains the server, is absent")
+def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    uri = f"http://127.0.0.1:{port}"
+    run = logged_run(tmp_path, project="server", mlflow_tracking_uri=uri)
+    with opened(run, MLflow) as process:
+        with mlflow_server(tmp_path, port):
+            process.write(range(1, 6), 1.0)
+            process.delivered()
+        process.write(range(6, 11), 2.0)
+        wait_for(lambda: process.delivery.has_warned)
+        process.rewind(8)
+        process.write(range(9, 13), 3.0)
+        with mlflow_server(tmp_path, port):
+            process.delivered()
+            process.close()
+            curves, _ = read_mlflow(uri, "server")
+    values = [(step, 1.0 if step < 6 else 2.0 if step < 9 else 3.0) for step in range(1, 13)]
+    assert curves == {"train/loss": values} == recorded(tmp_path)
+    assert capsys.readouterr().err.count("warning: MLflow cannot be written") == 1
+
+
+# ------------------------------------------------------------ a package that is absent
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_an_absent_package_is_one_line_before_the_run_starts(tiny, monkeypatch, name):
+    monkeypatch.setattr("trainer.config.load.is_installed", lambda package: False)
+    with pytest.raises(ConfigError) as error:
+        load_config([*tiny, "--metrics.sinks", f"jsonl,{name}"])
+    assert str(error.value) == (
+        f"--metrics.sinks jsonl,{name}: needs the package {name}: pip install -e '.[{name}]' in the clone"
+    )
+
+
+def test_a_folder_with_the_name_of_a_package_is_not_the_package(tmp_path, monkeypatch):
+    """W&B writes to a folder named wandb."""
+    (tmp_path / "not_a_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("not_a_package")
+    assert is_installed("torch")

@@ -1,0 +1,118 @@
+"""The console and metrics.jsonl."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.run.sinks.sink import METRICS_FILE, LoggedRun
+from trainer.system import console
+from trainer.system.files import atomic_write, is_moved, parse_json_object, require_regular
+from trainer.system.units import duration
+
+_BUFFER_BYTES = 2**22
+"""Size of the file's buffer. While a disk is full, the buffer keeps the records that cannot be written."""
+
+
+class Console:
+    """A line for each training record."""
+
+    def __init__(self, run: LoggedRun):
+        self.steps = run.steps
+
+    def write(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train":
+            console.info(self._line(record))
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: lines cannot be removed."""
+
+    def close(self) -> None:
+        """Do nothing: each line is flushed."""
+
+    def _line(self, record: dict[str, Any]) -> str:
+        step, steps = record["step"], self.steps
+        remaining_s = (steps - step) * record["step_time_s"]
+        mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
+        loss = f"loss {record['loss']:.4f}"
+        if console.on_terminal():
+            loss = f"\x1b[1m{loss}\x1b[0m"
+        return (
+            f"step {step:>{len(str(steps))}}/{steps} | {loss} | grad norm {record['grad_norm']:.3f} "
+            f"| lr {record['learning_rate']:.2e} | {record['tokens_per_second']:,.0f} tokens/s{mfu} "
+            f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // steps} % | {duration(remaining_s)} left"
+        )
+
+
+class JsonLines:
+    """metrics.jsonl: one JSON object per line. It never contains a step that the run has not kept."""
+
+    def __init__(self, run: LoggedRun):
+        self.path = run.folder / METRICS_FILE
+        self.file = None
+        self.last_step = math.inf  # later steps are removed when the file is opened
+        self.has_warned = False
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self.file and is_moved(self.file):
+            self.close()
+        self._open()  # what could not be opened before is tried again
+        if self.file:
+            # JSON cannot represent NaN and infinity.
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            with self._warn_on_write_error():
+                self.file.write(json.dumps(finite).encode() + b"\n")
+                self.file.flush()
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self.last_step = step
+        self._open()
+
+    def close(self) -> None:
+        file, self.file = self.file, None
+        if file:
+            with self._warn_on_write_error():
+                file.close()
+
+    def _open(self) -> None:
+        if self.file is None:
+            with self._warn_on_write_error():
+                require_regular(self.path)
+                _remove_records_after(self.last_step, self.path)
+                self.file = self.path.open("ab", _BUFFER_BYTES)
+                self.last_step = math.inf
+
+    @contextmanager
+    def _warn_on_write_error(self) -> Iterator[None]:
+        """Context manager that warns once about a failed write, so that a full disk does not end the run."""
+        try:
+            yield
+        except OSError as error:
+            if not self.has_warned:
+                console.warning(f"{METRICS_FILE} cannot be written ({error.strerror}); the run continues")
+            self.has_warned = True
+
+
+def _remove_records_after(step: float, path: Path) -> None:
+    """Remove the records after a step, and lines that are no records."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        lines = file.readlines()
+    kept = [line for line in lines if _is_record_until(step, line)]
+    if kept == lines[: len(kept)]:
+        os.truncate(path, sum(map(len, kept)))  # needs no space, so it succeeds while the disk is full
+    else:
+        atomic_write(path, b"".join(kept).decode())
+
+
+def _is_record_until(step: float, line: bytes) -> bool:
+    try:
+        last = parse_json_object(line).get("step")
+    except ValueError:
+        return False
+    return isinstance(last, int) and last <= step and line.endswith(b"\n")

@@ -1,0 +1,58 @@
+"""What a sink is, and what it knows of the run."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tomli
+
+from trainer.config import MetricsConfig
+
+METRICS_FILE = "metrics.jsonl"
+_NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen")
+
+
+class Sink(Protocol):
+    """A destination of records. `rewind` is called before the first record, and no constructor opens anything."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Show a record, whose keys "kind", "step" and "timestamp_s" are always present."""
+
+    def rewind(self, step: int) -> None:
+        """Remove the records of all steps after `step`, because training continues from `step`."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What sinks know of a run."""
+
+    name: str
+    folder: Path
+    steps: int
+    """Step after which the run ends."""
+    metrics: MetricsConfig
+
+    @property
+    def title(self) -> str:
+        """Name of the run in a service."""
+        return self.metrics.run_name or self.name
+
+    def description(self) -> dict[str, Any]:
+        """Return the complete configuration by section, and the environment (versions, hardware, git commit)."""
+        environment = json.loads((self.folder / "environment.json").read_text())
+        return tomli.loads((self.folder / "config.toml").read_text()) | {"environment": environment}
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return the values of a record that are curves, by their names, such as train/loss and eval/held_out/loss."""
+    group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
+    return {f"{group}/{k}": v for k, v in record.items() if k not in _NOT_PLOTTED and isinstance(v, int | float)}
+
+
+def timestamp_s(record: dict[str, Any]) -> float:
+    """Return the time of a record. Earlier versions recorded none: then it is the present."""
+    return record.get("timestamp_s") or time.time()
