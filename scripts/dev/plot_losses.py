@@ -1,11 +1,11 @@
 """Train on one rank, in several layouts and with an injected bug; plot the losses and their deviations, for the README.
 
-The runs are those of scripts/parity.py: gloo ranks on this machine's CPU. The upper plot shows the loss of one rank. The lower one
-shows how far the gradient norm of every other run deviates from it, with the limit of scripts/parity.py as a dashed line. The norm
-shows the injected bug from the first step on. The loss shows it some steps later, because AdamW's update hardly depends on the scale
-of the gradients.
+The runs are those of scripts/parity.py: gloo ranks on this machine's CPU. The upper plot shows the loss of one rank. The lower
+one shows how far the gradient norm of every other run deviates from it, with the limit of scripts/parity.py as a dashed line.
+The norm shows the injected bug from the first step on. The loss shows it some steps later, because AdamW's update hardly depends
+on the scale of the gradients.
 
-    python scripts/dev/plot_losses.py --config train_configs/debug.toml --steps 60 --output docs/images/losses.png
+    python scripts/dev/plot_losses.py --config train_configs/debug.toml --output docs/images/losses.png
 """
 
 import itertools
@@ -83,7 +83,7 @@ def draw(figure: Any, losses: Sequence[float], deviations: dict[str, Sequence[fl
 def main() -> None:
     parser = Arguments(__doc__, settings=True)
     add_layout_option(parser, ", ".join(LAYOUTS))
-    parser.add_argument("--steps", type=positive_int, default=60, metavar="N", help="number of steps of each run")
+    parser.add_argument("--steps", type=positive_int, default=40, metavar="N", help="number of steps of each run")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf")
     args, argv = parser.parse_known_args()
     figure = canvas(args.output, "--output")
