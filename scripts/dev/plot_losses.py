@@ -70,8 +70,9 @@ def draw(figure: Any, losses: Sequence[float], deviations: dict[str, Sequence[fl
     )
     limit = LIMITS["fp32"]["grad_norm"]
     lower.axhline(limit, color="black", linestyle="--", linewidth=1, label=f"limit of scripts/parity.py: {limit:.0e}")
-    for (name, values), marker in zip(deviations.items(), itertools.cycle("osD^v"), strict=False):
-        lower.plot(steps, [max(value, EQUAL) for value in values], marker, markersize=4, label=name)
+    styles = itertools.cycle(zip("osDv", ("tab:blue", "tab:orange", "tab:green", "tab:purple"), strict=True))
+    for (name, values), (marker, color) in zip(deviations.items(), styles, strict=False):
+        lower.plot(steps, [max(value, EQUAL) for value in values], marker, color=color, markersize=4, label=name)
     lower.set(yscale="log", ylim=(EQUAL / 2, 2), xlabel="step", ylabel="gradient norm: relative\ndeviation from 1 rank")
     powers = range(-7, 1)
     lower.set_yticks([EQUAL, *(10.0**p for p in powers)], ["equal", *(f"$10^{{{p}}}$" for p in powers)])
