@@ -1,24 +1,28 @@
-"""README, CONTRIBUTING and docs/: every link, path, setting, flag and test name that they cite exists."""
+"""All Markdown pages: every link, path, setting, flag and test name that they cite exists. Generated pictures and lists are
+current."""
 
 import ast
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from scripts.dev import plot_layers
 from scripts.dev.generate_model_docs import PAGE, generate
 from tests.conftest import ROOT
+from tests.test_layering import LAYERS
 from trainer.config.fields import settings
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = "trainer|models|scripts|tests|docs|train_configs"
+PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS.split("|") for page in (ROOT / folder).rglob("*.md"))]
 FILE_SUFFIXES = {"py", "toml", "json", "jsonl", "md", "model"}
 PLACEHOLDERS = {("section", "key"), ("section", "name")}
 TRAINER_FLAGS = {"--config", "--help", "--print-config"}
 AFTERNOON_FILES, AFTERNOON_LINES = 16, 3500
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+each_page = pytest.mark.parametrize("page", sorted(PAGES), ids=lambda path: path.name)
 
 
 def headings(text: str) -> set[str]:
@@ -36,6 +40,16 @@ def test_relative_links_lead_to_files_and_headings(page):
         path = (page.parent / file).resolve() if file else page
         assert path.exists(), target
         assert not anchor or anchor in headings(path.read_text()), target
+
+
+def test_every_page_of_docs_is_reached_from_the_readme():
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_every_picture_is_shown():
+    shown = {Path(link).name for page in PAGES for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())}
+    assert shown == {picture.name for picture in (ROOT / "docs" / "images").iterdir()}
 
 
 @each_page
@@ -132,6 +146,22 @@ def test_the_line_counts_of_the_afternoon_are_true():
     actual = {file: len((ROOT / file).read_text().splitlines()) for file in counts}
     assert counts == actual
     assert f"{sum(actual.values()):,} lines" in text
+
+
+def test_the_picture_of_the_layers_is_current():
+    assert plot_layers.render(LAYERS) == plot_layers.PICTURE.read_text(), "run scripts/dev/plot_layers.py"
+
+
+def test_the_list_of_layers_is_current():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^ *(\d+)  (\S.*)$", text[text.index("## Layers") :], re.MULTILINE)
+    assert rows == [(str(i), rows[-1 - i][1]) for i in reversed(range(len(LAYERS)))]
+    assert [set(row.split()) for _, row in reversed(rows)] == [{plot_layers.path(m) for m in layer} for layer in LAYERS]
+
+
+def test_the_citation_has_the_version_of_the_package():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_table_of_model_families_is_current():

@@ -15,7 +15,8 @@ from trainer.config.render import settings_as_markdown
 
 INTRODUCTION = """# Configuration
 
-A TOML file configures a run. `--section.key value` (or `--section.key=value`) on the command line overrides a single value.
+This page lists every setting. A TOML file configures a run. `--section.key value` (or `--section.key=value`) on the command line
+overrides a single value.
 
     ./run_llama_train.sh --config train_configs/debug.toml --training.steps 50 --optimizer.lr 1e-3
     python train.py --config train_configs/debug.toml --print-config        # print the complete result

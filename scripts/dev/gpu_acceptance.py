@@ -2,7 +2,7 @@
 
 Every row is appended to results.jsonl as soon as it is measured. Rows that were measured at the same commit, on the same device
 and with the same version of torch are not repeated, so the script can be continued in another session. The last lines are tables
-for docs/performance.md. It downloads nothing.
+for docs/measurements.md. It downloads nothing.
 
 exit codes: 0: every row was measured; 1: a row failed, or a part ran out of time; 2: an argument is wrong
 

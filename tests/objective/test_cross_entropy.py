@@ -192,7 +192,7 @@ def test_chunks_need_at_most_a_twentieth_of_the_memory_of_full_logits(fake_group
 
 
 def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third(fake_group):
-    """Chunks accumulate the gradient in fp32, full logits do not. docs/performance.md has these figures."""
+    """Chunks accumulate the gradient in fp32, full logits do not. docs/measurements.md has these figures."""
     _, full = peaks_gib(full_loss, 4096, torch.bfloat16)
     assert full == pytest.approx(11.74, rel=0.02)
     for tp, figures in {1: (0.80, 3.06), 2: (0.43, 1.59), 8: (0.19, 0.49)}.items():

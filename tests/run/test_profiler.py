@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from scripts.dev.plot_trace import rows
-from tests.commands import run_script
 from tests.training_runs import records, train
 from trainer.config import ConfigError, ProfilingConfig
 from trainer.config.load import load_config
@@ -37,26 +35,6 @@ def test_a_trace_has_the_phases_of_the_chosen_steps_of_the_chosen_rank(trace):
     assert {name: phases[f"phase: {name}"] for name in ("data", "forward", "backward", "clip", "optimizer")} == {
         **{"data": 2, "forward": 4, "backward": 4, "clip": 2, "optimizer": 2}
     }
-
-
-def test_a_trace_is_plotted(trace, tmp_path):
-    """The plot shows the first of the two steps. It has two microbatches, and two blocks with seven matrix products and an
-    attention kernel each, in forward."""
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    num_bars = {name: len(bars) for name, bars in rows(events).items()}
-    assert {name: num_bars[name] for name in ("data", "forward", "backward", "optimizer")} == {
-        **{"data": 1, "forward": 2, "backward": 2, "optimizer": 1}
-    }
-    assert num_bars["attention"] == 2 * 2 * 2 and num_bars["matrix products"] >= 2 * 2 * 3 * 7
-    done = run_script("scripts/dev/plot_trace.py", trace, "--output", tmp_path / "trace.svg")
-    assert (done.returncode, done.stderr) == (0, "") and "<svg" in (tmp_path / "trace.svg").read_text()
-
-
-def test_a_file_that_is_no_trace_is_a_one_line_error(tmp_path):
-    file = tmp_path / "x.json.gz"
-    file.write_bytes(gzip.compress(b"[]"))
-    done = run_script("scripts/dev/plot_trace.py", file, "--output", tmp_path / "trace.svg")
-    assert (done.returncode, done.stderr) == (2, f"{file}: is not a trace of [profiling]\n")
 
 
 @pytest.mark.parametrize(("layout", "passes"), [("dp_shard", ("forward", "backward")), ("pp", ("pipeline",))])

@@ -228,10 +228,11 @@ def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib:
     if limit_gib < 1.5 * peak:
         top = max(peak, limit_gib)
         axes.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
-        axes.annotate("device memory", (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
+        text = f"device memory: {limit_gib:.1f} GiB"
+        axes.annotate(text, (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
     axes.set(xlim=(0, len(points)), ylim=(0, 1.1 * top), xticks=[])
     axes.set(xlabel="operators of a step (grey: backward)", ylabel="GiB")
-    axes.set_title(f"{title}\npeak {peak:.2f} GiB in {simulation.peak_at}")
+    axes.set_title(f"{title}\nplanned peak: {peak:.2f} GiB in {simulation.peak_at}")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)
