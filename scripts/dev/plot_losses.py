@@ -22,12 +22,12 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from scripts.parity import LIMITS, Row, Runs, control_row
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.planning.report import canvas
 from trainer.testing.bugs import BUGS
 from trainer.testing.layouts import Layout, add_layout_option, num_ranks
+from trainer.testing.parity import LIMITS, Row, Runs, control_row
 
 LAYOUTS = ["dp_shard=2", "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 tp=2 pp=2"]
 BUG = "gradients averaged instead of summed"
