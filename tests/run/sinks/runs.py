@@ -5,13 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from unittest import mock
 
 from tests.training_runs import trainer_from
 from trainer.config import MetricsConfig
 from trainer.resilience.guard import StabilityGuard
+from trainer.run.sinks import delivery
 from trainer.run.sinks.delivery import Delivery
 from trainer.run.sinks.local import JsonLines
 from trainer.run.sinks.sink import LoggedRun, scalars
@@ -26,11 +27,16 @@ FLAGS = [
 
 
 def wait_for(condition: Callable[[], bool], or_ended: Callable[[], bool] = lambda: False) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not condition():
         assert not or_ended(), "ended"
-        assert time.monotonic() < end, "not true within 120 s"
+        assert time.monotonic() < end, "not true within 300 s"
         time.sleep(0.1)
+
+
+def patient(limit_s: float = 300.0) -> AbstractContextManager[object]:
+    """The end of a run waits for services as long as a busy machine needs."""
+    return mock.patch.object(delivery, "_CLOSE_S", limit_s)
 
 
 def wait_for_delivery(sinks: Sequence[object]) -> None:
@@ -77,6 +83,7 @@ def train(
         mock.patch.object(Trainer, "train_step", step),
         mock.patch.object(StabilityGuard, "decide", decide_or_fail),
         mock.patch.object(time, "time", lambda: now() + clock_offset_s),
+        patient(),
     ):
         trainer.train()
 
@@ -121,9 +128,10 @@ class Process:
         wait_for_delivery([self.delivery])
         return self
 
-    def close(self) -> None:
+    def close(self, limit_s: float = 300.0) -> None:
         self.jsonl.close()
-        self.delivery.close()
+        with patient(limit_s):
+            self.delivery.close()
 
 
 def opened(run: LoggedRun, service: Callable[[LoggedRun], object], first_step: int = 0) -> closing[Process]:

@@ -96,13 +96,13 @@ def test_a_service_that_is_away_causes_one_warning_and_gets_its_records_later(tm
     assert line.endswith("warning: Memory cannot be written (no route to host); the run continues and tries again")
 
 
-def test_the_next_process_delivers_what_this_one_could_not(tmp_path, service, capsys, monkeypatch):
-    monkeypatch.setattr("trainer.run.sinks.delivery._CLOSE_S", 0.01)
-    with opened(logged_run(tmp_path), service) as process:
-        process.write([1], 1.0)
-        process.delivered().delivery.service.is_away = True
-        process.write([2, 3], 1.0)
-        wait_for(lambda: process.delivery.has_warned)
+def test_the_next_process_delivers_what_this_one_could_not(tmp_path, service, capsys):
+    process = Process(logged_run(tmp_path), service)
+    process.write([1], 1.0)
+    process.delivered().delivery.service.is_away = True
+    process.write([2, 3], 1.0)
+    wait_for(lambda: process.delivery.has_warned)
+    process.close(limit_s=0)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith("warning: Memory has not taken all records in 0 s; it gets them if the run is resumed")
     with opened(logged_run(tmp_path), service, 3) as process:

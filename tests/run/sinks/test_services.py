@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import socket
 import struct
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
 from trainer.config import ConfigError
@@ -226,9 +228,33 @@ def test_an_old_history_of_wandb_that_is_not_offline_gets_a_tag(tmp_path):
         old.rename(tmp_path / "moved")
         process.rewind(1)
         process.write([2], 2.0)
-    stored = {path: list(wandb_records(path)) for path in tmp_path.glob("wandb/offline-run-*/*.wandb")}
-    tags = sorted(list(s.run.tags) for records in stored.values() for s in records if s.run.run_id)
-    assert tags == [[], ["replaced"]]
+    tags = {}
+    for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
+        for stored in wandb_records(path):
+            if stored.run.run_id:
+                tags[stored.run.run_id] = list(stored.run.tags)
+    assert tags.pop(old.name[-32:]) == ["replaced"]
+    assert list(tags.values()) == [[]]
+
+
+def test_wandb_without_an_api_key_does_not_ask_at_the_terminal(tmp_path):
+    pytest.importorskip("wandb")
+    write = "Wandb(logged_run(Path(sys.argv[1]))).write(record(1, 1.0))"
+    code = f"import sys; from tests.run.sinks.test_services import *; {write}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    environment = kept | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    parent, child = pty.openpty()
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with os.fdopen(parent, "rb", 0) as terminal:
+        done = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, cwd=ROOT, env=environment)
+        os.close(child)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while part := terminal.read(2**16):
+                shown += part
+                assert b"Enter your choice" not in shown
+        assert done.wait() == 1
+    assert b"RuntimeError: no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline" in shown
 
 
 # ------------------------------------------------------------ a server that is away

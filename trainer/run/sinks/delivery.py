@@ -12,7 +12,7 @@ from trainer.run.sinks.sink import METRICS_FILE, LoggedRun, Sink
 from trainer.system import console
 from trainer.system.files import atomic_write, is_moved, read_json_object
 
-_CLOSE_S = 15.0
+_CLOSE_S = 30.0
 """Maximum time that the end of a run waits for a service."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
 _ALL = -1

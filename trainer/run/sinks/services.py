@@ -44,6 +44,10 @@ class Wandb:
         import wandb
 
         metrics = self.run.metrics
+        setup = wandb.setup(wandb.Settings(silent=True))
+        # Otherwise init would ask for the key at the terminal.
+        if setup.settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
         history = wandb.init(
             project=metrics.project,
             entity=metrics.entity or None,
@@ -53,7 +57,7 @@ class Wandb:
             id=self.state.setdefault("id", uuid.uuid4().hex),
             resume="allow",
             dir=self.run.folder,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=30),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=30),  # seconds
         )
         history.config.update(self.run.description(), allow_val_change=True)
         history.define_metric("*", step_metric="step")
