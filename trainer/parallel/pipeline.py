@@ -257,7 +257,7 @@ class PipelineStep(Step):
             if not stage.is_first and ranks[stage.index - 1] != group.rank():
                 x = torch.empty_like(self.hidden)
                 dist.recv(x, group=group, group_src=ranks[stage.index - 1])
-            x = part(x, context_of(batch), head)
+            x = part(x, context_of(batch), head=head)
             if stage.is_last:
                 return x
             if ranks[stage.index + 1] != group.rank():

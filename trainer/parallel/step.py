@@ -104,4 +104,4 @@ class SpmdStep(Step):
     def _forward(self, batch: Batch, readout: Readout) -> Tensor:
         (model,) = self.model_parts.values()
         head = readout.head(batch.labels, batch.documents, batch.reference)
-        return model(batch.tokens, context_of(batch), head)
+        return model(batch.tokens, context_of(batch), head=head)

@@ -55,7 +55,7 @@ def test_every_tensor_of_a_batch_is_pinned_without_workers(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or tensor)
     order = SampleOrder((37,), PHASES, seed=3, shuffle=True)
     batch = next(training_batches(samples(), order, partition(), 0, DataConfig(), pin_memory=True))
-    assert batch.reference is None and pinned == [(2, SEQ)] * 4
+    assert batch.reference is None and pinned == [(2, SEQ)] * 4 + [(2,)]
 
 
 def test_labels_are_the_next_tokens():
@@ -86,6 +86,15 @@ def test_the_cursor_determines_the_batches_after_a_resume():
 
 def test_batches_do_not_depend_on_the_number_of_workers():
     assert step_samples(2, 12, 1, num_workers=2) == step_samples(2, 12, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_a_batch_are_their_cursor_positions_in_every_epoch(num_workers):
+    order = SampleOrder((37,), PHASES, seed=3, shuffle=True)
+    config = DataConfig(num_workers=num_workers)
+    batches = training_batches(samples(), order, partition(rank=1, ranks=2), 36, config, pin_memory=False)
+    found = [batch.samples.tolist() for batch in islice(batches, 4)]
+    assert found == [[38, 39], [42, 43], [46, 47], [50, 51]]
 
 
 def test_each_epoch_visits_every_sample_once_in_its_own_order():
