@@ -107,8 +107,8 @@ def _num_nodes() -> tuple[int, int]:
 
 def main(listener: SignalListener) -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
-    refuse_separate_tasks()
     options = TorchrunOptions.from_environment()
+    refuse_separate_tasks(options.max_nodes)
     # torch logs pages of C++ frames for a failed connection; it reads this level when it is imported.
     inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "FATAL"
