@@ -167,8 +167,8 @@ SLURM_NTASKS is not among them: it is also set in the shell of an allocation, wh
 
 
 def refuse_separate_tasks(nodes: int = 1) -> None:
-    """Exit with code 2 if a launcher has started more tasks of this command than the run has nodes. They would be separate
-    runs, because nothing says how they form one run. The first task prints one line. nodes: maximum number of nodes of the run."""
+    """Exit with code 2 if a launcher has started more tasks of this command than the run has nodes. They would be separate runs,
+    because nothing says how they form one run. The first task prints one line. nodes: maximum number of nodes."""
     if "WORLD_SIZE" in os.environ:  # this task is a rank of its own
         return
     found = {name: os.environ.get(name, "") for name in _TASK_COUNTS}
