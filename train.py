@@ -1,7 +1,7 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
 from trainer.system.signals import SignalListener, end_before_training
-from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error
+from trainer.system.streams import flush_standard_streams, open_standard_streams
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
     open_standard_streams()
@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before the other imports, during which signals arr
 import faulthandler
 import gc
 import os
+import signal
 import sys
 from functools import partial
 
@@ -28,14 +29,13 @@ def run(config: Config, listener: SignalListener) -> int:
     """Train on this rank as the configuration specifies. Return the exit code."""
     limit_spinning()
     # Imported here so that --help and errors in settings do not wait for torch.
-    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed import barrier
 
     from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
     from trainer.checkpoint.export import export_run
     from trainer.data.sampling.workers import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
-    from trainer.resilience.stop_signals import StopRequest
     from trainer.run.resolve import resolve
     from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point
     from trainer.runtime import device, distributed
@@ -60,7 +60,9 @@ def run(config: Config, listener: SignalListener) -> int:
             trainer = build_trainer(config, resolved, rank_device, saved)
             gc.collect()
             gc.freeze()  # later collections do not visit imported objects, which takes 0.2 s, at another step on each rank
-            trainer.train(StopRequest(listener))
+            barrier()  # a signal to all ranks ends all of them, or all of them save
+            listener.react = trainer.stop.receive
+            trainer.train()
     except ConfigError as error:
         release_if_empty(config.run.folder, lock)
         distributed.print_once_per_node(config.explain(error))
@@ -71,11 +73,13 @@ def run(config: Config, listener: SignalListener) -> int:
     except LoadingFailed as error:
         distributed.print_once_per_node(f"[rank {os.environ.get('RANK', '0')}] {error}")
         return 1
-    except (DistNetworkError, DistStoreError) as error:
-        print_error(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}")
-        return 1
     distributed.shutdown()
     return 0
+
+
+def end_after_failure(number: signal.Signals) -> None:
+    """End this process without a line. The launcher ends the ranks that lost the connection to one that failed."""
+    os._exit(128 + number)
 
 
 def main(listener: SignalListener) -> None:
@@ -95,6 +99,7 @@ def main(listener: SignalListener) -> None:
     except BaseException as error:
         from trainer.runtime.distributed import report_failure
 
+        listener.react = end_after_failure
         report_failure(error)
     # Skips the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
     flush_standard_streams()

@@ -63,18 +63,27 @@ def failed(**codes):
     return SimpleNamespace(failures=failures, get_first_failure=lambda: first)
 
 
+BEFORE_TRAINING = "SIGTERM: the run ends before its first step, so there is nothing to save"
+
+
 @pytest.mark.parametrize(
     ("received", "error", "code", "line"),
     [
         (None, failed(r1=2, r0=-15), 2, ""),
         (None, failed(r1=-9), 137, "rank 1 was killed by SIGKILL; the other ranks of this node were stopped\n"),
-        (None, failed(r0=143), 143, ""),
+        (None, failed(r0=143), 143, "rank 0 was killed by SIGTERM; the other ranks of this node were stopped\n"),
         (None, failed(r1=143), 143, "rank 1 was killed by SIGTERM; the other ranks of this node were stopped\n"),
         (signal.SIGHUP, failed(r0=1, r1=-9), 129, "the run was stopped by SIGHUP before its state could be saved\n"),
-        (signal.SIGTERM, failed(r1=1, r0=143), 143, ""),  # rank 0 has printed a line
+        (signal.SIGTERM, failed(r1=1, r0=143), 143, f"{BEFORE_TRAINING}\n"),
     ],
 )
 def test_the_exit_code_is_that_of_the_first_failed_rank_or_of_the_signal(received, error, code, line, capsys):
     forwarder = SignalForwarder()
     forwarder.signal = received
     assert (forwarder.exit_code(error), capsys.readouterr().err) == (code, line)
+
+
+def test_ranks_that_a_repeated_signal_ends_have_printed_the_line(capsys):
+    forwarder = SignalForwarder()
+    forwarder.signal, forwarder.repeated = signal.SIGTERM, True
+    assert (forwarder.exit_code(failed(r0=143, r1=143)), capsys.readouterr().err) == (143, "")

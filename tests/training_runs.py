@@ -48,8 +48,8 @@ def recorded_batches() -> Iterator[list[Batch]]:
     recorded: list[Batch] = []
     original = TrainingData.batches
 
-    def batches(self: TrainingData, state: TrainState, *asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
-        for batch in original(self, state, *asked_to_stop):
+    def batches(self: TrainingData, state: TrainState) -> Iterator[Batch]:
+        for batch in original(self, state):
             recorded.append(batch)
             yield batch
 

@@ -22,6 +22,7 @@ from trainer.objective.objective import Objective
 from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
 from trainer.parallel.mesh import Meshes
 from trainer.resilience.guard import StepMonitor
+from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
@@ -109,18 +110,20 @@ def build_trainer(
         stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks))
     logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
+    stop = StopRequest()
     return Trainer(
         config=config,
         state=state,
         engine=engine,
-        data=TrainingData(config, datasets, partition, device),
+        data=TrainingData(config, datasets, partition, device, stop),
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
         metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
         stragglers=stragglers,
         profiler=Profiler(config.profiling, device, folder, state.step),
-        watchdog=Watchdog(config.resilience.hang_timeout_s),
+        watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
+        stop=stop,
     )
 
 

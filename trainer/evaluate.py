@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
 
-from trainer.batch import IGNORE_INDEX
+from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import ConfigError, EvaluationConfig
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
@@ -78,18 +78,19 @@ class Evaluator:
     def due(self, step: int) -> bool:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
 
-    def run(self, dataset: EvalSet, step: Step, after_batch: Callable[[], None]) -> dict[str, float]:
-        """Evaluate the model on one dataset. after_batch: called after each group of microbatches. This is a collective call, and
-        it returns the same metrics on all ranks. The loss is
+    def run(
+        self, dataset: EvalSet, step: Step, loading: Callable[[Iterator[Batch]], Iterator[Batch]]
+    ) -> dict[str, float]:
+        """Evaluate the model on one dataset. This is a collective call, and it returns the same metrics on all ranks. The loss is
         the mean over all target tokens or pairs. Loss and unigram entropy are in nats. bits_per_byte is the loss in bits per byte
-        of the targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text."""
-        batches = (
+        of the targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text. loading: yields
+        the microbatches of an iterator under supervision."""
+        batches = loading(
             batch.to(self.device) for batch in evaluation_batches(dataset.samples, dataset.num_samples, self.partition)
         )
         sums = []
         while microbatches := list(islice(batches, self.partition.grad_accum)):
             sums.append(step.evaluate(microbatches))
-            after_batch()
         objective = step.objective
         num_terms = int(torch.stack([count for _, count in sums]).sum().item())
         totals = {name: torch.stack([result[name] for result, _ in sums]).double().sum().item() for name in sums[0][0]}

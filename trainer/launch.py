@@ -10,7 +10,14 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from trainer.system.signals import ENDING_SIGNALS, SAME_REQUEST_S, SignalListener, end_before_training
+from trainer.system.signals import (
+    ENDING_SIGNALS,
+    LAUNCHER_PID,
+    SAME_REQUEST_S,
+    SignalListener,
+    end_before_training,
+    end_before_training_line,
+)
 from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
@@ -100,8 +107,8 @@ def _num_nodes() -> tuple[int, int]:
 
 def main(listener: SignalListener) -> NoReturn:
     config = config_from_command_line(sys.argv[1:])
-    refuse_separate_tasks()
     options = TorchrunOptions.from_environment()
+    refuse_separate_tasks(options.max_nodes)
     # torch logs pages of C++ frames for a failed connection; it reads this level when it is imported.
     inherited = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "FATAL"
@@ -143,6 +150,7 @@ def main(listener: SignalListener) -> NoReturn:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         arguments = options.arguments(timeout_s)
         forwarder.watch_for_ranks()
+        os.environ[LAUNCHER_PID] = str(os.getpid())
         torchrun.main([*arguments, os.path.join(ROOT, "train.py"), *sys.argv[1:]])
         code = 0
     except ChildFailedError as error:
@@ -158,10 +166,15 @@ def main(listener: SignalListener) -> NoReturn:
 
 class SignalForwarder:
     """Reaction to stop signals that forwards them to the ranks, which then save and exit. If there are no ranks, it ends the
-    launcher. A repeated SIGTERM or SIGINT kills ranks that do not react to it."""
+    launcher. A repeated SIGTERM or SIGINT kills ranks that do not react to it.
+
+    The launcher prints one line about ranks that end before the first step, whichever ranks have received the signal. torchrun
+    sends SIGTERM to the others, and some lose their connections first.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.repeated = False
         self._first_s = math.inf  # time of the first SIGTERM or SIGINT
         self.started = False
         """Whether there were ranks. A launcher that has none any more waits for those of other nodes, or restarts its own."""
@@ -171,6 +184,7 @@ class SignalForwarder:
         first, repeated = self.signal is None, number in ENDING_SIGNALS and now > self._first_s + SAME_REQUEST_S
         if first or repeated:
             self.signal = number
+        self.repeated = self.repeated or repeated
         if number in ENDING_SIGNALS:
             self._first_s = min(self._first_s, now)
         send(number, ranks)
@@ -201,12 +215,13 @@ class SignalForwarder:
         rank, failure = error.get_first_failure()
         codes = [failure.exitcode for failure in error.failures.values()]
         if self.signal is not None:
-            if 128 + self.signal not in codes:  # otherwise, a rank has printed it
+            if 128 + self.signal not in codes:
                 print_error(f"the run was stopped by {self.signal.name} before its state could be saved")
+            elif not self.repeated:  # otherwise, a rank has printed it
+                print_error(end_before_training_line(self.signal))
             return 128 + self.signal
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-        # A rank that a signal has ended before training prints a line only if it is the first of the node.
-        if code > 128 and (failure.exitcode < 0 or failure.local_rank > 0):
+        if code > 128:
             name = signal.Signals(code - 128).name
             print_error(f"rank {rank} was killed by {name}; the other ranks of this node were stopped")
         return code

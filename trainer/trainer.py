@@ -42,24 +42,23 @@ class Trainer:
     stragglers: StragglerDetector
     profiler: Profiler
     watchdog: Watchdog
+    stop: StopRequest
+    """Whether this rank was asked to stop."""
 
-    def train(self, stop: StopRequest | None = None) -> None:
+    def train(self) -> None:
         """Train until training.steps are completed or any rank is asked to stop. Raise TrainingDiverged, SaveFailed or
         LoadingFailed."""
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
-
-        def asked_to_stop() -> bool:
-            return stop is not None and stop.requested
-
-        batches = self._start(asked_to_stop)
+        self.watchdog.start()
+        batches = self._start()
         stopped = False
         try:
             while state.step < steps and not stopped:
-                result = self.train_step(batches, asked_to_stop)
+                result = self.train_step(batches)
                 due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
                 verdict = self.monitor.observe(state, result.outcome, now=due)
                 if verdict.roll_back:
-                    batches = self.roll_back(verdict.roll_back, asked_to_stop)
+                    batches = self.roll_back(verdict.roll_back)
                     continue
                 stopped = verdict.stop
                 self._after_step(verdict.outcome, result, last=stopped or state.step == steps)
@@ -87,16 +86,16 @@ class Trainer:
             export_run(folder)
         console.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
-    def train_step(self, batches: Iterator[Batch], asked_to_stop: Callable[[], bool]) -> StepResult:
-        """Run one optimizer step. asked_to_stop: whether this rank was asked to stop."""
+    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+        """Run one optimizer step."""
         training = self.config.training
         if self.profiler.starts_at(self.state.step + 1):
             self._profile(self.profiler.start)
-        with self.metrics.section("data") as seconds, self.watchdog.loading(asked_to_stop):
+        with self.metrics.section("data") as seconds:
             microbatches = list(islice(batches, self.data.partition.grad_accum))
         self.stragglers.after_data(seconds())
         lr, before_update = self._lr(self.state.step + 1), self.checkpoints.before_update
-        result = self.engine.step(microbatches, lr, asked_to_stop(), before_update)
+        result = self.engine.step(microbatches, lr, self.stop.requested, before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
@@ -136,10 +135,10 @@ class Trainer:
         if self.checkpoints.best.dataset:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
-        with self.watchdog.evaluating() as after_batch:
+        with self.watchdog.evaluating():
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
-                    result = self.evaluator.run(dataset, self.engine.forward_backward, after_batch)
+                    result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
                 self.checkpoints.best.update(dataset.name, result["loss"])
@@ -153,7 +152,7 @@ class Trainer:
             saves = self.checkpoints.save(self.state, suspect=outcome.suspect, last=last)
         self.metrics.log_saves(saves)
 
-    def roll_back(self, outcome: StepOutcome, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
+    def roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
         """Restore the latest checkpoint. Return the batches that follow it, without the samples of the skipped steps."""
         state = self.state
         self._wait_for_saves()
@@ -172,12 +171,12 @@ class Trainer:
             self.checkpoints.restore(point, state)
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)
-        return self._start(asked_to_stop)
+        return self._start()
 
-    def _start(self, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
+    def _start(self) -> Iterator[Batch]:
         self.metrics.rewind(self.state.step)
         self.stragglers.start()
-        return self.data.batches(self.state, asked_to_stop)
+        return self.watchdog.loading(self.data.batches(self.state))
 
     def _profile(self, work: Callable[[], None]) -> None:
         devices.synchronize(self.engine.device)  # the section must not include the work of the step

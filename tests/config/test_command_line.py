@@ -63,10 +63,29 @@ def test_several_tasks_without_a_rendezvous_are_refused(variables, values, launc
         refuse_separate_tasks()
     assert (exit.value.code, capsys.readouterr().err) == (
         2,
-        f"{next(iter(values))}=2: {launcher} has started 2 tasks of this command, which would be 2 separate runs. For one run, "
-        "start one task per node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, set "
-        "NNODES=1\n",
+        f"{next(iter(values))}=2: {launcher} has started 2 tasks of this command, but the run has 1 node. For one run, start one "
+        "task per node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, start each task with "
+        f"env -u {next(iter(values))}\n",
     )
+
+
+def test_more_tasks_than_nodes_are_refused_and_the_line_names_all_variables_to_remove(variables, capsys):
+    variables({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "PMI_SIZE": "4", "NNODES": "2"})
+    with pytest.raises(SystemExit):
+        refuse_separate_tasks(2)
+    line = capsys.readouterr().err
+    assert line.startswith(
+        "SLURM_STEP_NUM_TASKS=4: srun has started 4 tasks of this command, but the run has 2 nodes. "
+    )
+    assert line.endswith(" start each task with env -u SLURM_STEP_NUM_TASKS -u PMI_SIZE\n")
+
+
+@pytest.mark.parametrize("command", ["train.py", "trainer/launch.py"])
+def test_nnodes_1_does_not_allow_several_tasks(command):
+    """A script may set it as a matter of course. train.py ignores it."""
+    variables = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"} | SRUN | {"NNODES": "1"}
+    done = subprocess.run([sys.executable, ROOT / command], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks")
 
 
 def test_only_the_first_of_several_tasks_prints_the_line(variables, capsys, monkeypatch):
@@ -86,15 +105,20 @@ def test_only_the_first_of_several_tasks_prints_the_line(variables, capsys, monk
             "SLURM_JOB_ID": "7",
         },  # a batch script, or the shell of an allocation
         {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # srun --pty
-        SRUN | {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node-a"},  # scripts/slurm/train.sbatch
         MPIRUN | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node-a"},
         {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"NNODES": "1"} | SRUN,
+        {},
     ],
 )
 def test_one_task_or_tasks_with_a_rendezvous_are_not_refused(variables, values):
     variables(values)
     refuse_separate_tasks()
+
+
+@pytest.mark.parametrize("nodes", [2, 4])  # all nodes, and two of an elastic run
+def test_one_task_per_node_is_not_refused(variables, nodes):
+    variables(SRUN)
+    refuse_separate_tasks(nodes)
 
 
 def test_long_messages_keep_their_beginning_and_end():

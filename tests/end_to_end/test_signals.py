@@ -11,7 +11,14 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.end_to_end.test_commands import SCRIPT, assert_saved_and_stopped, await_step, environment, free_port
+from tests.end_to_end.test_commands import (
+    SCRIPT,
+    assert_saved_and_stopped,
+    await_step,
+    environment,
+    free_port,
+    ranks_of,
+)
 from tests.training_runs import records
 
 
@@ -150,6 +157,27 @@ def test_a_name_that_the_console_cannot_encode_does_not_end_a_run(tiny, tmp_path
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.endswith(rb"ti\xf1y-\U0001f600" + b"\n")
     assert len(records(tmp_path / "tiñy-😀")) == 4
+
+
+KILLED = "rank {} was killed by SIGTERM; the other ranks of this node were stopped\n"
+BEFORE_TRAINING = "SIGTERM: the run ends before its first step, so there is nothing to save\n"
+
+
+@pytest.mark.parametrize(
+    ("receiver", "line"),
+    [("all processes", BEFORE_TRAINING), ("launcher", BEFORE_TRAINING), (0, KILLED.format(0)), (1, KILLED.format(1))],
+)
+def test_a_signal_to_any_process_before_the_first_step_is_one_line(start, tmp_path, receiver, line):
+    process = start(2)
+    while not (tmp_path / "tiny").exists():  # the ranks have joined
+        assert process.poll() is None
+        time.sleep(0.01)
+    if receiver == "all processes":
+        signal_all(process, signal.SIGTERM)
+    else:
+        os.kill(process.pid if receiver == "launcher" else ranks_of(process)[receiver], signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (143, line)
 
 
 @pytest.mark.parametrize("command", ["train.py", "scripts/prepare_data.py"])

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,12 +16,11 @@ def request_after(monkeypatch):
     """Function that returns the request after signals at the given times, whose messages are collected in `lines`."""
 
     def receive(lines, *signals):
-        listener = SimpleNamespace(react=None)
-        request = StopRequest(listener)
+        request = StopRequest()
         monkeypatch.setattr(console, "info", lambda line: lines.append((line, request.requested)))
         for second, number in signals:
             monkeypatch.setattr(time, "monotonic", lambda second=second: second)
-            listener.react(number)
+            request.receive(number)
         return request
 
     return receive

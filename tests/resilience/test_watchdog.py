@@ -1,31 +1,37 @@
 """Detection of hangs."""
 
+import re
 import sys
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _wait_batch_p2p
 
 from trainer.resilience import watchdog
+from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.watchdog import Watchdog, waits_for_stage
 
 
 @contextmanager
 def simulated_clock():
-    """Context manager that replaces the watchdog's clock. It yields a watchdog without its thread, with a timeout of 30 s, and a
+    """Context manager that replaces the watchdog's clock. It yields a watchdog that is not started, with a timeout of 30 s, and a
     function that advances the clock and returns overdue_s."""
     clock = [100.0]
-    dog = Watchdog(0.0)
+    dog = Watchdog(30.0, StopRequest())
     dog.clock = SimpleNamespace(now=lambda: clock[0])
-    dog.timeout_s = 30.0
 
     def overdue_after(seconds):
         clock[0] += seconds
         return dog.overdue_s()
 
     yield dog, overdue_after
+
+
+def wait_for_data(dog, wait):
+    """Return the result of `wait`, which is called while the watchdog's process waits for a microbatch."""
+    return next(dog.loading(wait() for _ in range(1)))
 
 
 def overdue_times():
@@ -37,8 +43,7 @@ def overdue_times():
             overdue.append(overdue_after(seconds))
 
         advance(10_000)  # training has not started
-        with dog.loading(never):
-            advance(29)
+        wait_for_data(dog, lambda: advance(29))
         advance(3500)  # the first step
         dog.after_step(1)
         advance(10)
@@ -53,10 +58,6 @@ def overdue_times():
         return overdue
 
 
-def never():
-    return False
-
-
 def test_a_hang_exceeds_five_times_the_longest_step_that_did_not_compile(ranks):
     # The longest step before the pause takes 10 s. Of the next step, 29 s are after the pause.
     assert ranks(1).run(overdue_times) == [[0.0, 0.0, 0.0, 0.0, 0.0, 51.0, 0.0, 0.0, 146.0]]
@@ -65,25 +66,25 @@ def test_a_hang_exceeds_five_times_the_longest_step_that_did_not_compile(ranks):
 def overdue_before_the_second_step():
     """Return overdue_s of a first step that waits for data, of one that does not end, and of an evaluation after it."""
     with simulated_clock() as (dog, overdue_after):
-        with dog.loading(never):
-            loading = overdue_after(31)
+        loading = wait_for_data(dog, lambda: overdue_after(31))
         first = overdue_after(3599), overdue_after(2)
         dog.timeout_s = 600.0
         longer = overdue_after(3599), overdue_after(1)
         dog.timeout_s = 30.0
         dog.after_step(1)
-        with dog.loading(never):
-            second = overdue_after(31)
+        second = wait_for_data(dog, lambda: overdue_after(31))
         dog.after_step(2)
-        with dog.evaluating() as after_batch:
-            evaluation = [overdue_after(3599)]
-            after_batch()
-            evaluation += [overdue_after(3599), overdue_after(2)]
-        return loading, first, longer, second, evaluation, overdue_after(155), overdue_after(1)
+        with dog.evaluating():
+            evaluation = [wait_for_data(dog, lambda: overdue_after(155)), overdue_after(3599)]
+            evaluation += [wait_for_data(dog, lambda: overdue_after(156)), overdue_after(3599), overdue_after(2)]
+        third = overdue_after(155), overdue_after(1)
+        dog.timeout_s = 0.0
+        return loading, first, longer, second, evaluation, third, overdue_after(10**9)
 
 
 def test_the_first_step_and_evaluations_may_compile_but_not_while_they_wait_for_data(ranks):
-    results = (31.0, (0.0, 3601.0), (0.0, 7201.0), 31.0, [0.0, 0.0, 3601.0], 0.0, 156.0)
+    evaluation = [0.0, 0.0, 156.0, 0.0, 3601.0]
+    results = (31.0, (0.0, 3601.0), (0.0, 7201.0), 31.0, evaluation, (0.0, 156.0), 0.0)
     assert ranks(1).run(overdue_before_the_second_step) == [results]
 
 
@@ -98,22 +99,60 @@ def test_a_rank_that_waits_for_data_ends_after_a_stop_request(monkeypatch, capfd
     monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(watchdog, "_STOP_S", 0.1)
     monkeypatch.setattr(watchdog.os, "_exit", end)
-    dog = Watchdog(0.4)
-    dog.timeout_s = 60.0
-    with dog.loading(lambda: True):
-        assert ended.wait(60)
+    monkeypatch.setattr(watchdog, "_BEAT_S", 0.1)
+    stop = StopRequest()
+    dog = Watchdog(0.0, stop)
+    dog.start()
+    stop.requested = True
+    wait_for_data(dog, lambda: ended.wait(60))
+    assert ended.is_set()
     advice = "the run ends without saving; rerun the same command to resume from the latest checkpoint, if any"
-    assert capfd.readouterr().err == f"[rank 3] no training data for step 1 within 0 s of the stop request: {advice}\n"
+    assert re.fullmatch(
+        rf"\[rank 3\] no data have arrived for \d s since the stop request, at step 0: {advice}\n",
+        capfd.readouterr().err,
+    )
+
+
+def late_data():
+    """Return the readings of late_data_s in several waits. The request arrives during the second one."""
+    with simulated_clock() as (dog, overdue_after):
+
+        def readings(*seconds):
+            late = []
+            for passed_s in seconds:
+                overdue_after(passed_s)
+                late.append(dog.late_data_s())
+            return late
+
+        def be_asked():
+            late = readings(1)
+            dog.stop.requested = True
+            return late + readings(2, 1)
+
+        waits = [wait_for_data(dog, lambda: readings(1, 2)), wait_for_data(dog, be_asked)]
+        waits += [wait_for_data(dog, lambda: readings(0, 6)) for _ in range(5)]  # a long step
+        waits += [readings(1000), wait_for_data(dog, lambda: readings(0, 30, 1))]
+        return waits
+
+
+def test_a_stop_request_limits_the_wait_for_a_microbatch_not_the_step(ranks):
+    """The longest wait was 6 s, so the limit is 30 s."""
+    waits = [[0.0, 0.0], [0.0, 0.0, 0.0], *5 * [[0.0, 0.0]], [0.0], [0.0, 0.0, 31.0]]
+    assert ranks(1).run(late_data) == [waits]
 
 
 def stalled_ranks():
     """Return what rank 0 reports while rank 1 waits for data."""
-    dog, lines = Watchdog(0.4), []
-    dog.timeout_s = 60.0
-    with dog.loading(never) if dist.get_rank() else nullcontext():
+    dog, lines = Watchdog(60.0, StopRequest()), []
+    dog.beat_s = 0.1
+    dog.start()
+
+    def ask():
         while dist.get_rank() == 0 and not lines:  # until the next heartbeat of rank 1
-            lines = dog._stalled_ranks()
+            lines.extend(dog._stalled_ranks())
         dist.barrier()
+
+    wait_for_data(dog, ask) if dist.get_rank() else ask()
     return lines
 
 
@@ -127,7 +166,7 @@ def test_a_rank_ends_although_the_store_does_not_answer(monkeypatch, capfd):
     monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(watchdog, "_STORE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(watchdog.os, "_exit", exits.append)
-    dog = Watchdog(0.0)
+    dog = Watchdog(0.0, StopRequest())
     answer = threading.Event()
     monkeypatch.setattr(dog, "_stalled_ranks", answer.wait)
     dog._end(41.2)

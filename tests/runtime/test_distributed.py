@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from trainer.config import ConfigError
+from trainer.runtime import distributed
 from trainer.runtime.distributed import is_peer_loss, once_per_node, require_agreement, run_on_rank_0
 from trainer.testing.ranks import RankError
 
@@ -61,3 +62,23 @@ def test_differing_values_of_ranks_are_reported(ranks):
 )
 def test_only_errors_that_another_rank_caused_are_a_lost_connection(text, lost):
     assert is_peer_loss(RuntimeError(text)) == lost
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[gloo] Connection closed by peer"), dist.DistNetworkError("connection reset")]
+)
+def test_a_rank_that_lost_another_may_be_ended_before_it_reports_the_loss(monkeypatch, capsys, error):
+    """The launcher ends it after a signal to all ranks."""
+
+    def end(_):
+        raise Ended
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed.time, "sleep", end)
+    with pytest.raises(Ended):
+        distributed.report_failure(error)
+    assert capsys.readouterr() == ("", "")

@@ -132,6 +132,30 @@ def test_a_preempted_job_saves_and_is_queued_again(job, tmp_path):
     assert job.saved() == [job.steps()], job.text()
 
 
+def test_a_job_saves_before_its_time_limit_and_continues_and_saves_at_a_limit_without_a_warning(
+    cluster, clone, tiny, tmp_path
+):
+    """Slurm's shortest limit is a minute, so both jobs run at the same time, each on a node. Slurm sends the warning up to a
+    minute early, and checks limits twice a minute."""
+    limits = {"warned": ["--time=2", "--signal=B:USR1@30"], "unwarned": ["--time=1", "--signal=B:CONT@0"]}
+    jobs = {}
+    for name, options in limits.items():
+        (tmp_path / name).mkdir()
+        jobs[name] = Job(cluster, clone, tiny, tmp_path / name)
+        jobs[name].submit("--nodes=1", *options, settings=["--training.steps", "1000000"])
+    warned, unwarned = jobs.values()
+    try:
+        assert unwarned.await_state("TIMEOUT", "FAILED", "COMPLETED")["JobState"] == "TIMEOUT", unwarned.text()
+        wait_until(lambda: unwarned.saved() == [unwarned.steps()], unwarned.text)
+        assert warned.await_state("PENDING", "TIMEOUT", "FAILED", "COMPLETED")["Restarts"] == "1", warned.text()
+        saved = warned.saved()
+        assert saved == [warned.steps()], warned.text()
+        cluster.call("scontrol", "update", f"JobId={warned.id}", "StartTime=now")  # otherwise Slurm waits two minutes
+        wait_until(lambda: warned.steps() > saved[0], warned.text)
+    finally:
+        cluster.cancel_all()
+
+
 def test_a_job_is_queued_again_after_a_node_is_lost_and_at_most_max_requeues_times(job, cluster):
     job.submit_endless("--comment=my comment", MAX_REQUEUES="1")
     for failures in (1, 2):

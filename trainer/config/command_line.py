@@ -166,22 +166,26 @@ _TASK_COUNTS = {
 SLURM_NTASKS is not among them: it is also set in the shell of an allocation, which is one process."""
 
 
-def refuse_separate_tasks() -> None:
-    """Exit with code 2 if a launcher has started several tasks of this command, but nothing says how they form one run. The first
-    task prints one line."""
-    if "WORLD_SIZE" in os.environ or "NNODES" in os.environ:
+def refuse_separate_tasks(nodes: int = 1) -> None:
+    """Exit with code 2 if a launcher has started more tasks of this command than the run has nodes. They would be separate runs,
+    because nothing says how they form one run. The first task prints one line. nodes: maximum number of nodes."""
+    if "WORLD_SIZE" in os.environ:  # this task is a rank of its own
         return
-    for name, (launcher, index) in _TASK_COUNTS.items():
-        count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 1:
-            if os.environ.get(index, "0") != "0":
-                time.sleep(5)  # as in `die`
-                sys.exit(2)
-            die(
-                f"{name}={count}: {launcher} has started {count} tasks of this command, which would be {count} separate runs. "
-                "For one run, start one task per node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). "
-                "For separate runs, set NNODES=1"
-            )
+    found = {name: os.environ.get(name, "") for name in _TASK_COUNTS}
+    names = [name for name, count in found.items() if count.isdecimal() and int(count) > nodes]
+    if not names:
+        return
+    launcher, index = _TASK_COUNTS[names[0]]
+    count = found[names[0]]
+    if os.environ.get(index, "0") != "0":
+        time.sleep(5)  # as in `die`
+        sys.exit(2)
+    unset = " ".join(f"-u {name}" for name in names)
+    die(
+        f"{names[0]}={count}: {launcher} has started {count} tasks of this command, but the run has {nodes} "
+        f"node{'s' * (nodes > 1)}. For one run, start one task per node and set NNODES, NODE_RANK and MASTER_ADDR "
+        f"(docs/multi_node.md). For separate runs, start each task with env {unset}"
+    )
 
 
 def die(line: str) -> NoReturn:

@@ -6,18 +6,20 @@ import signal
 import time
 
 from trainer.system import console
-from trainer.system.signals import ENDING_SIGNALS, SAME_REQUEST_S, SignalListener
+from trainer.system.signals import ENDING_SIGNALS, SAME_REQUEST_S
 from trainer.system.streams import print_error
 
 
 class StopRequest:
     """A request to stop after the current step, set by any stop signal. A repeated SIGTERM or SIGINT ends the process at once.
-    Other signals do not count: a terminal that closes may repeat SIGHUP, and a scheduler may send SIGUSR1 before its SIGTERM."""
+    Other signals do not count: a terminal that closes may repeat SIGHUP, and a scheduler may send SIGUSR1 before its SIGTERM.
 
-    def __init__(self, listener: SignalListener) -> None:
+    `receive` is the reaction of a `SignalListener` from the first step on.
+    """
+
+    def __init__(self) -> None:
         self.requested = False
         self._first_s = math.inf  # time of the first SIGTERM or SIGINT
-        listener.react = self.receive
 
     def receive(self, number: signal.Signals) -> None:
         requested, self.requested = self.requested, True  # before the message, which may have to wait for its reader

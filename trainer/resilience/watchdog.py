@@ -5,30 +5,37 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TypeVar
 
 import torch.distributed as dist
 
+from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.collectives import waiting_collectives
 from trainer.runtime.distributed import clone_store
 from trainer.system.clock import RunningClock
 from trainer.system.streams import print_error
 
-_LONGEST_STEPS = 5
-"""Minimum ratio of a hang's duration to the longest step so far. A hang also lasts longer than the timeout."""
+_LONGEST = 5
+"""Minimum ratio of a hang's duration to that of the longest step, or of the longest wait for a microbatch, so far."""
 _COMPILING = 12
 """Ratio of the limit of a step that may compile to the timeout."""
 _MIN_COMPILING_S = 3600.0
 """Minimum limit of a step that may compile."""
 _STOP_S = 20.0
-"""Seconds that a rank waits for training data after a stop request. Schedulers kill processes about 30 s after SIGTERM."""
+"""Seconds that a rank waits for one microbatch after a stop request, unless earlier ones took almost as long. Schedulers kill
+processes about 30 s after SIGTERM."""
+_BEAT_S = 5.0
+"""Maximum time between two heartbeats."""
 _MIN_SILENCE_S = 15.0
 """Minimum heartbeat timeout in seconds. A process under load may send no heartbeat for several seconds."""
 
 _STORE_TIMEOUT_S = 10.0
 """Seconds that the store may take to answer, in addition to the heartbeats that the query waits for."""
+
+T = TypeVar("T")
 
 
 class Watchdog:
@@ -38,30 +45,45 @@ class Watchdog:
     The first step and evaluations may compile, so their limit is longer. The code under `paused` and the end of the run are not
     timed. In all of these phases, the watchdog checks the heartbeat of the next rank, because this rank would wait for a rank
     that has ended. Time in which this process was suspended does not count.
+
+    It also ends a process that was asked to stop, but waits for data that do not arrive.
     """
 
-    def __init__(self, timeout_s: float):
-        """timeout_s: the watchdog ends the process after this many seconds without a completed step; 0 disables the watchdog."""
+    def __init__(self, timeout_s: float, stop: StopRequest):
+        """Call `start` before the first step.
+
+        Args:
+            timeout_s: the watchdog ends the process after this many seconds without a completed step; 0: never.
+            stop: whether this rank was asked to stop.
+        """
         self.timeout_s = timeout_s
-        self.beat_s = min(5.0, timeout_s / 4)
+        self.stop = stop
+        self.beat_s = min(_BEAT_S, timeout_s / 4) if timeout_s else _BEAT_S
         self.clock = RunningClock(self.beat_s)
         self.step = 0
         self.longest_s = 0.0
+        """Duration of the longest step that did not compile."""
+        self.num_loaded, self.longest_load_s = 0, 0.0
+        """Number of microbatches that were awaited, and the longest wait for one of them."""
         self.since: float | None = None
         """The clock's reading at the start of the current step, or None while no step is timed."""
         self.may_compile = True
         """Whether the current step may compile."""
         self.is_loading = False
-        """Whether this rank waits for training data."""
-        self.asked_to_stop: Callable[[], bool] = lambda: False
-        self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
+        """Whether this rank waits for data."""
+        self._awaited: int | None = None
+        self._awaited_since = 0.0
+        """Microbatch that is awaited after a stop request, and the clock's reading at the first check of it."""
+        self.store: dist.Store | None = None
         self.closed = False
-        if self.store is not None:
+
+    def start(self) -> None:
+        """Start to send heartbeats, and to check this rank and the next one."""
+        if self.timeout_s and dist.get_world_size() > 1:
+            self.store = clone_store()
             self.store.set(f"heartbeat/{dist.get_rank()}", "0 0")  # other ranks may ask for it before the thread runs
-        if timeout_s:
-            threading.Thread(target=self._watch, daemon=True).start()
-        if self.store is not None:
             threading.Thread(target=self._watch_neighbour, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def after_step(self, step: int) -> None:
         now = self.clock.now()
@@ -69,33 +91,33 @@ class Watchdog:
             self.longest_s = max(self.longest_s, now - self.since)
         self.since, self.step, self.may_compile = now, step, False
 
+    def loading(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the microbatches. If the step may compile, the wait for each of them is a step of its own that cannot. If this
+        rank was asked to stop, a wait that exceeds _STOP_S ends the process."""
+        end = object()
+        while True:
+            start, may_compile = self.clock.now(), self.may_compile
+            if may_compile:
+                self.since, self.may_compile = start, False
+            self.is_loading = True
+            try:
+                batch = next(batches, end)
+            finally:
+                now, self.is_loading = self.clock.now(), False
+                self.num_loaded, self.longest_load_s = self.num_loaded + 1, max(self.longest_load_s, now - start)
+                if may_compile:
+                    self.since, self.may_compile = now, True
+            if batch is end:
+                return
+            yield batch
+
     @contextmanager
-    def loading(self, asked_to_stop: Callable[[], bool]) -> Iterator[None]:
-        """Context manager for the time in which this rank waits for training data. Before the first step, this time is a step of
-        its own that cannot compile. asked_to_stop: whether this rank was asked to stop. If so, the process ends after _STOP_S."""
-        is_first = self.may_compile
-        if is_first:
-            self.since, self.may_compile = self.clock.now(), False
-        self.asked_to_stop, self.is_loading = asked_to_stop, True
+    def evaluating(self) -> Iterator[None]:
+        """Context manager for an evaluation, in which a new step begins with each microbatch from `loading`."""
+        before, may_compile = self.since, self.may_compile
+        self.since, self.may_compile = self.clock.now(), True
         try:
             yield
-        finally:
-            self.is_loading = False
-            if is_first:
-                self.since, self.may_compile = self.clock.now(), True
-
-    @contextmanager
-    def evaluating(self) -> Iterator[Callable[[], None]]:
-        """Context manager that times the steps of an evaluation. It yields a function that must be called after each of them."""
-        before, may_compile = self.since, self.may_compile
-
-        def start() -> None:
-            self.since = self.clock.now()
-
-        start()
-        self.may_compile = True
-        try:
-            yield start
         finally:
             self.since, self.may_compile = None if before is None else self.clock.now(), may_compile
 
@@ -116,13 +138,22 @@ class Watchdog:
         """Return the seconds since the current step began if this time exceeds the limit, otherwise 0."""
         since, now = self.since, self.clock.now()
         waited_s = 0.0 if since is None else now - since
-        limit_s = max(self.timeout_s, _LONGEST_STEPS * self.longest_s)
+        limit_s = max(self.timeout_s, _LONGEST * self.longest_s)
         if self.may_compile:
             limit_s = max(_COMPILING * self.timeout_s, _MIN_COMPILING_S)
-        return waited_s if waited_s > limit_s else 0.0
+        return waited_s if self.timeout_s and waited_s > limit_s else 0.0
+
+    def late_data_s(self) -> float:
+        """Return the seconds for which this rank has waited for one microbatch since it was asked to stop, if the time exceeds
+        the limit, otherwise 0. It begins with the first call."""
+        awaited = self.num_loaded if self.is_loading and self.stop.requested else None
+        if awaited is None or awaited != self._awaited:
+            self._awaited, self._awaited_since = awaited, self.clock.now()
+        waited_s = self.clock.now() - self._awaited_since
+        return waited_s if waited_s > max(_STOP_S, _LONGEST * self.longest_load_s) else 0.0
 
     def _watch(self) -> None:
-        beats, asked_step, asked_at = 0, None, 0.0
+        beats = 0
         while not self.closed or self.store is not None:
             if self.store is not None:
                 try:
@@ -132,12 +163,8 @@ class Watchdog:
                     self.store = None  # the process that hosts the store has ended
             if waited_s := self.overdue_s():
                 self._end(waited_s)
-            if not (self.is_loading and self.asked_to_stop()):
-                asked_step = None
-            elif asked_step != self.step:
-                asked_step, asked_at = self.step, self.clock.now()
-            elif self.clock.now() - asked_at > _STOP_S:
-                self._end_without_data()
+            if waited_s := self.late_data_s():
+                self._end_without_data(waited_s)
             time.sleep(self.beat_s)
             beats += 1
 
@@ -184,8 +211,8 @@ class Watchdog:
             print_error(line)
         os._exit(1)
 
-    def _end_without_data(self) -> None:
-        text = f"no training data for step {self.step + 1} within {_STOP_S:.0f} s of the stop request"
+    def _end_without_data(self, waited_s: float) -> None:
+        text = f"no data have arrived for {waited_s:.0f} s since the stop request, at step {self.step}"
         advice = "the run ends without saving; rerun the same command to resume from the latest checkpoint, if any"
         print_error(f"[rank {dist.get_rank()}] {text}: {advice}")
         os._exit(1)

@@ -1,6 +1,6 @@
 """The training data of a run: the datasets, the sample order, and this rank's part of each batch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_unchanged_phases
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
 
@@ -50,18 +51,22 @@ def require_unchanged_mixture(config: Config, datasets: Datasets, saved: TrainSt
 
 
 class TrainingData:
-    def __init__(self, config: Config, datasets: Datasets, partition: BatchPartition, device: torch.device):
+    def __init__(
+        self, config: Config, datasets: Datasets, partition: BatchPartition, device: torch.device, stop: StopRequest
+    ):
+        """stop: whether this rank was asked to stop, so that it must not wait for a worker that hangs."""
         self.datasets = datasets
         self.config = config
         self.partition = partition
         self.device = device
+        self.stop = stop
 
     def order(self, state: TrainState) -> SampleOrder:
         return sample_order(self.config, self.datasets, state)
 
-    def batches(self, state: TrainState, asked_to_stop: Callable[[], bool] = lambda: False) -> Iterator[Batch]:
-        """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor. asked_to_stop:
-        whether the run was asked to stop. Raise LoadingFailed."""
+    def batches(self, state: TrainState) -> Iterator[Batch]:
+        """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor. Raise
+        LoadingFailed."""
         pin_memory = self.device.type != "cpu"
         batches = training_batches(
             self.datasets.training,
@@ -70,7 +75,7 @@ class TrainingData:
             state.cursor,
             self.config.data,
             pin_memory,
-            asked_to_stop,
+            lambda: self.stop.requested,
         )
         for batch in batches:
             yield batch.to(self.device)

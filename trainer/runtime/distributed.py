@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 _STORE_LOST = (dist.DistNetworkError, dist.DistStoreError)
 
+_REPORT_S = 1.0
+"""Seconds that a rank waits before it reports that it has lost others."""
+
 # Preparing a large corpus may take this long. If the working rank dies, the launcher ends the ranks that wait.
 _WAIT_FOR_WORK = timedelta(days=7)
 
@@ -101,9 +104,15 @@ def print_once_per_node(line: str) -> None:
 
 def report_failure(error: BaseException) -> None:
     """Print the traceback on the rank that failed. Ranks that only lost the connection to the failed rank stay silent, unless
-    the failed rank ended before it could report its error."""
+    the failed rank ended before it could report its error. These wait, because the launcher usually ends them before they have
+    to report a loss that it knows."""
     rank = os.environ.get("RANK", "0")
+    if isinstance(error, _STORE_LOST):
+        time.sleep(_REPORT_S if local_rank() == 0 else 5 * _REPORT_S)
+        print_error(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}")
+        return
     if dist.is_initialized() and is_peer_loss(error):
+        time.sleep(_REPORT_S)
         with suppress(*_STORE_LOST):
             if not _store().check(["failed"]):
                 print_once_per_node(f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}")

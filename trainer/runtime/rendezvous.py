@@ -1,8 +1,10 @@
 """Waiting for the other nodes or ranks of a run. A process that waits for long says so once."""
 
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,17 +31,38 @@ def connect(address: str, port: int, first: str, timeout_s: float, **options: bo
     return dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, **options)
 
 
+@contextmanager
+def announced(awaited: Callable[[], str], timeout_s: float) -> Iterator[None]:
+    """Context manager for a wait that prints one line if the wait takes longer than SILENCE_S.
+
+    Args:
+        awaited: returns for what this process waits. Another thread calls it, because some waits of torch cannot be interrupted.
+        timeout_s: maximum time of the wait.
+    """
+    until = time.strftime("%H:%M:%S", time.localtime(time.time() + timeout_s))
+
+    def announce_wait() -> None:
+        with suppress(dist.DistError):  # the waiting thread reports that the store has been lost
+            announce(f"waiting until {until} for {awaited()}")
+
+    timer = threading.Timer(SILENCE_S, announce_wait)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _await_answer(address: str, port: int, first: str, timeout_s: float) -> None:
     """Wait until a process listens at an address. TCPStore would log each attempt."""
-    start, announced = time.monotonic(), False
-    while (waited_s := time.monotonic() - start) < timeout_s:
-        if waited_s > SILENCE_S and not announced:
-            announce(f"waiting until {clock_time(start + timeout_s)} for {first} to answer at {address}:{port}")
-            announced = True
-        with suppress(OSError):
-            socket.create_connection((address, port), timeout=1).close()
-            return
-        time.sleep(0.1)
+    deadline = time.monotonic() + timeout_s
+    with announced(lambda: f"{first} to answer at {address}:{port}", timeout_s):
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                socket.create_connection((address, port), timeout=1).close()
+                return
+            time.sleep(0.1)
     raise dist.DistNetworkError(f"{first} did not answer at {address}:{port} within {timeout_s:g} s")
 
 
@@ -57,29 +80,30 @@ def wait_for_all(store: dist.Store, members: str, index: int, count: int, timeou
     """
     keys = [f"joined/{i}" for i in range(count)]
     store.set(keys[index], "")
-    if index == 0:
-        complete = _wait(store, keys, members, timeout_s, where)
-        late = f"these of the {count} {members} did not join within {timeout_s:g} s: {_missing(store, keys)}"
-        store.set("all_joined", "" if complete else late)
-    elif where is not None:
-        _wait(store, keys, members, 2 * timeout_s, where)  # the first member may have started to wait later
-    store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
+    longest_s = timeout_s if index == 0 else 2 * timeout_s  # the first member may have started to wait later
+
+    def awaited() -> str:
+        return f"these of the {count} {members} to join at {where}: {_missing(store, keys)}"
+
+    with announced(awaited, longest_s) if where is not None else nullcontext():
+        if index == 0:
+            late = f"these of the {count} {members} did not join within {timeout_s:g} s"
+            store.set("all_joined", "" if _have_joined(store, keys, timeout_s) else f"{late}: {_missing(store, keys)}")
+        elif where is not None:
+            _have_joined(store, keys, longest_s)  # otherwise torch would log that the following wait ran out of time
+        store.wait(["all_joined"], timedelta(seconds=2 * timeout_s))
     if message := store.get("all_joined").decode():
         raise dist.DistStoreError(message)
 
 
-def _wait(store: dist.Store, keys: list[str], members: str, timeout_s: float, where: str | None) -> bool:
+def _have_joined(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
     """Return whether the keys exist before timeout_s. It asks repeatedly: torch logs a wait whose time runs out."""
-    start, announced = time.monotonic(), False
+    start = time.monotonic()
     while not store.check(keys):
         waited_s = time.monotonic() - start
         if waited_s > timeout_s or store.check(["all_joined"]):
             return False
-        if waited_s > SILENCE_S and where is not None and not announced:
-            until, missing = clock_time(start + timeout_s), _missing(store, keys)
-            announce(f"waiting until {until} for these of the {len(keys)} {members} to join at {where}: {missing}")
-            announced = True
-        time.sleep(1 if announced else 0.05)
+        time.sleep(1 if waited_s > SILENCE_S else 0.05)
     return True
 
 
@@ -107,8 +131,3 @@ def host_on_loopback(port: int) -> dist.TCPStore:
     port = listener.getsockname()[1]
     listener.detach()
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, **options)
-
-
-def clock_time(moment: float) -> str:
-    """Return the time of day of a time that time.monotonic() returns."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() + moment - time.monotonic()))

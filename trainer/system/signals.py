@@ -14,6 +14,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 """Signals of terminals and schedulers. By default, each of them would end the process without a save."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Stop signals that end a run immediately if they are repeated."""
+LAUNCHER_PID = "LAUNCHER_PID"
+"""Variable that a launcher sets for its ranks, with its process id. It then prints which signal has ended them."""
 SAME_REQUEST_S = 1.0
 """Seconds within which several signals count as one request. A process may receive a scheduler's signal twice: directly, and
 forwarded by its launcher."""
@@ -49,11 +51,14 @@ class SignalListener:
                 self.react(signal.Signals(number[0]))
 
 
+def end_before_training_line(number: signal.Signals) -> str:
+    return f"{number.name}: the run ends before its first step, so there is nothing to save"
+
+
 def end_before_training(number: signal.Signals, clean_up: Callable[[], None] = lambda: None) -> None:
     """Print one line per node, call `clean_up`, and end this process with exit code 128 + n."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        line = f"{number.name}: the run ends before its first step, so there is nothing to save"
-        print_error(line)
+    if os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get(LAUNCHER_PID) != str(os.getppid()):
+        print_error(end_before_training_line(number))
     try:
         clean_up()
     finally:

@@ -14,10 +14,11 @@ import pytest
 
 from tests.conftest import ROOT
 from trainer.config import DataConfig
+from trainer.data.sampling import workers
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation_batches, training_batches
 from trainer.data.sampling.mixture import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
-from trainer.data.sampling.workers import LoadingFailed
+from trainer.data.sampling.workers import LoadingFailed, WorkerPool
 from trainer.data.store.store import TokenStore
 
 SEQ, SAMPLES = 1024, 64
@@ -162,6 +163,37 @@ def kill_worker(number):
 def test_a_killed_worker_is_one_line(ranks, number, cause):
     ((pid, error),) = ranks(1).run(kill_worker, number)
     assert error == f"{number.name} killed process {pid}, which loads training data{cause}"
+
+
+class FewAtFirst:
+    """Sample indices of which only the first is requested in advance."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.count += 1
+        if self.count == 2:
+            raise StopIteration
+        return np.arange(4)
+
+
+def kill_late_worker():
+    workers._START_METHOD = "spawn"  # with which the pool starts a process when it needs one
+    batches = WorkerPool(samples(), FewAtFirst(), 2, prefetch=1, asked_to_stop=lambda: False).batches()
+    early = {*multiprocessing.active_children()}
+    first_tokens(batches, 1)
+    (late,) = {*multiprocessing.active_children()} - early
+    os.kill(late.pid, signal.SIGKILL)
+    return len(early), late.pid, error_of(batches)
+
+
+def test_a_worker_that_was_started_later_is_named_when_it_is_killed(ranks):
+    ((early, pid, error),) = ranks(1).run(kill_late_worker)
+    assert early == 1 and error.startswith(f"SIGKILL killed process {pid}, which loads training data")
 
 
 def truncate(path):

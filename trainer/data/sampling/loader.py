@@ -115,7 +115,7 @@ def training_batches(
     """
     indices = _sample_indices(order, partition, cursor)
     if config.num_workers:
-        batches = WorkerPool(samples, indices, config.num_workers, config.prefetch).batches(asked_to_stop)
+        batches = WorkerPool(samples, indices, config.num_workers, config.prefetch, asked_to_stop).batches()
     else:
         batches = map(samples.__getitem__, indices)
     with explain_read_errors():

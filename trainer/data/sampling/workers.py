@@ -23,6 +23,8 @@ from trainer.system.children import exit_with_parent
 from trainer.system.files import describe
 from trainer.system.process import detach_signals
 
+_START_METHOD = "fork" if sys.platform == "linux" else None
+"""A forked process shares the memory maps of the samples. Other processes get a copy of the tokens."""
 _POLL_S = 0.5
 """Seconds between two checks, while a microbatch is awaited, whether a worker has ended or the run was asked to stop."""
 _JOIN_S = 1.0
@@ -97,7 +99,14 @@ def _explain_start_errors(num_workers: int) -> Iterator[None]:
 class WorkerPool:
     """Processes that load microbatches in the order of their sample indices, `prefetch` microbatches for each process ahead."""
 
-    def __init__(self, samples: Samples, indices: Iterator[np.ndarray], num_workers: int, prefetch: int):
+    def __init__(
+        self,
+        samples: Samples,
+        indices: Iterator[np.ndarray],
+        num_workers: int,
+        prefetch: int,
+        asked_to_stop: Callable[[], bool],
+    ):
         """Start the processes. Raise LoadingFailed if this is impossible.
 
         Args:
@@ -105,35 +114,39 @@ class WorkerPool:
             indices: sample indices of one microbatch after the other, endless.
             num_workers: number of processes.
             prefetch: number of microbatches per process that are requested ahead.
+            asked_to_stop: whether the run was asked to stop. If so, this process loads a microbatch itself rather than wait for a
+                worker that may hang.
         """
         self._samples, self._indices = samples, indices
-        # A forked process shares the memory maps of the samples. Other processes would get a copy of the tokens.
-        context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-        before = multiprocessing.active_children()
+        self._processes: set[BaseProcess] = set()
+        context = multiprocessing.get_context(_START_METHOD)
         with _explain_start_errors(num_workers):
             self._pool = ProcessPoolExecutor(num_workers, context, _start_worker, (samples,))
             self._requested = deque(map(self._request, islice(indices, num_workers * prefetch)))
-        self._processes: set[BaseProcess] = {*multiprocessing.active_children()} - {*before}
+        self._asked_to_stop = asked_to_stop
         self._is_late = False
         """Whether the run was asked to stop while it waited for a microbatch."""
 
     def _request(self, index: np.ndarray) -> tuple[np.ndarray, "Future[Batch]"]:
-        return index, self._pool.submit(_load, index)
+        before = multiprocessing.active_children()
+        future = self._pool.submit(_load, index)
+        # The first request starts all processes that are forked. Others are started when a request finds no idle one.
+        self._processes |= {*multiprocessing.active_children()} - {*before}
+        return index, future
 
-    def batches(self, asked_to_stop: Callable[[], bool]) -> Iterator[Batch]:
-        """Yield the microbatches endlessly. asked_to_stop: whether the run was asked to stop. If so, this process loads a
-        microbatch itself rather than wait for a worker that may hang. Raise LoadingFailed if a worker ends."""
+    def batches(self) -> Iterator[Batch]:
+        """Yield the microbatches endlessly. Raise LoadingFailed if a worker ends."""
         try:
             while True:
                 index, future = self._requested.popleft()
                 self._requested.append(self._request(next(self._indices)))
-                yield self._result(future, asked_to_stop) or self._samples[index]
+                yield self._result(future) or self._samples[index]
         except BrokenProcessPool as error:
             raise LoadingFailed(self._describe_death(error)) from None
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _result(self, future: "Future[Batch]", asked_to_stop: Callable[[], bool]) -> Batch | None:
+    def _result(self, future: "Future[Batch]") -> Batch | None:
         """Return the microbatch, or None if the run was asked to stop and no worker has loaded it yet."""
         while not future.done():
             if self._is_late:
@@ -144,7 +157,7 @@ class WorkerPool:
             if any(process.exitcode is not None for process in self._processes):
                 # The pool waits forever for the rest of a result whose worker was killed while it sent the result.
                 raise BrokenProcessPool("no further result")
-            self._is_late = asked_to_stop()
+            self._is_late = self._asked_to_stop()
         return future.result().map(torch.from_numpy)
 
     def _describe_death(self, error: BrokenProcessPool) -> str:
