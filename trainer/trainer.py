@@ -50,6 +50,7 @@ class Trainer:
         def asked_to_stop() -> bool:
             return stop is not None and stop.requested
 
+        self.watchdog.start()
         batches = self._start(asked_to_stop)
         stopped = False
         try:

@@ -99,6 +99,7 @@ def test_a_rank_that_waits_for_data_ends_after_a_stop_request(monkeypatch, capfd
     monkeypatch.setattr(watchdog, "_STOP_S", 0.1)
     monkeypatch.setattr(watchdog.os, "_exit", end)
     dog = Watchdog(0.4)
+    dog.start()
     dog.timeout_s = 60.0
     with dog.loading(lambda: True):
         assert ended.wait(60)
@@ -109,6 +110,7 @@ def test_a_rank_that_waits_for_data_ends_after_a_stop_request(monkeypatch, capfd
 def stalled_ranks():
     """Return what rank 0 reports while rank 1 waits for data."""
     dog, lines = Watchdog(0.4), []
+    dog.start()
     dog.timeout_s = 60.0
     with dog.loading(never) if dist.get_rank() else nullcontext():
         while dist.get_rank() == 0 and not lines:  # until the next heartbeat of rank 1

@@ -54,11 +54,16 @@ class Watchdog:
         self.is_loading = False
         """Whether this rank waits for training data."""
         self.asked_to_stop: Callable[[], bool] = lambda: False
-        self.store = clone_store() if timeout_s and dist.get_world_size() > 1 else None
+        self.store: dist.Store | None = None
+        """The ranks' store while heartbeats are sent, which one rank alone does not do."""
         self.closed = False
-        if self.store is not None:
+
+    def start(self) -> None:
+        """Start to watch this rank, and to send heartbeats to other ranks."""
+        if self.timeout_s and dist.get_world_size() > 1:
+            self.store = clone_store()
             self.store.set(f"heartbeat/{dist.get_rank()}", "0 0")  # other ranks may ask for it before the thread runs
-        if timeout_s:
+        if self.timeout_s:
             threading.Thread(target=self._watch, daemon=True).start()
         if self.store is not None:
             threading.Thread(target=self._watch_neighbour, daemon=True).start()
