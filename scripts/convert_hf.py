@@ -33,7 +33,7 @@ _DTYPE, _SHARD_GIB = "bf16", 5.0
 
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int, base: Path | None = None) -> None:
-    export = HfExport(checkpoint, DTYPES[dtype], base)
+    export = HfExport.open(checkpoint, DTYPES[dtype], base)
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(out, shard_bytes, bar.update)
 
@@ -41,7 +41,7 @@ def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int, base: Path 
 def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
     if family is not None and family not in MODELS:
         die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
-    folder = HfModelFolder(source, None if family is None else MODELS[family])
+    folder = HfModelFolder.open(source, None if family is None else MODELS[family])
     family = family or family_of(folder.spec, folder.sizes)
     total = sum(tensor.num_bytes for tensor in folder.index.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:

@@ -180,7 +180,7 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:
     ]
     files = model_files(config, resolved, load_text_format(config, resolved), {}, None)
     write_model(folder / "checkpoint", entries, files, _GIB, "random parameters")
-    HfExport(folder / "checkpoint", torch.float32).write(folder / "export", _GIB, lambda count: None)
+    HfExport.open(folder / "checkpoint", torch.float32).write(folder / "export", _GIB, lambda count: None)
     return model
 
 

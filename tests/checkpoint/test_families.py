@@ -29,10 +29,10 @@ def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path)
     original = hf_model_of(family, index)
     original.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(_GENERATION))
-    folder = HfModelFolder(tmp_path / "in")
+    folder = HfModelFolder.open(tmp_path / "in")
     assert folder.spec.huggingface is MODELS[family].huggingface
     import_folder(folder, family, tmp_path / "ours", 2**14, lambda count: None)
-    HfExport(tmp_path / "ours", torch.float32).write(tmp_path / "out", 2**14, lambda count: None)
+    HfExport.open(tmp_path / "ours", torch.float32).write(tmp_path / "out", 2**14, lambda count: None)
 
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -60,8 +60,8 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     (tmp_path / "in").mkdir()
     save_file(nested, tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    import_folder(HfModelFolder(tmp_path / "in"), "gemma3", tmp_path / "ours", GIB, lambda count: None)
-    HfExport(tmp_path / "ours", torch.float32).write(tmp_path / "out", GIB, lambda count: None)
+    import_folder(HfModelFolder.open(tmp_path / "in"), "gemma3", tmp_path / "ours", GIB, lambda count: None)
+    HfExport.open(tmp_path / "ours", torch.float32).write(tmp_path / "out", GIB, lambda count: None)
     written = tensors_of(tmp_path / "out")
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -110,13 +110,13 @@ REFUSED = [
 def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family, key, value, problem, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, 0) | {key: value}))
     with pytest.raises(ConfigError) as error:
-        HfModelFolder(tmp_path)
+        HfModelFolder.open(tmp_path)
     assert str(error.value) == f"{tmp_path}/config.json: {problem}"
 
 
 def test_a_folder_or_its_configuration_replaces_name_and_size(tmp_path):
     hf_model_of("gemma3", 0).save_pretrained(tmp_path / "in")
-    sizes = HfModelFolder(tmp_path / "in").sizes
+    sizes = HfModelFolder.open(tmp_path / "in").sizes
     for path in (tmp_path / "in", tmp_path / "in" / "config.json"):
         assert resolve_model(ModelConfig(huggingface=str(path))) == ("gemma3", sizes)
     changed = ModelConfig(huggingface=str(tmp_path / "in"), overrides={"n_layers": 2, "window": 5})

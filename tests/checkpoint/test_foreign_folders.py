@@ -154,7 +154,7 @@ def test_weights_that_cannot_be_read_are_described(model, tmp_path, kind):
     change, what = WEIGHTS[kind]
     change(model)
     with pytest.raises(ConfigError) as error:
-        WeightSource(model, alone=True)  # for checkpoint.init_from and generate.py
+        WeightSource.open(model, alone=True)  # for checkpoint.init_from and generate.py
     assert error.value.message == f"{model} {what}"
     done = run_script("scripts/convert_hf.py", "from-hf", model, tmp_path / "out")
     assert (done.returncode, done.stderr.strip()) == (2, f"{model} {what}")
@@ -165,17 +165,17 @@ def test_weights_that_cannot_be_read_are_described(model, tmp_path, kind):
     "name", ["consolidated.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "x.gguf"]
 )
 def test_other_files_beside_the_weights_are_not_read(model, name):
-    before = HfModelFolder(model).index
+    before = HfModelFolder.open(model).index
     (model / name).write_text("not a tensor")
-    assert HfModelFolder(model).index == before
+    assert HfModelFolder.open(model).index == before
     only_index(model)
-    assert HfModelFolder(model).index.keys() == before.keys()
+    assert HfModelFolder.open(model).index.keys() == before.keys()
 
 
 def test_an_index_that_names_the_single_file_is_not_stale(model):
-    before = HfModelFolder(model).index
+    before = HfModelFolder.open(model).index
     (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(model / SINGLE), SINGLE)}))
-    assert HfModelFolder(model).index == before
+    assert HfModelFolder.open(model).index == before
 
 
 def folder_with(folder, *names, content="{}"):
@@ -230,7 +230,7 @@ def test_every_setting_that_names_a_folder_describes_it(tiny, tmp_path, kind):
         resolve_model(ModelConfig(huggingface=str(folder)))
     assert str(error.value) == f"model.huggingface: {what}"
     with pytest.raises(ConfigError) as error:
-        WeightSource(folder, alone=True)
+        WeightSource.open(folder, alone=True)
     assert error.value.message == what
     with pytest.raises(ConfigError) as error:
         load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder)))

@@ -66,7 +66,7 @@ def transformers():
 
 
 def native_logits(checkpoint, tokens):
-    export = HfExport(checkpoint, torch.float32)
+    export = HfExport.open(checkpoint, torch.float32)
     model = export.spec.model(export.sizes)
     index = read_index(checkpoint)
     with torch.no_grad():
@@ -100,14 +100,14 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
     if "tied" in model and size == 8:
         layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings do not support pipeline stages
     checkpoint = trained(ranks, tiny, tmp_path, model, size, *layout)
-    HfExport(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
+    HfExport.open(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
     assert_same_logits(native_logits(checkpoint, TOKENS), hf_logits(tmp_path / "out", TOKENS))
 
     # The import is bitwise identical, also from several small files.
-    folder = HfModelFolder(tmp_path / "out", MODELS["llama3"])
+    folder = HfModelFolder.open(tmp_path / "out", MODELS["llama3"])
     import_folder(folder, "llama3", tmp_path / "back", 2**18, lambda n: None)
     assert torch.equal(native_logits(tmp_path / "back", TOKENS), native_logits(checkpoint, TOKENS))
-    HfExport(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
+    HfExport.open(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
     again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
     first = load_file(tmp_path / "out" / "model.safetensors")
     assert set(again) == set(first) and all(torch.equal(again[name], first[name]) for name in first)
@@ -116,14 +116,14 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
 
 
 def test_an_imported_model_gives_the_same_logits_as_transformers(hf_model, tmp_path):
-    folder = HfModelFolder(hf_model, MODELS["llama3"])
+    folder = HfModelFolder.open(hf_model, MODELS["llama3"])
     import_folder(folder, "llama3", tmp_path / "c", GIB, lambda n: None)
     assert_same_logits(native_logits(tmp_path / "c", TOKENS), hf_logits(hf_model, TOKENS))
 
 
 def source_and_parameters(hf_model, tmp_path, imported):
     """Return the folder of the model, or a checkpoint imported from it, and its parameters."""
-    folder = HfModelFolder(hf_model, MODELS["llama3"])
+    folder = HfModelFolder.open(hf_model, MODELS["llama3"])
     if imported:
         import_folder(folder, "llama3", tmp_path / "imported", GIB, lambda n: None)
     source = tmp_path / "imported" if imported else hf_model
@@ -190,7 +190,7 @@ def memory_of_loading(argv, folder):
     """Return the bytes of this rank's parameters, and the growth of the process in bytes while it loads them."""
     cpu, (engine, _) = torch.device("cpu"), build_step(load_config(argv))
     before = memory_now(cpu)
-    WeightSource(folder).load_into(engine.parameters)
+    WeightSource.open(folder).load_into(engine.parameters)
     return sum(to_local(p.detach()).nbytes for p in engine.parameters.values()), memory_peak(cpu) - before
 
 
@@ -333,7 +333,7 @@ def test_unsupported_config_is_rejected(tmp_path, change, problem):
     config = LLAMA3.huggingface.config(LLAMA3.sizes["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
-        HfModelFolder(tmp_path, MODELS["llama3"])
+        HfModelFolder.open(tmp_path, MODELS["llama3"])
     assert error.value.message == f"{tmp_path}/config.json: {problem}"
 
 
@@ -384,19 +384,19 @@ def test_tensors_that_contradict_the_config_are_refused(hf_model, tmp_path, tens
     assert code == 2 and not (tmp_path / "out").exists()
     assert f"{folder}: {problem}" in line
     with pytest.raises(ConfigError, match=re.escape(line)):
-        WeightSource(folder)  # for checkpoint.init_from and generate.py
+        WeightSource.open(folder)  # for checkpoint.init_from and generate.py
 
 
 def test_tensors_that_the_model_computes_or_ties_are_ignored(hf_model, tmp_path):
     frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
-    original = HfModelFolder(hf_model, MODELS["llama3"])
+    original = HfModelFolder.open(hf_model, MODELS["llama3"])
     embedding = original.rows("tok_embeddings.weight", 0, original.sizes.vocab_size)
     folder = changed_model(hf_model, tmp_path / "model", frequencies | {HEAD: embedding}, tie_word_embeddings=True)
-    index = HfModelFolder(folder, MODELS["llama3"]).index
+    index = HfModelFolder.open(folder, MODELS["llama3"]).index
     assert set(index) == set(original.index) - {"output.weight"}
     folder = changed_model(hf_model, tmp_path / "bf16", {HEAD: embedding.bfloat16()}, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=f"{HEAD} differs from {EMBEDDING}"):
-        HfModelFolder(folder, MODELS["llama3"])
+        HfModelFolder.open(folder, MODELS["llama3"])
 
 
 def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
@@ -405,7 +405,7 @@ def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
     weight_map = {HEAD: "model.safetensors", NORM: "more.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match=f"model.safetensors and more.safetensors both contain {NORM}"):
-        HfModelFolder(folder, MODELS["llama3"])
+        HfModelFolder.open(folder, MODELS["llama3"])
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
     ],
 )
 def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_model, tmp_path, change, problem):
-    folder, checkpoint = HfModelFolder(hf_model, MODELS["llama3"]), tmp_path / "c"
+    folder, checkpoint = HfModelFolder.open(hf_model, MODELS["llama3"]), tmp_path / "c"
     import_folder(folder, "llama3", checkpoint, GIB, lambda n: None)
     model = json.loads((checkpoint / "model.json").read_text())
     model |= change | ({"sizes": model["sizes"] | change["sizes"]} if "sizes" in change else {})
@@ -451,7 +451,7 @@ def folder_of(tmp_path, weight_map=None):
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 7, None, ["x"], "a\nb"])
 def test_index_with_a_path_out_of_its_folder_is_rejected(tmp_path, file):
     with pytest.raises(ConfigError, match="which is not a plain file name"):
-        HfModelFolder(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
+        HfModelFolder.open(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
 
 
 def test_links_are_rejected_except_into_the_cache_of_hugging_face(hf_model, tmp_path):
@@ -461,12 +461,12 @@ def test_links_are_rejected_except_into_the_cache_of_hugging_face(hf_model, tmp_
     folder = changed_model(hf_model, snapshot)
     shutil.move(folder / "model.safetensors", tmp_path / "blobs" / "0a")
     (folder / "model.safetensors").symlink_to("../../blobs/0a")
-    assert "norm.weight" in HfModelFolder(folder, MODELS["llama3"]).index
+    assert "norm.weight" in HfModelFolder.open(folder, MODELS["llama3"]).index
     (folder / "model.safetensors").unlink()
     shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to("../../elsewhere")
     with pytest.raises(ConfigError, match=r"model.safetensors is a symbolic link to a path outside the folder"):
-        HfModelFolder(folder, MODELS["llama3"])
+        HfModelFolder.open(folder, MODELS["llama3"])
 
 
 def test_a_loop_of_links_is_a_one_line_error(tmp_path):
@@ -474,7 +474,7 @@ def test_a_loop_of_links_is_a_one_line_error(tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("model.safetensors")
     with pytest.raises(ConfigError, match=r"model.safetensors: .*"):
-        HfModelFolder(folder, MODELS["llama3"])
+        HfModelFolder.open(folder, MODELS["llama3"])
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_invalid_header_is_a_one_line_error(tmp_path, head):
     folder = folder_of(tmp_path)
     (folder / "model.safetensors").write_bytes(head)
     with pytest.raises(ConfigError, match=r"model\.safetensors: "):
-        HfModelFolder(folder, MODELS["llama3"])
+        HfModelFolder.open(folder, MODELS["llama3"])
 
 
 # ------------------------------------------------------------ the script

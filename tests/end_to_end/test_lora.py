@@ -129,7 +129,7 @@ def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_
     config = load_config(combine(argv))
     resolved = resolve(config, 1)
     base = Path(config.checkpoint.init_from)
-    HfExport(max((base / "checkpoints").iterdir()), torch.float32).write(tmp_path / "hf", GIB, lambda n: None)
+    HfExport.open(max((base / "checkpoints").iterdir()), torch.float32).write(tmp_path / "hf", GIB, lambda n: None)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     settings = peft.LoraConfig(r=4, lora_alpha=config.lora.alpha, target_modules=modules, task_type="CAUSAL_LM")
@@ -289,8 +289,8 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
     peft = pytest.importorskip("peft")
     checkpoint = checkpoint_of(finished(family, *extra))
     weights = open_weights(checkpoint, alone=True)
-    HfExport(weights.base.folder, torch.float32).write(tmp_path / "base", GIB, lambda n: None)
-    HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    HfExport.open(weights.base.folder, torch.float32).write(tmp_path / "base", GIB, lambda n: None)
+    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
     write_peft(checkpoint, tmp_path / "peft")
     assert is_export_of(tmp_path / "peft", checkpoint)
     tokens = torch.arange(2, 50).view(2, 24)
@@ -382,7 +382,7 @@ def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
     assert line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x") == f"{problem}; {hint}"
     monkeypatch.setattr(sys, "argv", ["convert_hf.py", "merge", str(run), str(tmp_path / "merged")])
     convert_hf.main()
-    merged, source = WeightSource(tmp_path / "merged", alone=True), open_weights(checkpoint_of(run), alone=True)
+    merged, source = WeightSource.open(tmp_path / "merged", alone=True), open_weights(checkpoint_of(run), alone=True)
     assert source.adapter.trained.fully == {f"{module}.weight"}
     for key, stored in merged.index.items():
         rows = key.removeprefix("model/"), 0, stored.shape[0]
@@ -438,7 +438,7 @@ def test_new_tokens_are_trained_as_on_one_rank(ranks, bases, on_one_rank, tmp_pa
         grown_model, [*argv, "2", *flags(layout.settings), *in_folder(tmp_path / "again"), "--training.steps", "1"]
     ):
         trained, initial = trained | of_rank, initial | of_vocabulary
-    base = WeightSource(checkpoint_of(Path(bases("llama")[-1])), alone=True)
+    base = WeightSource.open(checkpoint_of(Path(bases("llama")[-1])), alone=True)
     for name in ("tok_embeddings.weight", "output.weight"):
         stored = base.rows(name, 0, 2048)
         assert torch.equal(initial[name][:2048], stored)
@@ -467,10 +467,10 @@ def test_new_tokens_are_merged_exported_and_read_by_peft(ranks, bases, tmp_path)
     argv = [*bases("llama"), *LORA, *GROWN, "--training.local_batch_size", "4"]
     ranks(2).run(train, [*argv, *in_folder(tmp_path / "run"), "--training.steps", "3"])
     checkpoint, tokens = checkpoint_of(tmp_path / "run"), torch.arange(2002, 2050).view(2, 24)
-    HfExport(open_weights(checkpoint, alone=True).base.folder, torch.float32).write(
+    HfExport.open(open_weights(checkpoint, alone=True).base.folder, torch.float32).write(
         tmp_path / "base", GIB, lambda n: None
     )
-    HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
     write_peft(checkpoint, tmp_path / "peft")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
     assert tokenizer.convert_tokens_to_ids(NEW) == [2048, 2049] and len(tokenizer) == 2050
@@ -496,7 +496,7 @@ def test_tied_new_tokens_are_merged(ranks, bases, tmp_path):
     argv = [*bases("tied"), *LORA, *GROWN, "--training.local_batch_size", "4", "--lora.train_fully", "tok_embeddings"]
     ranks(2).run(train, [*argv, *in_folder(tmp_path / "run"), "--training.steps", "2", "--parallel.tp", "2"])
     checkpoint, tokens = checkpoint_of(tmp_path / "run"), torch.arange(2002, 2050).view(2, 24)
-    HfExport(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
     with torch.no_grad():
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
         (ours,) = ranks(1).run(merged_logits, checkpoint, tokens)
@@ -603,8 +603,8 @@ def test_a_merged_model_is_not_rounded_to_the_dtype_of_the_base(bases, finished,
     """The fp32 export of a merged bf16 base has the fp32 sum of base and adapter."""
     checkpoint = checkpoint_of(finished("llama"))
     weights = open_weights(checkpoint, alone=True)
-    HfExport(weights.base.folder, torch.bfloat16).write(tmp_path / "base", GIB, lambda n: None)
-    base = WeightSource(tmp_path / "base", alone=True)
+    HfExport.open(weights.base.folder, torch.bfloat16).write(tmp_path / "base", GIB, lambda n: None)
+    base = WeightSource.open(tmp_path / "base", alone=True)
     weights.base, weights.index = base, base.index
     name = "layers.0.attention.wq"
     merged = weights.rows(f"{name}.weight", 0, 8)

@@ -146,7 +146,7 @@ def test_losses_gradients_and_metrics_equal_those_of_trl(ranks, base, tmp_path, 
         argv += ["--data.path", str(tmp_path / "pairs.jsonl")]
     ((parameters, gradients, batches),) = ranks(1).run(last_step, argv)
     config = load_config(combine(argv))
-    HfExport(checkpoint_of(Path(config.checkpoint.init_from)), torch.float32).write(
+    HfExport.open(checkpoint_of(Path(config.checkpoint.init_from)), torch.float32).write(
         tmp_path / "hf", 2**30, lambda n: None
     )
     initial, model = (

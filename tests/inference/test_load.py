@@ -23,7 +23,7 @@ def run(ranks, tiny, tmp_path_factory):
     ranks(1).run(
         train, combine([*tiny, *in_folder(folder), "--checkpoint.interval_steps", "2", "--optimizer.lr", "1e-2"])
     )
-    HfExport(checkpoint_of(folder), torch.float32).write(folder / "huggingface", 2**30, lambda n: None)
+    HfExport.open(checkpoint_of(folder), torch.float32).write(folder / "huggingface", 2**30, lambda n: None)
     return folder
 
 

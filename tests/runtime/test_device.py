@@ -76,6 +76,20 @@ def test_cores_are_divided_among_the_ranks_of_a_node(monkeypatch):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("threads", "spin_count", "warns"), [(2, None, True), (2, "3000", False), (1, None, False)])
+def test_several_threads_that_wait_actively_are_a_warning(monkeypatch, capsys, threads, spin_count, warns):
+    """A run that is started from Python may import torch before anything limits its threads."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(devices, "cores", lambda: 8)
+    for name, value in {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": spin_count}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    try:
+        devices.set_cpu_threads(threads)
+        assert ("set GOMP_SPINCOUNT=3000 (docs/python.md)" in capsys.readouterr().err) == warns
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("variable", "setting", "threads", "warning"),
     [

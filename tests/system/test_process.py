@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainer.system.process import limit_spinning
+from trainer.system.process import limit_spinning, spins
 
 
 @pytest.mark.parametrize(
@@ -13,5 +13,7 @@ from trainer.system.process import limit_spinning
 )
 def test_openmp_threads_spin_briefly_unless_the_user_chooses_another_policy(monkeypatch, chosen, spin_count):
     monkeypatch.setattr(os, "environ", dict(chosen))
+    assert spins() == (not chosen)
     limit_spinning()
+    assert not spins()
     assert os.environ.get("GOMP_SPINCOUNT") == spin_count

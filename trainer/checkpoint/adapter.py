@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,33 +49,58 @@ _UNSUPPORTED = (
 # ---------------------------------------------------------------- checkpoints
 
 
+@dataclass(frozen=True, kw_only=True)
 class AdapterCheckpoint:
     """A checkpoint that contains an adapter, and the name of its base model."""
 
-    def __init__(self, folder: Path, alone: bool = False):
+    folder: Path
+    metadata: ModelMetadata
+    spec: ModelSpec
+    sizes: Any
+    index: Mapping[str, TensorMetadata]
+    """Name in the checkpoint -> dtype, shape and files of each trained parameter."""
+    base: Path
+    """Folder of the base model at training."""
+    base_digest: str
+    config: LoraConfig
+    scale: float
+    trained: TrainedParameters
+
+    @classmethod
+    def open(cls, folder: Path, alone: bool = False) -> "AdapterCheckpoint":
         """Verify the checkpoint, collectively unless only this rank opens it (`alone`). Raises CorruptError."""
         if problem := resume.verify(folder, alone=alone):
             raise CorruptError(problem)
-        self.folder, self.metadata = folder, ModelMetadata.read(folder)
-        self.spec, self.sizes = self.metadata.spec_and_sizes()
-        self.index = {key: stored for key, stored in read_index(folder).items() if key.startswith("model/")}
+        metadata = ModelMetadata.read(folder)
+        spec, sizes = metadata.spec_and_sizes()
+        index = {key: stored for key, stored in read_index(folder).items() if key.startswith("model/")}
         try:
-            lora = dict(self.metadata.lora)
-            self.base, self.base_digest = Path(lora.pop("base")), str(lora.pop("base_digest"))
-            self.config = LoraConfig(**lora)
-            self.scale = float(self.config.scale)
+            lora = dict(metadata.lora)
+            base, base_digest = Path(lora.pop("base")), str(lora.pop("base_digest"))
+            config = LoraConfig(**lora)
+            scale = float(config.scale)
         except (KeyError, TypeError, ValueError, ArithmeticError):
             raise CorruptError(f"{MODEL_FILE} does not describe an adapter") from None
-        model = meta_model(self.spec.model, self.sizes)
-        names = {key.removeprefix("model/") for key in self.index}
+        model = meta_model(spec.model, sizes)
+        names = {key.removeprefix("model/") for key in index}
         linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        shapes = adapter_shapes(model, [name for name in linear if f"{name}.{LORA_A}" in names], self.config.rank)
-        self.trained = TrainedParameters(
-            frozenset(name for name, _ in model.named_parameters() if name in names), shapes
+        shapes = adapter_shapes(model, [name for name in linear if f"{name}.{LORA_A}" in names], config.rank)
+        trained = TrainedParameters(frozenset(name for name, _ in model.named_parameters() if name in names), shapes)
+        expected = {f"model/{name}": tuple(p.shape) for name, p in trained.tensors(model).items()}
+        if {key: stored.shape for key, stored in index.items()} != expected:
+            raise CorruptError(f"the tensors are not those of an adapter of rank {config.rank} for this model")
+        return cls(
+            folder=folder,
+            metadata=metadata,
+            spec=spec,
+            sizes=sizes,
+            index=index,
+            base=base,
+            base_digest=base_digest,
+            config=config,
+            scale=scale,
+            trained=trained,
         )
-        expected = {f"model/{name}": tuple(p.shape) for name, p in self.trained.tensors(model).items()}
-        if {key: stored.shape for key, stored in self.index.items()} != expected:
-            raise CorruptError(f"the tensors are not those of an adapter of rank {self.config.rank} for this model")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows [start, stop) of a trained parameter, by default all rows."""
@@ -88,30 +114,47 @@ class AdapterCheckpoint:
         return b.float() @ a[:, columns].float() * self.scale
 
 
+@dataclass(frozen=True, kw_only=True)
 class AdapterSource:
     """The parameters of a base model, with an adapter merged into them. It can replace a WeightSource."""
 
-    hf_folder = None
+    adapter: AdapterCheckpoint
+    base: WeightSource
+    hf_folder: ClassVar[None] = None
 
-    def __init__(self, checkpoint: Path, base: Path | None, alone: bool = False):
+    @classmethod
+    def open(cls, checkpoint: Path, base: Path | None, alone: bool = False) -> "AdapterSource":
         """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or of
         the run that trained it, or None for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or
         if the base is not that of the adapter."""
-        self.folder, self.alone = checkpoint, alone
         with manifest.damage_as_config_error(checkpoint):
-            self.adapter = AdapterCheckpoint(checkpoint, alone)
-        self.spec, self.sizes = self.adapter.spec, self.adapter.sizes
-        folder = base or self.adapter.base
+            adapter = AdapterCheckpoint.open(checkpoint, alone)
+        folder = base or adapter.base
         if not folder.is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
         folder = resolve_checkpoint(folder) if alone else run_on_rank_0(partial(resolve_checkpoint, folder))
-        self.base = WeightSource(folder, self.spec, alone)
-        if self.base.digest() != self.adapter.base_digest:
+        source = WeightSource.open(folder, adapter.spec, alone)
+        if source.digest() != adapter.base_digest:
             raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
-        # Fully trained parameters replace those of the base. They may have more rows, for new tokens.
-        self.index = self.base.index | {
-            key: stored for key, stored in self.adapter.index.items() if key in self.base.index
-        }
+        return cls(adapter=adapter, base=source)
+
+    @property
+    def folder(self) -> Path:
+        return self.adapter.folder
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.adapter.spec
+
+    @property
+    def sizes(self) -> Any:
+        return self.adapter.sizes
+
+    @property
+    def index(self) -> dict[str, TensorMetadata]:
+        """Return the parameters like WeightSource.index. Fully trained ones replace those of the base, and may have more rows."""
+        fully = {key: stored for key, stored in self.adapter.index.items() if key in self.base.index}
+        return {**self.base.index, **fully}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter. Merged rows are fp32. Raises CorruptError."""
@@ -128,7 +171,7 @@ class AdapterSource:
         fully = self.adapter.trained.fully
         self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
         own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
-        load_into(self.folder, self.adapter.index, own, cast=True, alone=self.alone)
+        load_into(self.folder, self.adapter.index, own, cast=True, alone=self.base.alone)
         for target in self.adapter.trained.targets:
             local, (rows, columns) = local_region(parameters[f"{target}.weight"])
             local.copy_(local + self.adapter.product(target, rows, columns).to(local.device))
@@ -146,10 +189,10 @@ def open_weights(folder: Path, base: Path | None = None, alone: bool = False) ->
         ConfigError: The folder contains no model that can be read.
     """
     if is_adapter(folder):
-        return AdapterSource(folder, base, alone)
+        return AdapterSource.open(folder, base, alone)
     if base is not None:
         raise ConfigError("", f"--base {base} has no effect, because {folder} contains no adapter")
-    return WeightSource(folder, alone=alone)
+    return WeightSource.open(folder, alone=alone)
 
 
 def is_adapter(checkpoint: Path) -> bool:
@@ -184,7 +227,7 @@ def load_adapter(
             folder = run_on_rank_0(partial(resolve_checkpoint, folder))
             if not is_adapter(folder):
                 raise ConfigError("", f"{folder} contains neither {PEFT_CONFIG} nor a checkpoint of an adapter")
-            adapter = AdapterCheckpoint(folder)
+            adapter = AdapterCheckpoint.open(folder)
             if adapter.base_digest != base_digest:
                 raise ConfigError("", f"{folder} was trained with another base model, {adapter.base}")
             _require_settings(config, {name: getattr(adapter.config, name) for name in SCALE_SETTINGS}, folder)
@@ -312,7 +355,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
     """Write the adapter of a checkpoint in the format of the package peft, with its tokenizer and chat template. If several
     matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
     Raises CorruptError or ConfigError."""
-    adapter = AdapterCheckpoint(checkpoint, alone=True)
+    adapter = AdapterCheckpoint.open(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
     require_peft_support(names, adapter.trained.fully)
     files = exported_files(checkpoint, adapter.metadata)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.spec import ModelSpec
 from trainer.checkpoint import manifest
-from trainer.checkpoint.adapter import is_adapter, open_weights, write_peft
+from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights, write_peft
 from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
     GENERATION_CONFIG,
@@ -24,8 +26,9 @@ from trainer.checkpoint.huggingface import (
     read_in_chunks,
 )
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorWrite, write_safetensors
+from trainer.checkpoint.storage import TensorMetadata, TensorWrite, write_safetensors
 from trainer.checkpoint.tokenizer_files import exported_files
+from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError
 from trainer.system import console
 from trainer.system.files import atomic_folder
@@ -34,17 +37,36 @@ from trainer.system.units import GIB
 _SHARD_BYTES = 5 * GIB
 
 
+@dataclass(frozen=True)
 class HfExport:
     """An export of a checkpoint's model and tokenizer. An adapter is merged into its base model."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype, base: Path | None = None):
-        """base: as in open_weights. Raises ConfigError if the checkpoint is damaged or contains no model."""
-        self.checkpoint, self.dtype = checkpoint, dtype
-        self.weights = open_weights(checkpoint, base, alone=True)
-        self.spec, self.sizes, self.index = self.weights.spec, self.weights.sizes, self.weights.index
+    checkpoint: Path
+    dtype: torch.dtype
+    weights: WeightSource | AdapterSource
+    model: ModelMetadata
+    files: Mapping[str, bytes]
+    """Name -> content of the files that do not depend on the weights."""
+
+    @classmethod
+    def open(cls, checkpoint: Path, dtype: torch.dtype, base: Path | None = None) -> "HfExport":
+        """Read the checkpoint. base: as in open_weights. Raises ConfigError if the checkpoint is damaged or contains no model."""
+        weights = open_weights(checkpoint, base, alone=True)
         with manifest.damage_as_config_error(checkpoint):
-            self.model = model = ModelMetadata.read(checkpoint)
-        self.files = exported_files(checkpoint, model)
+            model = ModelMetadata.read(checkpoint)
+        return cls(checkpoint, dtype, weights, model, exported_files(checkpoint, model))
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.weights.spec
+
+    @property
+    def sizes(self) -> Any:
+        return self.weights.sizes
+
+    @property
+    def index(self) -> Mapping[str, TensorMetadata]:
+        return self.weights.index
 
     def num_bytes(self) -> int:
         return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
@@ -121,7 +143,7 @@ def export_run(run_folder: Path, skip_existing: bool = False) -> None:
         if is_adapter(newest):
             write_peft(newest, out)
         else:
-            HfExport(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
+            HfExport.open(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
     except (OSError, CorruptError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"

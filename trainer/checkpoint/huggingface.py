@@ -3,9 +3,9 @@ so memory use does not grow with the size of the model. Each rank reads only its
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -173,80 +173,119 @@ def require_model_folder(folder: Path) -> None:
         raise ConfigError("", f"{folder}: this folder is not a Hugging Face model, because it has no config.json")
 
 
+def _stored_tensors(folder: Path) -> dict[str, TensorMetadata]:
+    """Return tensor name in Hugging Face's format -> dtype, shape and file."""
+    files, index = {"": "model.safetensors"}, "model.safetensors.index.json"
+    if (folder / index).exists():
+        files = read_object(folder / index).get("weight_map")
+        if not isinstance(files, dict):
+            raise CorruptError(f"{index} has no weight_map")
+    stored: dict[str, TensorMetadata] = {}
+    for path in sorted({file_inside(folder, file) for file in files.values()}):
+        with open_tensors(path) as tensors:
+            for name in sorted(tensors.keys()):
+                if name in stored:
+                    raise CorruptError(f"{stored[name].chunks[0].file} and {path.name} both contain {name}")
+                tensor = tensors.get_slice(name)
+                shape = tuple(tensor.get_shape())
+                if tensor.get_dtype() not in DTYPE_OF:
+                    raise CorruptError(f"{path.name}: {name} has the unsupported dtype {tensor.get_dtype()}")
+                chunk = Chunk(path.name, (0,) * len(shape), shape)
+                stored[name] = TensorMetadata(DTYPE_OF[tensor.get_dtype()], shape, (chunk,))
+    return stored
+
+
+def _text_names(stored: Collection[str]) -> dict[str, str]:
+    """Return the name of each tensor of the text model -> its name in the files. stored: names in the files."""
+    if any(name.startswith("model.layers.") for name in stored):
+        return {name: name for name in stored}
+    return {inner: name for name in stored if (inner := text_name(name)) is not None}  # a multimodal model
+
+
+def _parameter_index(
+    folder: Path, spec: ModelSpec, sizes: Any, keys: Mapping[str, str], stored: Mapping[str, TensorMetadata]
+) -> dict[str, TensorMetadata]:
+    """Return name of a parameter of this project -> dtype, shape and file.
+
+    Args:
+        folder: Folder of the model.
+        spec: Family of the model.
+        sizes: Sizes of the model.
+        keys: Result of _text_names.
+        stored: Result of _stored_tensors.
+
+    Raises:
+        ConfigError: Some tensors are not those of the model; the message lists them.
+        CorruptError: Two tensors that config.json ties differ.
+    """
+    hf, model = spec.huggingface, meta_model(spec.model, sizes)
+    # Old versions of transformers saved the rotary frequencies.
+    stored = {name: stored[key] for name, key in keys.items() if not name.endswith("rotary_emb.inv_freq")}
+    parameters = dict(model.named_parameters())
+    expected = hf.join(parameters, sizes.head_dim)
+    originals = {parameter: name for name, parameter in parameters.items()}
+    tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
+    _require_parameters(folder, stored, expected | tied)
+    for name, parameter in tied.items():
+        original = hf.name(originals[parameter])
+        if not _are_equal(folder, [(keys[n], stored[n]) for n in (name, original)]):
+            raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
+    index = {}
+    for name, parameter in parameters.items():
+        tensor, shape = stored[hf.name(name)], tuple(parameter.shape)
+        chunk = Chunk(tensor.chunks[0].file, (0,) * len(shape), shape)
+        index[name] = TensorMetadata(tensor.dtype, shape, (chunk,))
+    return index
+
+
+def _are_equal(folder: Path, tensors: Sequence[tuple[str, TensorMetadata]]) -> bool:
+    """Return whether two stored tensors of the same shape have the same dtype and content. tensors: name in the files, and
+    metadata. Raises CorruptError."""
+    read_a, read_b = (partial(read_rows, folder, *tensor) for tensor in tensors)
+    (_, a), (_, b) = tensors
+    chunks = ((start, min(start + _ROWS, a.shape[0])) for start in range(0, a.shape[0], _ROWS))
+    return a.dtype == b.dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HfModelFolder:
     """A folder with a model in Hugging Face format."""
 
-    def __init__(self, folder: Path, spec: ModelSpec | None = None):
-        """spec: expected model family, or None for any family. Raises ConfigError if the folder contains no model in this format,
-        a model of another architecture, or tensors that are not those of the model."""
-        self.folder = folder
+    folder: Path
+    config: Mapping[str, Any]
+    """Content of config.json."""
+    spec: ModelSpec
+    sizes: Any
+    seq_len: int
+    keys: Mapping[str, str]
+    """Name of a tensor of the text model -> its name in the files."""
+    index: Mapping[str, TensorMetadata]
+    """Name of a parameter of this project -> dtype, shape and file."""
+
+    @classmethod
+    def open(cls, folder: Path, spec: ModelSpec | None = None) -> "HfModelFolder":
+        """Check the folder. spec: expected model family, or None for any family. Raises ConfigError if the folder contains no
+        model in this format, a model of another architecture, or tensors that are not those of the model."""
         require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
-            self.config, self.spec, self.sizes, self.seq_len = _read_config(self.folder / "config.json", spec)
-            if problem := quantization_problem(self.config) or weights_problem(folder):
+            config, own, sizes, seq_len = _read_config(folder / "config.json", spec)
+            if problem := quantization_problem(config) or weights_problem(folder):
                 raise ConfigError("", f"{folder} {problem}")
-            self.index = self._index(self._stored())
+            stored = _stored_tensors(folder)
+            keys = _text_names(stored)
+            index = _parameter_index(folder, own, sizes, keys, stored)
+        return cls(folder=folder, config=config, spec=own, sizes=sizes, seq_len=seq_len, keys=keys, index=index)
+
+    @cached_property
+    def first_rows(self) -> Mapping[str, int]:
+        """Return name of a parameter -> its first row in the stored tensor."""
+        return self.spec.huggingface.first_rows(dict(meta_model(self.spec.model, self.sizes).named_parameters()))
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
         with manifest.damage_as_config_error(self.folder):
             return manifest.read_bytes(file_inside(self.folder, name), _LARGEST_JSON)
-
-    def _stored(self) -> dict[str, TensorMetadata]:
-        """Return tensor name in Hugging Face's format -> dtype, shape and file."""
-        files, index = {"": "model.safetensors"}, "model.safetensors.index.json"
-        if (self.folder / index).exists():
-            files = read_object(self.folder / index).get("weight_map")
-            if not isinstance(files, dict):
-                raise CorruptError(f"{index} has no weight_map")
-        stored: dict[str, TensorMetadata] = {}
-        for path in sorted({file_inside(self.folder, file) for file in files.values()}):
-            with open_tensors(path) as tensors:
-                for name in sorted(tensors.keys()):
-                    if name in stored:
-                        raise CorruptError(f"{stored[name].chunks[0].file} and {path.name} both contain {name}")
-                    tensor = tensors.get_slice(name)
-                    shape = tuple(tensor.get_shape())
-                    if tensor.get_dtype() not in DTYPE_OF:
-                        raise CorruptError(f"{path.name}: {name} has the unsupported dtype {tensor.get_dtype()}")
-                    chunk = Chunk(path.name, (0,) * len(shape), shape)
-                    stored[name] = TensorMetadata(DTYPE_OF[tensor.get_dtype()], shape, (chunk,))
-        return stored
-
-    def _index(self, stored: dict[str, TensorMetadata]) -> dict[str, TensorMetadata]:
-        """Return parameter name of this project -> dtype, shape and file. stored: result of _stored. Raises a ConfigError that
-        lists the tensors that are not those of the model."""
-        hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
-        self.keys = {name: name for name in stored}
-        """Name of a tensor of the text model -> its name in the files."""
-        if not any(name.startswith("model.layers.") for name in stored):  # a multimodal model
-            self.keys = {inner: name for name in stored if (inner := text_name(name)) is not None}
-        # Old versions of transformers saved the rotary frequencies.
-        stored = {name: stored[key] for name, key in self.keys.items() if not name.endswith("rotary_emb.inv_freq")}
-        parameters = dict(model.named_parameters())
-        expected = hf.join(parameters, self.sizes.head_dim)
-        originals = {parameter: name for name, parameter in parameters.items()}
-        tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-        tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
-        _require_parameters(self.folder, stored, expected | tied)
-        for name, parameter in tied.items():
-            original = hf.name(originals[parameter])
-            if not self._equal(name, original, stored):
-                raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
-        self.first_rows = hf.first_rows(parameters)
-        index = {}
-        for name, parameter in parameters.items():
-            tensor, shape = stored[hf.name(name)], tuple(parameter.shape)
-            chunk = Chunk(tensor.chunks[0].file, (0,) * len(shape), shape)
-            index[name] = TensorMetadata(tensor.dtype, shape, (chunk,))
-        return index
-
-    def _equal(self, a: str, b: str, stored: Mapping[str, TensorMetadata]) -> bool:
-        """Return whether two stored tensors of the same shape have the same dtype and content. Raises CorruptError."""
-        read_a, read_b = (partial(read_rows, self.folder, self.keys[name], stored[name]) for name in (a, b))
-        size, is_same_dtype = stored[a].shape[0], stored[a].dtype == stored[b].dtype
-        chunks = ((start, min(start + _ROWS, size)) for start in range(0, size, _ROWS))
-        return is_same_dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows [start, stop) of a parameter, in the row order of this project. Raises CorruptError."""

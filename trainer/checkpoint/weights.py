@@ -1,8 +1,8 @@
 """Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
 import json
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,7 @@ from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors
 from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, model_index
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorMetadata, read_regions, read_rows, read_slice
+from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import matching
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
@@ -29,14 +29,24 @@ from trainer.system.model_folder import folder_problem
 _ROWS = 4096  # maximum number of rows read at once
 
 
+@dataclass(frozen=True, kw_only=True)
 class WeightSource:
     """The parameters in a checkpoint or in a Hugging Face model folder."""
 
-    def __init__(self, folder: Path, spec: ModelSpec | None = None, alone: bool = False):
-        """Verify the folder, collectively unless only this rank opens it (`alone`). spec: expected model family, or None for any
-        family. Raises ConfigError if the folder is damaged or contains no model."""
-        self.folder, self.alone = folder, alone
-        self.hf_folder: HfModelFolder | None = None
+    folder: Path
+    spec: ModelSpec
+    sizes: Any
+    index: Mapping[str, TensorMetadata]
+    """Name in a checkpoint -> dtype, shape and files of each parameter."""
+    read: Read
+    alone: bool
+    """Whether only this rank reads the folder, so that no method is collective."""
+    hf_folder: HfModelFolder | None = None
+
+    @classmethod
+    def open(cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False) -> "WeightSource":
+        """Verify the folder, collectively unless `alone`. spec: expected model family, or None for any family. Raises ConfigError
+        if the folder is damaged or contains no model."""
         if (folder / manifest.NAME).exists():
             with manifest.damage_as_config_error(folder):
                 if problem := resume.verify(folder, alone=alone):
@@ -46,15 +56,17 @@ class WeightSource:
                     raise CorruptError(
                         "contains only an adapter; scripts/convert_hf.py merge writes the complete model"
                     )
-                self.spec, self.sizes = metadata.spec_and_sizes()
-                self.index, self.read = model_index(folder, self.spec, self.sizes), read_slice
-        elif (folder / "config.json").exists():
-            self.hf_folder = HfModelFolder(folder, spec)
-            self.spec, self.sizes, self.read = self.hf_folder.spec, self.hf_folder.sizes, self.hf_folder.read
-            self.index = {f"model/{name}": stored for name, stored in self.hf_folder.index.items()}
-        else:
-            message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
-            raise ConfigError("", f"{folder} {folder_problem(folder) or message}")
+                own, sizes = metadata.spec_and_sizes()
+                index = model_index(folder, own, sizes)
+            return cls(folder=folder, spec=own, sizes=sizes, index=index, read=read_slice, alone=alone)
+        if (folder / "config.json").exists():
+            hf = HfModelFolder.open(folder, spec)
+            index = {f"model/{name}": stored for name, stored in hf.index.items()}
+            return cls(
+                folder=folder, spec=hf.spec, sizes=hf.sizes, index=index, read=hf.read, alone=alone, hf_folder=hf
+            )
+        message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
+        raise ConfigError("", f"{folder} {folder_problem(folder) or message}")
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter. Raises CorruptError."""
@@ -136,7 +148,7 @@ def init_weights_from(
     excluded = set(names) - included
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
-        weights = WeightSource(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
+        weights = WeightSource.open(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
         stored = asdict(weights.sizes)
         if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
             stored["vocab_size"] = sizes.vocab_size

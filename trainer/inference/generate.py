@@ -103,6 +103,7 @@ class TextGenerator:
 
     def __init__(
         self,
+        folder: Path,
         model: nn.Module,
         caches: Sequence[CachedAttention],
         tokenizer: Tokenizer,
@@ -114,6 +115,7 @@ class TextGenerator:
         """Describe a generator.
 
         Args:
+            folder: Checkpoint or model folder, which messages name.
             model: Its kernels of attention are `caches`, so each forward appends tokens to them. `load_model` returns a model
                 without caches.
             caches: Caches of all layers.
@@ -123,6 +125,7 @@ class TextGenerator:
             chat_template: Name or file of a chat template, or "" if the model has none.
             max_seq_len: Maximum total number of tokens in the prompt and the answer.
         """
+        self.folder = folder
         self._model, self._caches = model, caches
         self.tokenizer = tokenizer
         self.device = device
@@ -174,7 +177,7 @@ class TextGenerator:
         caches = _add_caches(model.eval(), plan, sizes, max_seq_len, ranks, dtype, device)
         eos = initial_model(folder)[1].get("eos_token_id")
         stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
-        return cls(model, caches, tokenizer, device, stop, chat_template or own_template, max_seq_len)
+        return cls(folder, model, caches, tokenizer, device, stop, chat_template or own_template, max_seq_len)
 
     def chat_format(self) -> ChatFormat:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""

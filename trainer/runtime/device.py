@@ -17,7 +17,7 @@ from trainer.config import ConfigError
 from trainer.config.schema import DeviceChoice
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system import console
-from trainer.system.process import cores, local_rank
+from trainer.system.process import cores, local_rank, spins
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Value of a dtype setting -> torch's dtype."""
@@ -102,7 +102,8 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 def set_cpu_threads(threads: int) -> None:
     """Set the number of threads for CPU operators. 0 means OMP_NUM_THREADS if it is set, otherwise this rank's share of the
-    cores. Raise ConfigError if there are more threads than cores, which would make each step many times slower."""
+    cores. Raise ConfigError if there are more threads than cores, which would make each step many times slower. Warn if
+    several threads would wait actively."""
     if threads > cores():
         raise ConfigError("training.cpu_threads", f"this node has only {cores()} cores")
     chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # further numbers are for nested parallel regions
@@ -112,7 +113,13 @@ def set_cpu_threads(threads: int) -> None:
             console.warning(
                 f"OMP_NUM_THREADS={chosen}: this node has only {threads} cores, so {threads} threads are used"
             )
-    torch.set_num_threads(threads or max(1, cores() // local_world_size()))
+    threads = threads or max(1, cores() // local_world_size())
+    torch.set_num_threads(threads)
+    if threads > 1 and sys.platform == "linux" and spins():
+        console.warning(
+            "threads of OpenMP wait actively, which slows down a run beside other jobs many times; call limit_spinning before "
+            "torch is imported, or set GOMP_SPINCOUNT=3000 (docs/python.md)"
+        )
 
 
 def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
+from trainer.system.process import limit_spinning
 from trainer.system.signals import STOP_SIGNALS
 
 
@@ -58,6 +59,7 @@ def exit_with_parent() -> None:
 
 def start_fork_server(modules: Sequence[str]) -> ForkServerContext:
     """Return a context whose processes are forked from a server that has imported the modules. They ignore stop signals."""
+    limit_spinning()  # the server inherits it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
     with children_ignore_signals():

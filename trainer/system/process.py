@@ -55,6 +55,11 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
+def spins() -> bool:
+    """Return whether OpenMP threads of this process would wait actively for milliseconds."""
+    return not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+
+
 def die_with_parent() -> None:
     """On Linux, have the kernel kill this process when its parent exits for any reason."""
     if sys.platform == "linux":

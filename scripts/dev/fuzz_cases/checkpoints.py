@@ -86,7 +86,7 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     equal = all(torch.equal(targets[name], tensor) for name, tensor in original.items())
     require(equal or (forged and not fell_back), "the loaded tensors have other values")
     try:
-        HfExport(resolve_checkpoint(damaged), DTYPES["fp32"]).write(folder / "exported", 2**30, lambda count: None)
+        HfExport.open(resolve_checkpoint(damaged), DTYPES["fp32"]).write(folder / "exported", 2**30, lambda count: None)
     except CorruptError as damage:
         return str(damage)
     require(unchanged or forged, "a damaged checkpoint was exported")

@@ -113,7 +113,7 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
         (damage_json_file if path.suffix == ".json" else damage_file)(random, path)
     spec = MODELS["llama3"]
     try:
-        source = HfModelFolder(folder, spec)
+        source = HfModelFolder.open(folder, spec)
     except ConfigError as error:
         require(not intact, f"an intact model was refused: {error}")
         raise
