@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from trainer.system.console import printable
+from trainer.system.streams import printable
 
 
 class ConfigError(Exception):
