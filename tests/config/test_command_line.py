@@ -105,6 +105,12 @@ def test_long_messages_keep_their_beginning_and_end():
     assert shortened.startswith("--run.name xxx") and shortened.endswith("xxx: must be shorter")
 
 
+def test_a_wrong_choice_of_a_script_names_the_nearest_one():
+    done = run_script("scripts/generate.py", "x", "--prompt", "x", "--dtype", "BF16")
+    assert done.stderr.startswith("argument --dtype: invalid choice: 'BF16' (choose from ")
+    assert done.stderr.endswith("; did you mean 'bf16'?\n")
+
+
 def test_messages_can_neither_control_nor_fill_the_console(capsys):
     print_error("a\x1b[2J" + 5000 * "x" + "\nb\r")
     console.warning("c\x1b[2J" + 5000 * "x")

@@ -73,6 +73,12 @@ COMMAND_LINES = {
     "--optimizer.name adam": "--optimizer.name adam: expected one of adamw; did you mean 'adamw'?",
     "--training.max_norm 0": "--training.max_norm 0: must be above 0",
     "--training.max_norm off": "--training.max_norm off: expected a number or none",
+    "--metrics.tensorboard True": "--metrics.tensorboard True: expected true or false; did you mean 'true'?",
+    "--training.max_norm None": "--training.max_norm None: expected a number or none; did you mean 'none'?",
+    "--data.dataset JSONL": (
+        "--data.dataset JSONL: expected one of python_stdlib, text, jsonl, parquet, huggingface, tokens, chat, preference, "
+        "prepared; did you mean 'jsonl'?"
+    ),
     "--metrics.tensorboard yes": "--metrics.tensorboard yes: expected true or false",
     "--metrics.tensorboard": "--metrics.tensorboard: expects a value",
     "--run.seed -1": "--run.seed -1: must be at least 0",

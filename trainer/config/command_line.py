@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.config.fields import parse_text, range_error, type_name
+from trainer.config.fields import did_you_mean, parse_text, range_error, type_name
 from trainer.config.load import load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
@@ -55,6 +55,13 @@ class Arguments(argparse.ArgumentParser):
             for flag, metavar in (("--config", "FILE"), ("--section.key", "value ...")):
                 # Shown in the usage, but not parsed.
                 self._actions.append(argparse.Action([flag], argparse.SUPPRESS, metavar=metavar, help="setting"))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
 
     def error(self, message: str) -> NoReturn:
         die(message)
