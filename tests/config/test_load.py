@@ -140,7 +140,8 @@ COMMAND_LINES = {
         f"--parallel.reshard_after_forward -{10**400}: must be a 64-bit integer"
     ),
     "--data.held_out_fraction 0": (
-        f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0"
+        f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0; "
+        "without evaluation, set interval_steps = 0"
     ),
 }
 

@@ -5,13 +5,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config.fields import did_you_mean, parse_text, range_error, type_name
-from trainer.config.load import load_config
+from trainer.config.load import FILE_SECTIONS, load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
@@ -219,8 +219,8 @@ def one_line_errors(config: Config) -> Iterator[None]:
         die(config.explain(error))
 
 
-def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> Config:
-    """Return the configuration. With --help or --print-config, print the requested text and exit with code 0. On an error,
+def config_from_command_line(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS) -> Config:
+    """Return the configuration. check_files: sections whose files must exist. With --help or --print-config, print the requested text and exit with code 0. On an error,
     print one line and exit with code 2."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())

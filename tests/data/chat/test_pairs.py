@@ -57,7 +57,10 @@ def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
         ),
         ({"prompt": "p", "chosen": "c", "rejected": ""}, "the rejected answer is empty"),
         ({"prompt": "p", "chosen": " \n", "rejected": "r"}, "the chosen answer is empty"),
-        ({"prompt": [USER], "chosen": [ANSWER | {"content": " "}], "rejected": [OTHER]}, "message 2 is an empty answer"),
+        (
+            {"prompt": [USER], "chosen": [ANSWER | {"content": " "}], "rejected": [OTHER]},
+            "message 2 is an empty answer",
+        ),
         ({"prompt": "p", "chosen": 1, "rejected": 2}, "prompt and completion are neither both text nor both lists"),
         (
             {"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
@@ -128,7 +131,11 @@ DIFFER = "the first messages of chosen and rejected differ, so the two prompts d
         ([USER, ANSWER], [QUESTION, OTHER], DIFFER),
         ([{"role": "system", "content": "s"}, USER, ANSWER], [USER, OTHER], DIFFER),
         ([USER, ANSWER], [OTHER], DIFFER),
-        ([USER, ANSWER, USER, ANSWER], [USER, ANSWER, QUESTION, OTHER], "the chosen answer begins with a user message, so"),
+        (
+            [USER, ANSWER, USER, ANSWER],
+            [USER, ANSWER, QUESTION, OTHER],
+            "the chosen answer begins with a user message, so",
+        ),
         ([USER], [USER, OTHER], "the chosen conversation has only the message that both share, so no answer"),
         ([USER, ANSWER], [USER], "the rejected conversation has only the message that both share, so no answer"),
         ([ANSWER], [OTHER], "the document has no prompt"),

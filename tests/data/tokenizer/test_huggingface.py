@@ -265,6 +265,8 @@ def test_a_role_that_training_does_not_use_may_name_a_missing_token(tmp_path, ro
 def test_an_id_of_eos_that_is_no_token_is_shown(tmp_path):
     folder = save(tokenizer_of(), tmp_path / "own", eos_token=None)
     edit(folder / "generation_config.json", eos_token_id=[99999])
-    assert "; eos_token_id 99999 of generation_config.json is not the id of one of the 330 tokens; name " in error_of(folder)
+    assert "; eos_token_id 99999 of generation_config.json is not the id of one of the 330 tokens; name " in error_of(
+        folder
+    )
     edit(folder / "config.json", eos_token_id=329)
     assert load(folder).eos == 329
