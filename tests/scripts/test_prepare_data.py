@@ -48,7 +48,7 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
 
 def test_the_data_of_a_run_whose_initial_model_does_not_exist_yet_is_prepared(tmp_path):
     config = ["--config", "train_configs/dpo_debug.toml", "--data.store_folder", str(tmp_path / "stores")]
-    config += ["--checkpoint.init_from", str(tmp_path / "later"), "--training.seq_len", "64"]
+    config += ["--checkpoint.init_from", str(tmp_path / "later")]
     prepared = run_script("scripts/prepare_data.py", *config)
     assert (prepared.returncode, prepared.stderr) == (0, ""), "a run would need the model"
     missing = run_script("scripts/prepare_data.py", *config, "--data.path", "nowhere.jsonl")

@@ -220,8 +220,8 @@ def one_line_errors(config: Config) -> Iterator[None]:
 
 
 def config_from_command_line(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS) -> Config:
-    """Return the configuration. check_files: sections whose files must exist. With --help or --print-config, print the requested text and exit with code 0. On an error,
-    print one line and exit with code 2."""
+    """Return the configuration. With --help or --print-config, print the requested text and exit with code 0. On an error,
+    print one line and exit with code 2. check_files: sections whose files must exist."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     try:
