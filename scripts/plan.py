@@ -110,7 +110,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     args, settings = parse(sys.argv[1:])
-    config = config_from_command_line(settings, check_files=False)
+    config = config_from_command_line(settings, check_files=())
     accelerator, is_gpu = accelerator_of(args), args.device != "cpu"
     hardware = Hardware(args.world_size, accelerator, is_gpu, args.reserve_gib * GIB * is_gpu)
     if hardware.usable_bytes <= 0:

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from trainer.config import DataConfig
 from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
+from trainer.config.load import DATA_SECTIONS
 from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--shard", type=shard, default="1/1", metavar="I/N", help=shard_help)
     parser.add_argument("--verify", action="store_true", help="read every file and compare its content with its hash")
     args, settings = parser.parse_known_args()
-    config = config_from_command_line(settings)
+    config = config_from_command_line(settings, DATA_SECTIONS)  # the initial model may not exist yet
     is_sharded = args.shard != (0, 1)
     with one_line_errors(config):
         tokenizer = load_tokenizer(config.tokenizer)

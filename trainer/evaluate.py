@@ -11,6 +11,7 @@ import torch
 
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import ConfigError, EvaluationConfig
+from trainer.config.fields import did_you_mean
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
@@ -52,7 +53,8 @@ def build_eval_sets(
     if not config.interval_steps:
         return []
     if config.keep_best_on and config.keep_best_on not in sets:
-        raise ConfigError("evaluation.keep_best_on", f"unknown evaluation dataset; available: {', '.join(sets)}")
+        hint = did_you_mean(config.keep_best_on, sets)
+        raise ConfigError("evaluation.keep_best_on", f"unknown evaluation dataset; available: {', '.join(sets)}{hint}")
     for name, samples in sets.items():
         if not len(samples):
             raise ConfigError(

@@ -40,7 +40,7 @@ if __name__ == "__main__":
 from scripts.dev.fuzz_cases import checkpoints, commands, corpora, models, settings, tokenizers
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, non_negative_int, positive_int, run_to_end
-from trainer.system.console import MAX_LINE, shorten
+from trainer.system.streams import MAX_LINE, shorten
 from trainer.system.units import GIB
 
 CPU_LIMIT_S = 5

@@ -51,11 +51,11 @@ def cumulative(techniques: Sequence[str], argv: Sequence[str]) -> Iterator[tuple
     """Yield (name, flags, configuration) of the baseline, and then of each run that adds one more technique. Raises a ConfigError
     that names the technique that caused it."""
     settings = with_default_model(BASELINE | settings_of(argv))
-    yield "baseline", flags(settings), load_config(flags(settings), check_files=False)
+    yield "baseline", flags(settings), load_config(flags(settings), check_files=())
     for technique in techniques:
         settings |= TECHNIQUES[technique]
         try:
-            yield f"+ {technique}", flags(settings), load_config(flags(settings), check_files=False)
+            yield f"+ {technique}", flags(settings), load_config(flags(settings), check_files=())
         except ConfigError as error:
             raise ConfigError("", f"technique '{technique}': {error}") from None
 

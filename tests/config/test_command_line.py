@@ -11,8 +11,9 @@ from tests.commands import run_script
 from tests.conftest import ROOT
 from trainer.config import ConfigError, command_line
 from trainer.config.command_line import check_environment, refuse_separate_tasks, run_to_end
+from trainer.system import console
 from trainer.system.children import children_ignore_signals
-from trainer.system.console import MAX_LINE, shorten
+from trainer.system.streams import MAX_LINE, print_error, shorten
 
 RUNNABLE = [path for path in (ROOT / "scripts").rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in RUNNABLE)
@@ -128,6 +129,20 @@ def test_long_messages_keep_their_beginning_and_end():
     assert shortened.startswith("--run.name xxx") and shortened.endswith("xxx: must be shorter")
 
 
+def test_a_wrong_choice_of_a_script_names_the_nearest_one():
+    done = run_script("scripts/generate.py", "x", "--prompt", "x", "--dtype", "BF16")
+    assert done.stderr.startswith("argument --dtype: invalid choice: 'BF16' (choose from ")
+    assert done.stderr.endswith("; did you mean 'bf16'?\n")
+
+
+def test_messages_can_neither_control_nor_fill_the_console(capsys):
+    print_error("a\x1b[2J" + 5000 * "x" + "\nb\r")
+    console.warning("c\x1b[2J" + 5000 * "x")
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("a\\x1b[2Jx") and len(first) <= MAX_LINE and second == "b\\r"
+    assert third[9:].startswith("warning: c\\x1b[2Jx") and len(third) <= MAX_LINE + 20
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
@@ -154,17 +169,33 @@ def test_other_errors_are_not_hidden():
         run_to_end(main)
 
 
-@pytest.mark.parametrize(
-    ("reader", "code", "error"), [("pipe", 141, ""), ("/dev/full", 2, "No space left on device\n")]
-)
-def test_output_that_nobody_reads_ends_a_script_without_a_traceback(reader, code, error):
-    program = "from trainer.config.command_line import run_to_end; run_to_end(lambda: print('x' * 10**6))"
+FULL = "stdout: No space left on device\n"
+CLOSED = "stdout is closed, so that no result can be printed; to discard the results, use > /dev/null\n"
+
+
+@pytest.mark.parametrize(("reader", "code", "error"), [("pipe", 141, ""), ("/dev/full", 2, FULL)])
+@pytest.mark.parametrize("output", ["'x' * 10**6", "'x', flush=True", "'x'"])
+def test_output_that_nobody_reads_ends_a_script_without_a_traceback(reader, code, error, output):
+    program = f"from trainer.config.command_line import run_to_end; run_to_end(lambda: print({output}))"
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") if reader == "pipe" else open(reader, "w") as out:
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (code, error)
+
+
+@pytest.mark.parametrize("command", ["train.py --help", "train.py --print-config", *SCRIPTS])
+def test_a_command_that_prints_results_needs_stdout(command, tmp_path):
+    def with_stdout(redirection):
+        shell = f"exec {sys.executable} {command} {redirection}"
+        return subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    done = with_stdout(">&-")
+    assert (done.returncode, done.stderr) == (2, CLOSED)
+    if command.startswith("train.py"):
+        done = with_stdout("> /dev/full")
+        assert (done.returncode, done.stderr) == (2, FULL)
 
 
 def test_an_interrupt_before_run_to_end_is_one_line():

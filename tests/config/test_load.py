@@ -89,6 +89,12 @@ COMMAND_LINES = {
         "--metrics.project p: has an effect only with [metrics] sinks = wandb or mlflow or trackio"
     ),
     "--metrics.entity e --metrics.sinks jsonl": ("--metrics.entity e: has an effect only with [metrics] sinks = wandb"),
+    "--checkpoint.enabled True": "--checkpoint.enabled True: expected true or false; did you mean 'true'?",
+    "--training.max_norm None": "--training.max_norm None: expected a number or none; did you mean 'none'?",
+    "--data.dataset JSONL": (
+        "--data.dataset JSONL: expected one of python_stdlib, text, jsonl, parquet, huggingface, tokens, chat, preference, "
+        "prepared; did you mean 'jsonl'?"
+    ),
     "--run.seed -1": "--run.seed -1: must be at least 0",
     "--run.name a/b": "--run.name a/b: must be a single folder name",
     "--run.output_folder=": "--run.output_folder : must not be empty",
@@ -148,7 +154,8 @@ COMMAND_LINES = {
         f"--parallel.reshard_after_forward -{10**400}: must be a 64-bit integer"
     ),
     "--data.held_out_fraction 0": (
-        f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0"
+        f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0; "
+        "without evaluation, set interval_steps = 0"
     ),
 }
 

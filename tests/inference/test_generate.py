@@ -297,8 +297,9 @@ def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
             f"not enough memory for a KV cache of {too_long} tokens; lower --max-seq-len",
         ),
         (
-            [chat_run, "--chat", "--chat-template", "llama4"],
-            "--chat-template llama4: expected one of llama2, llama3, chatml, or an existing file or folder",
+            [chat_run, "--chat", "--chat-template", "Llama3"],
+            "--chat-template Llama3: expected one of llama2, llama3, chatml, or an existing file or folder; "
+            "did you mean 'llama3'?",
         ),
     ):
         assert script(*words) == (2, "", line)

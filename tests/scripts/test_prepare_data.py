@@ -46,6 +46,26 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
 
 
+def test_the_data_of_a_run_whose_initial_model_does_not_exist_yet_is_prepared(tmp_path):
+    config = ["--config", "train_configs/dpo_debug.toml", "--data.store_folder", str(tmp_path / "stores")]
+    config += ["--checkpoint.init_from", str(tmp_path / "later")]
+    prepared = run_script("scripts/prepare_data.py", *config)
+    assert (prepared.returncode, prepared.stderr) == (0, ""), "a run would need the model"
+    missing = run_script("scripts/prepare_data.py", *config, "--data.path", "nowhere.jsonl")
+    message = "--data.path nowhere.jsonl: no such file or folder, and no file matches the pattern\n"
+    assert (missing.returncode, missing.stderr) == (2, message)
+
+
+def test_data_is_prepared_only_for_a_configuration_that_a_run_accepts(settings):
+    refused = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0")
+    assert (refused.returncode, refused.stderr.partition(": ")[2]) == (
+        2,
+        "needs held-out documents, but [data] held_out_fraction is 0; without evaluation, set interval_steps = 0\n",
+    )
+    accepted = [*settings, "--data.held_out_fraction", "0", "--evaluation.interval_steps", "0"]
+    assert run_script("scripts/prepare_data.py", *accepted).returncode == 0
+
+
 def test_an_error_of_a_dataset_names_the_setting_that_selects_it(settings, tmp_path):
     (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
     evaluation = ["--evaluation.datasets.wiki", f"jsonl:{tmp_path}/junk.jsonl"]

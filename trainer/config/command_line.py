@@ -5,20 +5,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.config.fields import parse_text, range_error, type_name
-from trainer.config.load import load_config
+from trainer.config.fields import did_you_mean, parse_text, range_error, type_name
+from trainer.config.load import FILE_SECTIONS, load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
-from trainer.system.console import printable, shorten
 from trainer.system.files import describe, folder_error
 from trainer.system.process import local_rank, restore_interrupt
-from trainer.system.streams import open_standard_streams, print_error
+from trainer.system.streams import (
+    STDOUT,
+    name_stdout_in_errors,
+    open_standard_streams,
+    print_error,
+    printable,
+    require_stdout,
+)
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -50,6 +56,13 @@ class Arguments(argparse.ArgumentParser):
                 # Shown in the usage, but not parsed.
                 self._actions.append(argparse.Action([flag], argparse.SUPPRESS, metavar=metavar, help="setting"))
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            raise
+
     def error(self, message: str) -> NoReturn:
         die(message)
 
@@ -58,6 +71,7 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     """Check the environment and call main. On a ConfigError or a file system error, print one line and exit with code 2. On
     Ctrl-C or SIGTERM, print one line and exit with code 130 or 143. If the reader of stdout has exited, exit with code 141."""
     open_standard_streams()
+    name_stdout_in_errors()
     try:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
@@ -74,6 +88,9 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     except OSError as error:
         if error.strerror is None:  # not an error of the file system
             raise
+        if error.filename == STDOUT:
+            print_error(describe(error))
+            _exit_without_reader(2)
         die(describe(error))
     except KeyboardInterrupt as interrupt:
         print_error(interrupted)
@@ -193,7 +210,7 @@ def die(line: str) -> NoReturn:
     local rank 0 prints it."""
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank
-    print_error(shorten(printable(line)))
+    print_error(printable(line))
     sys.exit(2)
 
 
@@ -206,9 +223,9 @@ def one_line_errors(config: Config) -> Iterator[None]:
         die(config.explain(error))
 
 
-def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> Config:
+def config_from_command_line(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS) -> Config:
     """Return the configuration. With --help or --print-config, print the requested text and exit with code 0. On an error,
-    print one line and exit with code 2."""
+    print one line and exit with code 2. check_files: sections whose files must exist."""
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     try:
@@ -221,16 +238,19 @@ def config_from_command_line(argv: Sequence[str], check_files: bool = True) -> C
 
 
 def _print_and_exit(text: str) -> NoReturn:
+    require_stdout()
+    name_stdout_in_errors()
     try:
         print(text, flush=True)
     except BrokenPipeError:
         _exit_without_reader(0)
     except OSError as error:
-        die(describe(error))
+        print_error(describe(error))
+        _exit_without_reader(2)
     sys.exit(0)
 
 
 def _exit_without_reader(code: int) -> NoReturn:
-    """Exit after the reader of stdout has exited, as in `--help | head`. The interpreter's clean-up must not write to it."""
+    """Exit although stdout cannot be written, as in `--help | head`. The interpreter's clean-up must not write to it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

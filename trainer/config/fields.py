@@ -177,7 +177,9 @@ def matching(key: str, patterns: Collection[str], names: Collection[str], kind: 
 def type_error(type_: Any, raw: Any) -> str:
     """Return the message for a value that `coerce` or `parse_text` rejected."""
     types_ = typing.get_args(type_)[:1] if is_list(type_) else _options(type_)
-    choices = [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
+    words_of = {bool: ("true", "false"), type(None): ("none",)}
+    choices = [w for k in types_ for w in words_of.get(k, ())]
+    choices += [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
     words = [str(word) for word in raw] if isinstance(raw, list) else _words(str(raw))
     unknown = next((word for word in words if word not in choices), "")
     return f"expected {type_name(type_)}" + did_you_mean(unknown, choices)

@@ -4,7 +4,7 @@ the broken rule, and a likely fix if one is found."""
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,18 @@ from trainer.system.paths import exists
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
 
-def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
+DATA_SECTIONS = ("data", "evaluation", "tokenizer")
+"""Sections whose files the preparation of data needs."""
+FILE_SECTIONS = (*DATA_SECTIONS, "checkpoint", "lora", "metrics")
+"""Sections with files, or packages, that must exist before a run starts."""
+
+
+def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS) -> Config:
     """Load and check a configuration.
 
     Args:
         argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
-        check_files: Whether to check that the files given in settings exist.
+        check_files: Sections whose files and packages must exist.
 
     Raises:
         ConfigError: Its message is the complete line for the user.
@@ -56,8 +62,7 @@ def load_config(argv: Sequence[str], check_files: bool = True) -> Config:
     config = Config(**sections, origins=origins)
     try:
         check_combinations(config)
-        if check_files:
-            _check_files(config)
+        _check_files(config, check_files)
     except ConfigError as error:
         raise ConfigError("", config.explain(error)) from None
     return config
@@ -190,7 +195,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     message = "must not be a number of ranks with [lora] rank, because frozen units have no backward"
     yield "parallel.reshard_after_forward", isinstance(reshard, int) and config.lora.rank, message
     nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
-    message = "needs held-out documents, but [data] held_out_fraction is 0"
+    message = "needs held-out documents, but [data] held_out_fraction is 0; without evaluation, set interval_steps = 0"
     yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
     message = "is incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host"
     yield "optimizer.offload", optimizer.offload != "none" and config.parallel.cpu_offload, message
@@ -261,21 +266,22 @@ def _holds(condition: str, config: Config) -> bool:
     return bool(value) != bool(empty)
 
 
-def _check_files(config: Config) -> None:
-    for key in ("checkpoint.init_from", "lora.init_from"):
-        if config.value(key) and (message := folder_error(config.value(key))):
+def _check_files(config: Config, sections: Collection[str]) -> None:
+    for section, key in (("checkpoint", "checkpoint.init_from"), ("lora", "lora.init_from")):
+        if section in sections and config.value(key) and (message := folder_error(config.value(key))):
             raise ConfigError(key, message)
     tokenizer = config.tokenizer
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
-    if tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
+    if "tokenizer" in sections and tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", "no such file")
-    for package in ("wandb", "mlflow", "trackio"):
+    for package in ("wandb", "mlflow", "trackio") if "metrics" in sections else ():
         if package in config.metrics.sinks and not is_installed(package):
             raise ConfigError(
                 "metrics.sinks", f"needs the package {package}: pip install -e '.[{package}]' in the clone"
             )
     for key, reader, path in _datasets(config):
-        if path and reader in _FILE_READERS and not exists(path):
+        is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
+        if path and is_checked and not exists(path):
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")
 
 

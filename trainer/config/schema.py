@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from trainer.system.console import printable
+from trainer.system.streams import printable
 
 
 class ConfigError(Exception):

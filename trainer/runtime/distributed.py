@@ -17,7 +17,6 @@ from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
 from trainer.runtime.rendezvous import connect, wait_for_all
-from trainer.system.console import shorten
 from trainer.system.process import local_rank, node_id
 from trainer.system.streams import print_error
 
@@ -99,7 +98,7 @@ def print_once_per_node(line: str) -> None:
     with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
         _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
         if _store().add(f"reported/{node_id()}", 1) == 1:
-            print_error(shorten(line))
+            print_error(line)
 
 
 def report_failure(error: BaseException) -> None:

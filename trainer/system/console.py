@@ -13,24 +13,12 @@ from contextlib import suppress
 
 from tqdm import tqdm
 
-LOGGER = logging.getLogger("meshwright")
+from trainer.system.streams import presentable
 
-MAX_LINE = 2000
-"""Maximum number of characters of a message. A message may repeat a value of any length."""
+LOGGER = logging.getLogger("meshwright")
 
 _LOCK = threading.RLock()
 """Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
-
-
-def printable(text: str) -> str:
-    """Return the text with every unprintable character, such as a newline, as its escape sequence."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def shorten(text: str) -> str:
-    """Return the text, or the beginning and the end of a text that is longer than MAX_LINE: an error's origin and its rule."""
-    half = (MAX_LINE - 5) // 2
-    return text if len(text) <= MAX_LINE else f"{text[:half]} ... {text[-half:]}"
 
 
 def _rank() -> int:
@@ -52,7 +40,7 @@ class ConsoleHandler(logging.Handler):
         # The streams of now: a caller may have replaced or closed those of the import.
         with suppress(OSError):  # a full disk or a closed terminal must not stop a run
             file = sys.stderr if is_warning else sys.stdout
-            print(f"{time.strftime('%H:%M:%S')} {rank}{shorten(text)}", file=file, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {rank}{presentable(text)}", file=file, flush=True)
 
 
 def _log(level: int, text: str) -> None:

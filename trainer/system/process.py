@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from trainer.system.signals import STOP_SIGNALS
-from trainer.system.streams import open_standard_streams, print_error
+from trainer.system.streams import open_standard_streams, print_error, require_stdout
 
 
 def cores() -> int:
@@ -68,8 +68,11 @@ def die_with_parent() -> None:
 
 def exit_on_interrupt() -> None:
     """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds.
-    Scripts call this first, so it also opens standard streams that are closed."""
+
+    Scripts call this first, so it also opens standard streams that are closed, and exits with code 2 if stdout was.
+    """
     open_standard_streams()
+    require_stdout()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
         signal.signal(signal.SIGINT, _exit_interrupted)
 

@@ -1,9 +1,46 @@
-"""Standard streams that a process can rely on, whatever its parent process passed to it."""
+"""Standard streams that a process can rely on, whatever its parent process passed to it, and the form of messages on them."""
 
 import io
 import os
 import sys
 from contextlib import suppress
+from typing import Any
+
+MAX_LINE = 2000
+"""Maximum number of characters of a line of a message. A message may repeat a value of any length."""
+STDOUT = "stdout"
+"""File name in an OSError about stdout."""
+
+
+def printable(text: str) -> str:
+    """Return the text with every unprintable character, such as a newline, as its escape sequence."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shorten(text: str) -> str:
+    """Return the text, or the beginning and the end of a text that is longer than MAX_LINE: an error's origin and its rule."""
+    half = (MAX_LINE - 5) // 2
+    return text if len(text) <= MAX_LINE else f"{text[:half]} ... {text[-half:]}"
+
+
+def presentable(text: str) -> str:
+    """Return a message whose lines are printable and short, so that a value in it can neither control nor fill the console."""
+    return "\n".join(shorten(printable(line)) for line in text.split("\n"))
+
+
+class ClosedStream(io.TextIOWrapper):
+    """A standard stream that the parent process has closed. What is written to it is lost."""
+
+
+class _Stdout(io.FileIO):
+    """The descriptor of stdout. Unlike those of Python's own stream, its errors say that they are about stdout."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            error.filename = STDOUT
+            raise
 
 
 def open_standard_streams() -> None:
@@ -20,10 +57,27 @@ def open_standard_streams() -> None:
             os.set_inheritable(descriptor, True)
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
+            setattr(sys, name, ClosedStream(os.fdopen(descriptor, "wb" if descriptor else "rb", closefd=False)))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test may have replaced it
             stream.reconfigure(errors="backslashreplace")
+
+
+def require_stdout() -> None:
+    """Exit with code 2 if the parent process has closed stdout, on which a command would print its result."""
+    if isinstance(sys.stdout, ClosedStream):
+        print_error("stdout is closed, so that no result can be printed; to discard the results, use > /dev/null")
+        sys.exit(2)
+
+
+def name_stdout_in_errors() -> None:
+    """Let errors of writing to stdout have the file name STDOUT."""
+    stream = sys.stdout
+    if stream is sys.__stdout__ and isinstance(stream, io.TextIOWrapper):  # a test may have replaced it
+        stream.flush()
+        raw = _Stdout(stream.fileno(), "w", closefd=False)
+        options = {"errors": stream.errors, "line_buffering": stream.line_buffering}
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, **options)
 
 
 def flush_standard_streams() -> None:
@@ -33,7 +87,7 @@ def flush_standard_streams() -> None:
             stream.flush()
 
 
-def print_error(line: str) -> None:
-    """Print a line on stderr. If nobody can read it, the exit code still reports the error."""
+def print_error(text: str) -> None:
+    """Print a line, or several, on stderr. If nobody can read it, the exit code still reports the error."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(presentable(text), file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 from scripts.dev.fuzz_cases.damage import NUMBERS, TEXTS, damage_bytes, require
 from trainer.config import ConfigError
 from trainer.config.fields import Setting, settings
-from trainer.config.load import load_config
+from trainer.config.load import FILE_SECTIONS, load_config
 from trainer.config.render import to_toml
 from trainer.config.schema import toml_value
 from trainer.run.resolve import resolve
@@ -76,10 +76,11 @@ def run(random: Random, fixtures: Path, folder: Path) -> str:
     path.write_bytes(_settings_file(random))
     size = random.choice(("debug",) * 8 + ("8b", "70b"))
     model = [] if b"[model]" in path.read_bytes() else ["--model.size", size]
-    config = load_config(["--config", str(path), *model, *_settings_words(random)], check_files=random.random() < 0.5)
+    checked = random.choice([(), FILE_SECTIONS])
+    config = load_config(["--config", str(path), *model, *_settings_words(random)], check_files=checked)
     rendered = folder / "rendered.toml"
     rendered.write_text(to_toml(config))
-    again = load_config(["--config", str(rendered)], check_files=False)
+    again = load_config(["--config", str(rendered)], check_files=())
     require(config == again, f"the configuration is another one after TOML:\n{config}\n{again}")
     try:
         resolve(config, random.choice((1, 1, 1, 2, 4, 8, 6, 64)))

@@ -161,7 +161,7 @@ MALFORMED = [
     ),
     ({"completion": "c"}, "the document has a completion but no prompt"),
     ({"prompt": "p"}, "the document has a prompt but no completion"),
-    ({"prompt": "p", "completion": ""}, "the completion is empty"),
+    *(({"prompt": "p", "completion": blank}, "the completion is empty") for blank in ("", " ", "\n\t", "\u2003")),
     ({"prompt": "p", "completion": [ANSWER]}, "prompt and completion are neither both text nor both lists of messages"),
     ({"prompt": 1, "completion": 2}, "prompt and completion are neither both text nor both lists of messages"),
     ({"prompt": [USER, ANSWER], "completion": [USER]}, "the conversation has no assistant message to train on"),

@@ -55,7 +55,12 @@ def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
             {"prompt": "x", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "b"}]},
             "the prompt is not the text of a message that both conversations share",
         ),
-        ({"prompt": "p", "chosen": "c", "rejected": ""}, "the completion is empty"),
+        ({"prompt": "p", "chosen": "c", "rejected": ""}, "the rejected answer is empty"),
+        ({"prompt": "p", "chosen": " \n", "rejected": "r"}, "the chosen answer is empty"),
+        (
+            {"prompt": [USER], "chosen": [ANSWER | {"content": " "}], "rejected": [OTHER]},
+            "message 2 is an empty answer",
+        ),
         ({"prompt": "p", "chosen": 1, "rejected": 2}, "prompt and completion are neither both text nor both lists"),
         (
             {"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]},
@@ -114,6 +119,32 @@ def test_answers_to_different_prompts_are_no_pair(role):
     with pytest.raises(MalformedConversation) as error:
         parse_preference(pair)
     assert str(error.value) == "the chosen answer begins with a user message, so the two prompts differ"
+
+
+QUESTION = USER | {"content": "another"}
+DIFFER = "the first messages of chosen and rejected differ, so the two prompts differ"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "reason"),
+    [
+        ([USER, ANSWER], [QUESTION, OTHER], DIFFER),
+        ([{"role": "system", "content": "s"}, USER, ANSWER], [USER, OTHER], DIFFER),
+        ([USER, ANSWER], [OTHER], DIFFER),
+        (
+            [USER, ANSWER, USER, ANSWER],
+            [USER, ANSWER, QUESTION, OTHER],
+            "the chosen answer begins with a user message, so",
+        ),
+        ([USER], [USER, OTHER], "the chosen conversation has only the message that both share, so no answer"),
+        ([USER, ANSWER], [USER], "the rejected conversation has only the message that both share, so no answer"),
+        ([ANSWER], [OTHER], "the document has no prompt"),
+        ([], [OTHER], "the document has no prompt"),
+    ],
+)
+def test_conversations_that_share_no_question_are_explained(chosen, rejected, reason):
+    with pytest.raises(MalformedConversation, match=f"^{reason}"):
+        parse_preference({"chosen": chosen, "rejected": rejected})
 
 
 @pytest.mark.parametrize("given", [{"weight": 0}, {"train": False}])

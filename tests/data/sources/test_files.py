@@ -1,5 +1,6 @@
 """Resolution of data.path to files."""
 
+import gzip
 import os
 
 import pytest
@@ -208,6 +209,20 @@ def test_folders_that_a_pattern_matches_are_reported(folder, capsys):
         "append /** to select the files below them"
     )
     assert read("text", f"{folder}/d*/**") == ["deep/a.md", "deep/c.txt"]
+
+
+@pytest.mark.parametrize("name", ["A.TXT", "A.Md", "A.TXT.GZ", "A.txt.Gz"])
+def test_endings_in_capital_letters_are_read(tmp_path, name):
+    content = b"loud"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    (tmp_path / "LIST.MANIFEST").write_text(f"{name}\n")
+    for path in (tmp_path, tmp_path / name, tmp_path / "LIST.MANIFEST", tmp_path / "A*"):
+        assert read("text", path) == ["loud"]
+
+
+def test_a_hidden_file_with_an_ending_in_capital_letters_is_reported(tmp_path):
+    (tmp_path / ".X.TXT").touch()
+    assert error_of("text", tmp_path)[1].endswith(f"hidden files and folders are ignored, such as {tmp_path}/.X.TXT")
 
 
 # ---------------------------------------------------------------- names that look like patterns

@@ -144,10 +144,9 @@ def test_a_dataset_of_several_splits_gives_the_one_that_is_set(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert read("huggingface", tmp_path) == ["a"]
     assert read("huggingface", tmp_path, split="test") == ["b"]
-    assert error_of("huggingface", tmp_path, split="dev") == (
-        "data.split",
-        f"{tmp_path} has no such split; available: train, test",
-    )
+    for split, hint in (("dev", ""), ("Train", "; did you mean 'train'?")):
+        message = f"{tmp_path} has no such split; available: train, test{hint}"
+        assert error_of("huggingface", tmp_path, split=split) == ("data.split", message)
 
 
 def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_path):

@@ -69,6 +69,22 @@ def test_megatron_documents_end_where_the_index_says(tmp_path, chunk_bytes, dtyp
     assert open_dataset("tokens", tmp_path / "x.bin").auxiliary_files == (str(tmp_path / "x.idx"),)
 
 
+@pytest.mark.parametrize("names", [("X.BIN", "X.IDX"), ("X.BIN", "X.idx"), ("x.bin", "x.IDX")])
+def test_the_index_of_a_file_with_capital_letters_is_not_overlooked(tmp_path, names):
+    file, idx = (tmp_path / name for name in names)
+    np.array(ROW, "<u2").tofile(file)
+    write_index(idx, [100, len(ROW) - 100])
+    for path in (tmp_path, file):
+        assert lists(read("tokens", path)) == [ROW[:100], ROW[100:]]
+    assert open_dataset("tokens", tmp_path).auxiliary_files == (str(idx),)
+
+
+def test_an_npy_file_with_capital_letters_is_no_raw_file(tmp_path):
+    np.save(tmp_path / "x.npy", np.array(ROW, "<u2"))
+    (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
+    assert lists(read("tokens", tmp_path)) == DOCUMENTS
+
+
 def test_the_last_megatron_document_may_be_empty(tmp_path):
     np.array(ROW, "<u2").tofile(tmp_path / "x.bin")
     write_index(tmp_path / "x.idx", [len(ROW), 0])

@@ -220,14 +220,15 @@ def test_a_tokenizer_json_without_eos_is_rejected(exported):
     config = TokenizerConfig(backend="huggingface", path=str(exported))
     files = "tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json"
     way = "name the token that ends a document as eos_token in tokenizer_config.json"
-    edit(exported / "tokenizer_config.json", eos_token="<|none|>")
+    edit(exported / "tokenizer_config.json", eos_token=None)
     assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}; {way}"
     for content in (b"[", b"[]", b'{"eos_token": "\xff"}'):
         (exported / "tokenizer_config.json").write_bytes(content)
         assert error_of(config) == f"{exported}/tokenizer_config.json is not a JSON object"
     (exported / "tokenizer_config.json").write_text("{}")
     (exported / "config.json").write_text('{"bos_token_id": 99999, "eos_token_id": true}')
-    assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}; {way}"
+    what = "eos_token_id true of config.json is not the id of one of the 2048 tokens"
+    assert error_of(config) == f"the tokenizer's folder names no EOS token in any of {files}; {what}; {way}"
     model = {"type": "BPE", "vocab": {"a": 0, "bb": 1}, "merges": [["a", "bb"]]}
     merged_too_long = json.dumps({"version": "1.0", "model": model}).encode()
     for content in (b"", b"{}", b"\xff", b"{", merged_too_long):  # the last one makes the package panic

@@ -88,20 +88,17 @@ def test_a_regular_expression_is_a_pattern(tmp_path):
 
 
 NAMES = "llama3, llama4, qwen2, gpt2, cl100k, o200k"
+LOSES = f"must be one of {NAMES}, or a regular expression that matches any text: this one would lose characters"
 
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
         ("(", f"is not a valid regular expression, and none of the names {NAMES}"),
-        (
-            "lama3",
-            f"must be one of {NAMES}, or a regular expression that matches any text: this one would lose characters",
-        ),
-        (
-            r"\p{L}+|\p{N}+|\s+",
-            f"must be one of {NAMES}, or a regular expression that matches any text: this one would lose characters",
-        ),
+        ("lama3", f"{LOSES}; did you mean 'llama3'?"),
+        ("Llama3", f"{LOSES}; did you mean 'llama3'?"),
+        ("CL100K(", f"is not a valid regular expression, and none of the names {NAMES}; did you mean 'cl100k'?"),
+        (r"\p{L}+|\p{N}+|\s+", LOSES),
     ],
 )
 def test_a_pattern_that_would_lose_text_is_rejected(tmp_path, pattern, message):

@@ -224,12 +224,49 @@ def test_other_contents_are_one_line_errors(tmp_path):
         folder = save(tokenizer_of(), tmp_path / str(i), eos_token="</s>", added_tokens_decoder=decoder)
         assert error_of(folder) == f"{folder}/tokenizer_config.json does not list added tokens with their ids"
     folder = save(tokenizer_of(), tmp_path / "extra", eos_token="</s>", additional_special_tokens=["<|user|>"])
-    assert error_of(folder) == (
-        "the tokenizer's folder names the special token <|user|>, which the vocabulary does not have; add it with "
-        "tokenizer.extra_special_tokens, or remove it from tokenizer_config.json"
-    )
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        folder = save(tokenizer_of(), tmp_path / file, eos_token="</s>")
+        edit(folder / file, additional_special_tokens=["<|user|>"])
+        assert error_of(folder) == f"{file} names the special token <|user|>, {MISSING}"
     folder = save(tokenizer_of(), tmp_path / "eos", bos_token="<s>", eos_token=None)
     assert error_of(folder) == (
         "the tokenizer's folder names no EOS token in any of tokenizer_config.json, special_tokens_map.json, "
         "generation_config.json, config.json; name the token that ends a document as eos_token in tokenizer_config.json"
     )
+
+
+MISSING = (
+    "which the vocabulary does not have; correct the name, remove it, or list the token with its id in "
+    "added_tokens_decoder of tokenizer_config.json"
+)
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("value", ["<|none|>", {"content": "<|none|>", "special": True}])
+def test_a_bos_or_eos_that_the_vocabulary_lacks_is_named_with_its_file(tmp_path, role, file, value):
+    """transformers would give the token a new id. A later file with an id, and a tokenizer without BOS, are no excuse."""
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    del config[role]
+    folder = save(tokenizer_of(), tmp_path / "own", **config)
+    edit(folder / file, **{role: value})
+    edit(folder / "config.json", bos_token_id=328, eos_token_id=329)
+    assert error_of(folder) == f"{file} names <|none|> as {role}, {MISSING}"
+    edit(folder / "tokenizer_config.json", added_tokens_decoder=added({330: special("<|none|>")}))
+    assert getattr(load(folder), role[:3]) == 330, "the way out works"
+
+
+@pytest.mark.parametrize("role", ["pad_token", "unk_token", "mask_token"])
+def test_a_role_that_training_does_not_use_may_name_a_missing_token(tmp_path, role):
+    folder = save(tokenizer_of(), tmp_path / "own", bos_token="<s>", eos_token="</s>", **{role: "<|none|>"})
+    assert (load(folder).bos, load(folder).eos) == (328, 329)
+
+
+def test_an_id_of_eos_that_is_no_token_is_shown(tmp_path):
+    folder = save(tokenizer_of(), tmp_path / "own", eos_token=None)
+    edit(folder / "generation_config.json", eos_token_id=[99999])
+    assert "; eos_token_id 99999 of generation_config.json is not the id of one of the 330 tokens; name " in error_of(
+        folder
+    )
+    edit(folder / "config.json", eos_token_id=329)
+    assert load(folder).eos == 329

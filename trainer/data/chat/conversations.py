@@ -78,7 +78,7 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     if completion is None:
         raise MalformedConversation("the document has a prompt but no completion")
     if isinstance(prompt, str) and isinstance(completion, str):
-        if not completion:
+        if not completion.strip():
             raise MalformedConversation("the completion is empty")
         _check_document_weight(document)
         return PromptCompletion(

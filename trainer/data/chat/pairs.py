@@ -24,6 +24,9 @@ def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tup
     # Some datasets repeat the chosen conversation as messages.
     repeated = ("messages",) if document.get("messages") in (chosen, prompt) else ()
     names = unused_fields(document, ("prompt", "chosen", "rejected", *BESIDE_MESSAGES, *repeated))
+    for name in ("chosen", "rejected"):
+        if isinstance(document[name], str) and not document[name].strip():
+            raise MalformedConversation(f"the {name} answer is empty")
     if isinstance(chosen, list) and isinstance(rejected, list):
         prompt, chosen, rejected = _split_pair(prompt, chosen, rejected)
     if prompt is None:
@@ -47,10 +50,19 @@ def _split_pair(prompt: Any, chosen: list, rejected: list) -> tuple[Any, list, l
             ):
                 raise MalformedConversation("the prompt is not the text of a message that both conversations share")
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        elif chosen[:1] == rejected[:1] and chosen:
+            name = "chosen" if len(chosen) == 1 else "rejected"
+            raise MalformedConversation(f"the {name} conversation has only the message that both share, so no answer")
         elif prompt is not None:
             prompt = [{"role": "user", "content": prompt}]
+        elif {"system", "user"} & {_first_role(chosen), _first_role(rejected)}:
+            raise MalformedConversation("the first messages of chosen and rejected differ, so the two prompts differ")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        role = answer[0].get("role") if answer and isinstance(answer[0], Mapping) else None
-        if prompt is not None and role in ("system", "user"):
+        if prompt is not None and (role := _first_role(answer)) in ("system", "user"):
             raise MalformedConversation(f"the {name} answer begins with a {role} message, so the two prompts differ")
     return prompt, chosen, rejected
+
+
+def _first_role(messages: list) -> str | None:
+    role = messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
+    return role if isinstance(role, str) else None

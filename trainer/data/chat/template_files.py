@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.config.fields import did_you_mean
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 from trainer.system.files import parse_json_object
 from trainer.system.model_folder import folder_problem, pointer_problem
@@ -35,7 +36,8 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
             raise ConfigError(SETTING, f"{path} {folder_problem(path) or f'holds {names}'}")
         path = file
     if not path.exists():
-        raise ConfigError(SETTING, f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder")
+        names = f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder"
+        raise ConfigError(SETTING, f"{names}{did_you_mean(choice, BUILT_IN)}")
     if path.suffix != ".json":
         config = path.with_name("tokenizer_config.json")
         return _read(path), _names(_json(config)) if config.is_file() else None

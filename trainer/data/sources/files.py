@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.config import ConfigError
 from trainer.data.sources.contents import advice_for, ending_of, list_endings
-from trainer.data.sources.streams import COMPRESSED
+from trainer.data.sources.streams import COMPRESSED, ends_in
 from trainer.system import console
 from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
 
@@ -37,11 +37,11 @@ def find_files(path: str, suffixes: tuple[str, ...], dataset: str) -> tuple[str,
 
     Args:
         path: a file, a folder, a pattern or a manifest.
-        suffixes: in folders, only files whose names end in one of these suffixes are selected.
+        suffixes: in folders, only files whose names end in one of these suffixes, in any case, are selected.
         dataset: type of the dataset, for messages.
     """
     search = _Search(suffixes=suffixes)
-    is_manifest = path.endswith(MANIFEST) and not os.path.isdir(path)
+    is_manifest = ends_in(path, MANIFEST) and not os.path.isdir(path)
     try:
         root, files = _from_manifest(path, search) if is_manifest else _find(path, "", search)
     except OSError as error:
@@ -78,12 +78,10 @@ def _selected(folder: str, search: _Search) -> Iterator[str]:
         for name in names:
             if name in metadata:
                 continue
-            if name.endswith(search.suffixes):
+            if ends_in(name, search.suffixes):
                 yield os.path.join(inner, name)
             else:
-                # An ending in capital letters is shown as it is, because it is the reason.
-                ending = ending_of(name)
-                search.other_endings[name[-len(ending) :] if ending in search.suffixes else ending] += 1
+                search.other_endings[ending_of(name)] += 1
 
 
 def describe_folder(folder: str, dataset: str) -> str:
@@ -108,7 +106,7 @@ def _describe(search: _Search, dataset: str) -> Iterator[str]:
 
 
 def _hidden(search: _Search) -> list[str]:
-    return [path for path in search.hidden if path.endswith(search.suffixes) or os.path.isdir(path)]
+    return [path for path in search.hidden if ends_in(path, search.suffixes) or os.path.isdir(path)]
 
 
 def _log(path: str, search: _Search) -> None:
@@ -148,7 +146,7 @@ def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
         for name in map(os.path.abspath, files):
             if name in listed:
                 raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed on line {listed[name]}")
-            if name.endswith(MANIFEST):
+            if ends_in(name, MANIFEST):
                 raise ConfigError("data.path", f"{manifest}:{number}: {name} is another manifest; list its lines here")
             listed[name] = number
     return os.path.commonpath([os.path.dirname(name) for name in listed]) if listed else "", list(listed)

@@ -17,16 +17,21 @@ class BrokenStream(Exception):
     """The reason why a compressed file cannot be read."""
 
 
+def ends_in(path: str, endings: str | tuple[str, ...]) -> bool:
+    """Return whether a path has one of these endings, in lower or upper case: some programs write names such as DATA.JSONL."""
+    return path.lower().endswith(endings)
+
+
 def is_compressed(path: str) -> bool:
-    return path.endswith(COMPRESSED)
+    return ends_in(path, COMPRESSED)
 
 
 def open_stream(path: str) -> BinaryIO:
     """Open a file as a stream of decompressed bytes. Raises ConfigError if the package that decompresses it
     is missing. Reading raises BrokenStream if the compressed data is damaged."""
-    if path.endswith(".gz"):
+    if ends_in(path, ".gz"):
         return io.BufferedReader(_Decompressor(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
-    if path.endswith(".zst"):
+    if ends_in(path, ".zst"):
         zstandard = require_package("zstandard", "data.path")
         new_stream = zstandard.ZstdDecompressor().decompressobj
         return io.BufferedReader(_Decompressor(path, "zstd", new_stream, zstandard.ZstdError))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
+from trainer.config.fields import did_you_mean
 from trainer.config.packages import require_package
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
 from trainer.data.sources.files import describe_folder, find_files
@@ -159,7 +160,9 @@ def _saved_files(config: DataConfig) -> list[str]:
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         splits = _json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
         if config.split not in splits:
-            raise ConfigError("data.split", f"{folder} has no such split; available: {', '.join(map(str, splits))}")
+            names = list(map(str, splits))
+            hint = did_you_mean(config.split, names)
+            raise ConfigError("data.split", f"{folder} has no such split; available: {', '.join(names)}{hint}")
         folder = os.path.join(folder, config.split)
     state = os.path.join(folder, "state.json")
     if not os.path.isfile(state):

@@ -12,6 +12,7 @@ import numpy as np
 from trainer.config import ConfigError, DataConfig
 from trainer.data.sources.files import find_files
 from trainer.data.sources.source import BadDocument, Source, Span, too_long
+from trainer.data.sources.streams import ends_in
 from trainer.data.tokenizer.protocol import Tokenizer
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ def _map(path: str, dtype: str, start: int) -> np.ndarray:
 
 def _open(path: str, raw_dtype: str) -> _TokenFile:
     """Open a token file. Raises ConfigError if the file is not a valid token file."""
-    if path.endswith(".npy"):
+    if ends_in(path, ".npy"):
         return _open_npy(path)
     idx = _index_path(path)
     if os.path.exists(idx):
@@ -96,7 +97,9 @@ def _open(path: str, raw_dtype: str) -> _TokenFile:
 
 
 def _index_path(path: str) -> str:
-    return path.removesuffix(".bin") + ".idx"
+    """Return the path of the index that belongs to a token file, whether it exists or not."""
+    stem = os.path.splitext(path)[0]
+    return next((file for ending in (".idx", ".IDX") if os.path.exists(file := stem + ending)), f"{stem}.idx")
 
 
 def _open_npy(path: str) -> _TokenFile:
@@ -237,7 +240,7 @@ def _document_ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
 
 def tokens(config: DataConfig, tokenizer: Tokenizer) -> Source:
     root, files = find_files(config.path, (".bin", ".npy"), config.dataset)
-    wrong = next((file for file in files if not file.endswith((".bin", ".npy"))), None)
+    wrong = next((file for file in files if not ends_in(file, (".bin", ".npy"))), None)
     if wrong is not None:
         raise _error(f"{wrong}: expected the name of a .bin or .npy file")
     dtype = {"uint16": "<u2", "uint32": "<u4"}[config.token_dtype]

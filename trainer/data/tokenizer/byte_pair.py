@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import tiktoken
 
 from trainer.config import ConfigError
+from trainer.config.fields import did_you_mean
 
 # In Llama 3: contractions, words, up to three digits, punctuation, spaces.
 LLAMA3_PATTERN = (
@@ -76,11 +77,9 @@ def byte_pair_encoding(
     try:
         encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=dict(special))
     except ValueError:
-        message = f"is not a valid regular expression, and none of the names {names}"
+        message = f"is not a valid regular expression, and none of the names {names}{did_you_mean(pattern, PATTERNS)}"
         raise ConfigError(setting, message) from None
     if encoding.decode(encoding.encode(_PROBE, disallowed_special=())) != _PROBE:
-        message = (
-            f"must be one of {names}, or a regular expression that matches any text: this one would lose characters"
-        )
-        raise ConfigError(setting, message)
+        message = f"must be one of {names}, or a regular expression that matches any text"
+        raise ConfigError(setting, f"{message}: this one would lose characters{did_you_mean(pattern, PATTERNS)}")
     return encoding

@@ -30,6 +30,13 @@ def name_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def missing_token(what: str, file: str) -> ConfigError:
+    """Return the error of a file that names a token that the vocabulary does not have. transformers would give it a new id."""
+    message = f"{file} names {what}, which the vocabulary does not have"
+    way = "correct the name, remove it, or list the token with its id in added_tokens_decoder of tokenizer_config.json"
+    return ConfigError("tokenizer.path", f"{message}; {way}")
+
+
 def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> set[str]:
     """Add the tokens of tokenizer_config.json and added_tokens.json to a tokenizer, as transformers does. Flags in
     tokenizer_config.json replace those in tokenizer.json. Return the names that the files give to special tokens. Raises
@@ -41,8 +48,10 @@ def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> 
         folder: the tokenizer's folder.
     """
     config = json_object(folder / "tokenizer_config.json")
-    names = config if "added_tokens_decoder" in config else config | json_object(folder / "special_tokens_map.json")
-    listed = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
+    replacing = {} if "added_tokens_decoder" in config else json_object(folder / "special_tokens_map.json")
+    names = config | replacing
+    field = next((name for name in ("extra_special_tokens", "additional_special_tokens") if names.get(name)), "")
+    listed = names.get(field, [])
     listed = list(listed.values()) if isinstance(listed, Mapping) else listed
     extra = [name_of(value) for value in listed] if isinstance(listed, list) else []
     special = {*(name_of(names.get(role)) for role in _NAMED), *extra} - {None}
@@ -56,9 +65,8 @@ def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> 
             raise ConfigError("tokenizer.path", message)
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     if missing := [name for name in extra if name and tokenizer.token_to_id(name) is None]:
-        message = f"the tokenizer's folder names the special token {missing[0]}, which the vocabulary does not have"
-        way = "add it with tokenizer.extra_special_tokens, or remove it from tokenizer_config.json"
-        raise ConfigError("tokenizer.path", f"{message}; {way}")
+        file = "special_tokens_map.json" if field in replacing else "tokenizer_config.json"
+        raise missing_token(f"the special token {missing[0]}", file)
     known = sorted(name for name in special - added if tokenizer.token_to_id(name) is not None)
     tokenizer.add_special_tokens([package.AddedToken(name, special=True, normalized=False) for name in known])
     return special

@@ -12,6 +12,7 @@ from trainer.config.packages import require_package
 from trainer.data.tokenizer.hf_added_tokens import (
     add_configured_tokens,
     json_object,
+    missing_token,
     name_of,
     protect_special,
     with_added_tokens,
@@ -82,7 +83,7 @@ class HuggingFaceTokenizer(Tokenizer):
         for file in _NAMES:
             config = json_object(path.with_name(file))
             if "bos_token" in config:
-                return ids.get(name_of(config["bos_token"]))
+                return _named_token("bos_token", config, file, ids)
         if len(self.prefix) == 1:
             return self.prefix[0]
         if path.with_name(_NAMES[0]).exists():
@@ -92,14 +93,18 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _find_eos(self, path: Path, ids: Mapping[str, int]) -> int:
         """Return the id of the EOS token, as specified by a file in the tokenizer's folder."""
+        unknown = ""
         for file in (*_NAMES, *_IDS):
             config = json_object(path.with_name(file))
-            name, token = name_of(config.get("eos_token")), config.get("eos_token_id")
+            if (token := _named_token("eos_token", config, file, ids)) is not None:
+                return token
+            token = config.get("eos_token_id")
             token = token[0] if isinstance(token, list) and token else token
-            token = token if name is None else ids.get(name)
             if self._is_token(token):
                 return token
-        message = f"the tokenizer's folder names no EOS token in any of {', '.join((*_NAMES, *_IDS))}"
+            if token is not None and not unknown:
+                unknown = f"; eos_token_id {json.dumps(token):.40} of {file} is not the id of one of the {self.vocab_size} tokens"
+        message = f"the tokenizer's folder names no EOS token in any of {', '.join((*_NAMES, *_IDS))}{unknown}"
         way = "name the token that ends a document as eos_token in tokenizer_config.json"
         raise ConfigError("tokenizer.path", f"{message}; {way}")
 
@@ -130,6 +135,19 @@ class HuggingFaceTokenizer(Tokenizer):
         if _stated_add_bos(config) not in (None, adds_bos):
             files["tokenizer_config.json"] = json_bytes(config | {"add_bos_token": adds_bos})
         return files
+
+
+def _named_token(role: str, config: Mapping[str, Any], file: str, ids: Mapping[str, int]) -> int | None:
+    """Return the id of the token that a configuration gives a role such as eos_token, or None if it names none.
+
+    file: name of the configuration's file. ids: token -> id. Raises ConfigError if the vocabulary does not have the token.
+    """
+    name = name_of(config.get(role))
+    if not name:
+        return None
+    if name not in ids:
+        raise missing_token(f"{name} as {role}", file)
+    return ids[name]
 
 
 def _stated_add_bos(config: Mapping[str, Any]) -> bool | None:
