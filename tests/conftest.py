@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # The suite draws the same random input each time; `pytest tests/fuzz --hypothesis-profile=long` draws much more of it.
 _CHECKS = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
 hypothesis.settings.register_profile(
-    "short", max_examples=30, deadline=None, suppress_health_check=_CHECKS, derandomize=True
+    "short", max_examples=50, deadline=None, suppress_health_check=_CHECKS, derandomize=True
 )
 hypothesis.settings.register_profile("long", max_examples=2000, deadline=None, suppress_health_check=_CHECKS)
 hypothesis.settings.load_profile("short")

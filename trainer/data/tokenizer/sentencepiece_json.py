@@ -5,6 +5,7 @@ with one, ignore the normalization, or load every model as byte-pair encoding. A
 """
 
 import base64
+import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,11 @@ def parse(content: bytes) -> "ModelProto":
     protobuf cannot load the classes that this library ships: they work only with certain versions of protobuf."""
     try:
         # Imported here, because only runs with a sentencepiece model shall need the protobuf version that fits.
-        from sentencepiece.sentencepiece_model_pb2 import ModelProto
+        model_class = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto
     except Exception as error:
         message = f"sentencepiece needs another version of the package protobuf: {error}"
         raise ConfigError("tokenizer.backend", " ".join(message.split())) from None
-    model = ModelProto.FromString(content)
+    model = model_class.FromString(content)
     wrong = next((token for token, piece in enumerate(model.pieces) if isinstance(piece.piece, bytes)), None)
     if wrong is not None:
         raise ConfigError("tokenizer.path", f"piece {wrong} of this sentencepiece model is not UTF-8 text")
@@ -46,8 +47,8 @@ def tokenizer_json(model: "ModelProto", bos: int | None) -> dict[str, Any] | Non
     A piece of the type "user-defined" ends a text, as a special token does in a chat: the space that sentencepiece adds before a
     text is also added after such a piece.
     """
-    trainer, unknown = model.trainer_spec, names_of_type(model, "UNKNOWN")
-    is_converted = trainer.model_type in (trainer.BPE, trainer.UNIGRAM) and not trainer.treat_whitespace_as_suffix
+    spec, unknown = model.trainer_spec, names_of_type(model, "UNKNOWN")
+    is_converted = spec.model_type in (spec.BPE, spec.UNIGRAM) and not spec.treat_whitespace_as_suffix
     if not is_converted or not model.normalizer_spec.escape_whitespaces:
         return None
     if not unknown or names_of_type(model, "UNUSED"):
@@ -66,7 +67,7 @@ def tokenizer_json(model: "ModelProto", bos: int | None) -> dict[str, Any] | Non
         "pre_tokenizer": None,
         "post_processor": None if bos is None else prepend_bos(model.pieces[bos].piece, bos),
         "decoder": {"type": "Sequence", "decoders": [*_decoders(model)]},
-        "model": _bpe(model, unknown) if trainer.model_type == trainer.BPE else _unigram(model, unknown),
+        "model": _bpe(model, unknown) if spec.model_type == spec.BPE else _unigram(model, unknown),
     }
 
 
