@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.fuzz.check import limits, may_refuse
-from tests.fuzz.strategies import SAMPLES, TEXTS, Changed, Missing, Replaced, byte_changes, file_change, sometimes
+from tests.fuzz.strategies import (
+    SAMPLES,
+    TEXTS,
+    ByteChange,
+    Changed,
+    Missing,
+    Replaced,
+    byte_changes,
+    file_change,
+    sometimes,
+)
 from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -99,7 +109,12 @@ def _check(tokenizer: Tokenizer, is_byte_level: bool) -> None:
     tokenizer.decode(list(range(size)))
 
 
+_BROKEN_BYTE_PIECE = Changed((ByteChange("overwrite", start=66, length=1),))
+"""Change of a sentencepiece model that spoils the name <0x01>. The library quotes it in a message, which is not UTF-8 then."""
+
+
 @given(cases())
+@example(Case("sentencepiece", {"tokenizer.model": _BROKEN_BYTE_PIECE}, (), {}))
 def test_a_tokenizer_is_refused_with_one_line_or_is_consistent(intact_files, case):
     with limits() as folder:
         for name in _FILES[case.backend]:

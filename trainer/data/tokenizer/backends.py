@@ -155,7 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(content)
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, UnicodeDecodeError):  # the last: its message quotes a piece that is not UTF-8
             raise ConfigError("tokenizer.path", f"{path} is not a sentencepiece model") from None
         self.vocab_size = processor.vocab_size()
         self.bos = processor.bos_id() if processor.bos_id() >= 0 else None
