@@ -19,7 +19,7 @@ PYTHON_CODE
 }
 
 use_environment() {
-    local modules="jinja2 numpy safetensors sentencepiece tensorboard tiktoken tomli torch tqdm xxhash $1"
+    local modules="jinja2 numpy google.protobuf safetensors sentencepiece tensorboard tiktoken tomli torch tqdm xxhash $1"
     local extra="${2:+[$2]}"
     local venv="$ROOT/.venv"
     PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"

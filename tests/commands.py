@@ -1,5 +1,6 @@
 """Commands of scripts/, called in the process of the tests. Importing torch takes seconds in each new process."""
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -7,6 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 from unittest import mock
 
 from tests.conftest import ROOT
@@ -15,13 +19,26 @@ from trainer.config.command_line import run_to_end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 
 
-def run_script(script: str, *words: object) -> subprocess.CompletedProcess[str]:
-    """Call the main function of a script with arguments, in the root folder. Return its exit code and output."""
+def parser_of(main: Callable[[], None]) -> argparse.ArgumentParser:
+    """Return the parser of a command without parsing any arguments."""
+    parsers = []
+
+    def parse(self: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parsers.append(self)
+        raise SystemExit
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", parse), contextlib.suppress(SystemExit):
+        main()
+    return parsers[0]
+
+
+def run_script(script: str, *words: object, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Call the main function of a script with arguments, in a folder. Return its exit code and output."""
     main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
-    argv, folder = [script, *map(str, words)], os.getcwd()
+    argv, previous = [script, *map(str, words)], os.getcwd()
     out, err, code = io.StringIO(), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    os.chdir(ROOT)
+    os.chdir(folder)
     try:
         with (
             mock.patch.object(sys, "argv", argv),
@@ -32,7 +49,7 @@ def run_script(script: str, *words: object) -> subprocess.CompletedProcess[str]:
     except SystemExit as exit:
         code = exit.code or 0
     finally:
-        os.chdir(folder)
+        os.chdir(previous)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())

@@ -2,6 +2,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -9,6 +10,14 @@ from tests.faults.harness import CONFIG, write_corpus
 from trainer.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent
+
+# The suite draws the same random input each time; `pytest tests/fuzz --hypothesis-profile=long` draws much more of it.
+_CHECKS = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+hypothesis.settings.register_profile(
+    "short", max_examples=50, deadline=None, suppress_health_check=_CHECKS, derandomize=True
+)
+hypothesis.settings.register_profile("long", max_examples=2000, deadline=None, suppress_health_check=_CHECKS)
+hypothesis.settings.load_profile("short")
 
 # A background job of a shell ignores SIGINT, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,5 +3,5 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/environment.sh"
-use_environment "pytest xdist" dev
+use_environment "pytest hypothesis xdist" dev
 exec "$PYTHON" "$ROOT/scripts/dev/gpu_acceptance.py" "$@"

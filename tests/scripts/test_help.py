@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from scripts.dev.fuzz_cases.commands import parser_of
+from tests.commands import parser_of
 from tests.conftest import ROOT
 
 COMMANDS = sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.py"))

@@ -1,5 +1,7 @@
 """Token files. The default tokenizer has 2048 tokens, and 1793 is EOS."""
 
+import io
+import pickle
 import struct
 
 import numpy as np
@@ -11,6 +13,13 @@ EOS = 1793
 ROW = [5, 6, EOS, 7, EOS, EOS, *range(200), EOS, 8, 9]
 DOCUMENTS = [[5, 6, EOS], [7, EOS], [EOS], [*range(200), EOS], [8, 9]]
 CHUNK_SIZES = [2, 6, 50, 2**40]
+NO_NPY = "{} is truncated, or it is not a .npy file of numbers (Python objects are never loaded)"
+
+
+def header(shape):
+    """Return a .npy file of uint16 with any shape in its header, and two tokens."""
+    text = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + bytes(4)
 
 
 def lists(documents):
@@ -141,8 +150,11 @@ def test_truncated_files_are_rejected(tmp_path):
     assert error_of("tokens", file) == ("data.path", message)
     npy = tmp_path / "x.npy"
     np.save(npy, np.array(ROW, "<u2"))
-    npy.write_bytes(npy.read_bytes()[:-1])
-    assert error_of("tokens", npy) == ("data.path", f"{npy}: expected 418 bytes of tokens, found 417")
+    content = npy.read_bytes()
+    npy.write_bytes(content[:-1])
+    assert error_of("tokens", npy) == ("data.path", NO_NPY.format(npy))
+    npy.write_bytes(content + b"\0\0")
+    assert error_of("tokens", npy) == ("data.path", f"{npy}: expected 418 bytes of tokens, found 420")
 
 
 def test_tokens_outside_the_vocabulary_are_rejected_with_their_offset(tmp_path):
@@ -173,8 +185,16 @@ def test_npy_files_without_a_row_of_tokens_are_rejected(tmp_path):
     np.save(file, np.zeros((2, 3), "<u2"))
     assert error_of("tokens", file) == ("data.path", f"{found} uint16 of shape (2, 3)")
     np.save(file, np.array([{"a": 1}], object), allow_pickle=True)
-    assert error_of("tokens", file) == ("data.path", f"{file} holds Python objects, which are never loaded")
+    assert error_of("tokens", file) == ("data.path", NO_NPY.format(file))
+    archive = io.BytesIO()
+    np.savez(archive, tokens=np.array(ROW))
     for content in (
+        archive.getvalue(),
+        pickle.dumps([1]),
+        header("(2**62,)"),
+        header(f"({2**62},)"),
+        header(f"({10**30},)"),
+        header("(-1,)"),
         b"",
         b"\x93NUMPY\x01",
         b"something else",
@@ -182,7 +202,7 @@ def test_npy_files_without_a_row_of_tokens_are_rejected(tmp_path):
         b"\x93NUMPY\x01\x00\x06\x00((((((",
     ):
         file.write_bytes(content)
-        assert error_of("tokens", file) == ("data.path", f"{file} is not a .npy file")
+        assert error_of("tokens", file) == ("data.path", NO_NPY.format(file))
 
 
 def test_documents_that_are_too_long_are_reported_with_their_offset(tmp_path):

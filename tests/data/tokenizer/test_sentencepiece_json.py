@@ -2,12 +2,16 @@
 
 import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import tokenizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from tests.data.random_text import SCRIPTS, random_documents
 from tests.data.tokenizer.test_backends import train_sentencepiece
+from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import load_tokenizer
 
 LLAMA = dict(
@@ -120,3 +124,23 @@ def test_transformers_loads_the_same_tokens(mixed, tmp_path):
         assert loaded(text, add_special_tokens=False, split_special_tokens=True).input_ids == tokens
         assert not {tokenizer.bos, tokenizer.eos} & set(tokens)
     assert tokenizer.decode(tokenizer.encode("  two spaces")) == "  two spaces"
+
+
+def test_a_sentencepiece_model_needs_a_protobuf_version_that_fits(tmp_path, monkeypatch):
+    config = train_sentencepiece(tmp_path)
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)  # its import fails
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(config)
+    assert str(error.value).startswith(
+        "tokenizer.backend: sentencepiece needs another version of the package protobuf: "
+    )
+
+
+def test_a_model_with_a_piece_that_is_not_utf8_is_rejected(tmp_path):
+    config = train_sentencepiece(tmp_path)
+    path = Path(config.path)
+    model = ModelProto.FromString(path.read_bytes())
+    model.pieces[-1].piece = "broken"
+    path.write_bytes(model.SerializeToString().replace(b"broken", b"brok\xff\xfe"))
+    with pytest.raises(ConfigError, match="piece 399 of this sentencepiece model is not UTF-8 text"):
+        load_tokenizer(config)

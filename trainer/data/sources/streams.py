@@ -39,7 +39,10 @@ def open_stream(path: str) -> BinaryIO:
 
 
 class _Decompressor(io.RawIOBase):
-    """Stream of decompressed bytes. The contents of all compressed streams in a file are concatenated."""
+    """Stream of decompressed bytes. The contents of all compressed streams in a file are concatenated.
+
+    `gzip.open` reads an empty file as an empty document, and zstandard's own reader also a truncated one; here both are errors.
+    """
 
     def __init__(self, path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]):
         self._file = open(path, "rb")  # noqa: SIM115  closed with this object

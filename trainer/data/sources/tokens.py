@@ -103,23 +103,20 @@ def _index_path(path: str) -> str:
 
 
 def _open_npy(path: str) -> _TokenFile:
-    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
-        with open(path, "rb") as file:
-            shape, _, dtype = read_header[np.lib.format.read_magic(file)](file)
-            start = file.tell()
+        with np.errstate(over="ignore"):  # a size beyond 2**63 bytes raises an exception too
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError:
         raise
     except Exception:  # numpy evaluates the header as Python, which raises exceptions of many types
-        raise _error(f"{path} is not a .npy file") from None
-    if dtype.hasobject:
-        raise _error(f"{path} holds Python objects, which are never loaded")
-    if dtype.kind not in "iu" or len(shape) != 1:
-        raise _error(f"{path}: expected one row of integers, found {dtype} of shape {shape}")
-    num_bytes, expected = os.path.getsize(path) - start, shape[0] * dtype.itemsize
-    if num_bytes != expected:
-        raise _error(f"{path}: expected {expected} bytes of tokens, found {num_bytes}")
-    return _TokenFile(_map(path, dtype.str, start), start, None)
+        tokens = None
+    if not isinstance(tokens, np.memmap):  # a .npz archive is none
+        raise _error(f"{path} is truncated, or it is not a .npy file of numbers (Python objects are never loaded)")
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+        raise _error(f"{path}: expected one row of integers, found {tokens.dtype} of shape {tokens.shape}")
+    if (num_bytes := os.path.getsize(path) - tokens.offset) != tokens.nbytes:
+        raise _error(f"{path}: expected {tokens.nbytes} bytes of tokens, found {num_bytes}")
+    return _TokenFile(tokens, tokens.offset, None)
 
 
 def _read_index(path: str) -> tuple[_Index, str]:

@@ -16,7 +16,6 @@ from trainer.data.tokenizer.hf_added_tokens import json_object, name_of
 from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_files, tokenizer_json
 from trainer.data.tokenizer.huggingface import HuggingFaceTokenizer
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
-from trainer.data.tokenizer.sentencepiece_proto import CONTROL, USER_DEFINED, parse
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.data.tokenizer.tekken import TekkenTokenizer
 from trainer.system.model_folder import folder_problem, pointer_problem
@@ -156,7 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.LoadFromSerializedProto(content)
-        except (RuntimeError, OSError):
+        except (RuntimeError, OSError, UnicodeDecodeError):  # the last: its message quotes a piece that is not UTF-8
             raise ConfigError("tokenizer.path", f"{path} is not a sentencepiece model") from None
         self.vocab_size = processor.vocab_size()
         self.bos = processor.bos_id() if processor.bos_id() >= 0 else None
@@ -169,9 +168,9 @@ class SentencePieceTokenizer(Tokenizer):
             self.prefix = ()
             self.files |= json_files({"tokenizer_config.json": {"add_bos_token": False}})
             self.fingerprint += "-without-bos"
-        self._model = parse(content)
-        self._control = self._model.of_type(CONTROL)
-        special = self._control | self._model.of_type(USER_DEFINED)
+        self._model = sentencepiece_json.parse(content)
+        self._control = sentencepiece_json.names_of_type(self._model, "CONTROL")
+        special = self._control | sentencepiece_json.names_of_type(self._model, "USER_DEFINED")
         self.special_tokens = {special[token]: token for token in sorted(special)}
         # Sentencepiece prepends a space to every text, so that a word has the same token at every position.
         anchor = self.encode(_ANCHOR)
@@ -220,7 +219,7 @@ class SentencePieceTokenizer(Tokenizer):
         ids = {"bos_token": self.bos, "eos_token": self.eos, "unk_token": unknown if unknown >= 0 else None}
         config = {key: None if token is None else self._processor.id_to_piece(token) for key, token in ids.items()}
         config |= {"add_bos_token": bool(self.prefix), "add_eos_token": False, "clean_up_tokenization_spaces": False}
-        if not self._model.adds_prefix:
+        if not self._model.normalizer_spec.add_dummy_prefix:
             config["add_prefix_space"] = False  # llama.cpp would add one
         files = {"tokenizer.model": self.files["tokenizer.model"]}
         content = sentencepiece_json.tokenizer_json(self._model, self.bos if self.prefix else None)
