@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event
 
 from trainer.config import ConfigError
-from trainer.system.console import MAX_LINE, shorten
+from trainer.system.streams import MAX_LINE, shorten
 from trainer.system.units import GIB
 
 CPU_LIMIT_S = 10

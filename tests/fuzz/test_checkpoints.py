@@ -104,7 +104,9 @@ def test_a_changed_checkpoint_is_ignored_or_refused_or_has_the_saved_tensors(tra
             return
         try:
             with may_refuse(expected=not is_unchanged):
-                HfExport.open(resolve_checkpoint(damaged), DTYPES["fp32"]).write(folder / "out", 2**30, lambda count: None)
+                HfExport.open(resolve_checkpoint(damaged), DTYPES["fp32"]).write(
+                    folder / "out", 2**30, lambda count: None
+                )
                 assert is_unchanged or case.is_forged, "a damaged checkpoint was exported"
         except CorruptError as damage:
             refusal_of(damage)
