@@ -57,7 +57,7 @@ def _losses_and_gradient(
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     # In place, because the logits are the largest tensor of a step.
     logits -= largest
-    target_logits = logits.gather(1, target_rows)
+    target_logits = own_target_logits = logits.gather(1, target_rows)
     sums = logits.exp_().sum(-1, keepdim=True)
     if group is not None:
         sums_and_targets = torch.stack((sums, target_logits * is_on_rank))
@@ -68,13 +68,13 @@ def _losses_and_gradient(
         return losses, None
     scale = is_target * grad_losses
     logits *= scale / sums
-    target_gradients = logits.gather(1, target_rows) - scale * is_on_rank
+    # fp32, because a probability near 1 is 1 in bf16. On another rank than the target's, this is the gradient of row 0.
+    target_gradients = own_target_logits.exp() * (scale / sums) - scale * is_on_rank
     if softcap is not None:
         slope = tanh.square_().neg_().add_(1)
         logits *= slope
         target_gradients *= slope.gather(1, target_rows)
-    # Computed before the cast, because a probability near 1 is 1 in bf16. Scattered after it, so that compiled code writes no
-    # fp32 gradient of the logits.
+    # Written after the cast: compiled code then does not write the fp32 gradient of the logits.
     return losses, logits.to(weight.dtype).scatter_(1, target_rows, target_gradients.to(weight.dtype))
 
 
