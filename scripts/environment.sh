@@ -14,7 +14,7 @@ import importlib.metadata, importlib.util, sys
 assert sys.version_info >= (3, 10)
 assert all(importlib.util.find_spec(name) for name in sys.argv[1].split())
 major, minor = importlib.metadata.version("torch").split(".")[:2]
-assert (2, 11) <= (int(major), int(minor)) < (2, 14)
+assert (2, 11) <= (int(major), int(minor)) < (2, 16)
 PYTHON_CODE
 }
 

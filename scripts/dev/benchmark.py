@@ -213,8 +213,7 @@ def _parser() -> Arguments:
     checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
     data = commands.add_parser("data", help=of_data, doc=of_data)
     for command, option, default, text in (
-        (peers, "ranks", 1, "number of ranks"),
-        (peers, "threads", 2, "number of CPU threads of each rank"),
+        (peers, "threads", 2, "number of CPU threads"),
         (peers, "steps", 5, "number of steps in a repeat"),
         (peers, "repeats", 5, "number of repeats of each contender; the table shows the median of all steps"),
         (start, "threads", 2, "number of CPU threads"),
@@ -245,13 +244,11 @@ def _add_peers_options(peers: Arguments) -> None:
         nargs="+",
         choices=list(CONTENDERS),
         metavar="NAME",
-        help=f"training loops to compare, the baseline first: {', '.join(CONTENDERS)} (default: those for this number of ranks)",
+        help=f"training loops to compare, the baseline first: {', '.join(CONTENDERS)} (default: all, on a GPU without kernels)",
     )
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of forward and backward")
     add("--device", choices=["cpu", "gpu"], default="cpu", help="device of the contenders, which share a GPU's memory")
     add("--compiled", action="store_true", help="compile every contender's model")
-    log_help = "log every step to the console and, except the plain loops, to TensorBoard; with accelerate, to JSON too"
-    add("--log", action="store_true", help=log_help)
     tolerances = ", ".join(f"{x:g} in {dtype}" for dtype, x in TOLERANCES.items())
     tolerance_help = f"largest relative deviation of losses (default: {tolerances})"
     add("--tolerance", type=positive_float, default=None, metavar="X", help=tolerance_help)

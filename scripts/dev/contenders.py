@@ -1,10 +1,9 @@
-"""Training loops to compare with the trainer's: plain loops around the same model, transformers' Trainer and accelerate.
+"""Training loops to compare with the trainer's on one rank: a plain loop, accelerate, and transformers' Trainer.
 
 Each contender trains the same architecture from the same weights on the same tokens, with AdamW and clipping. It runs in its own
-processes, which sleep while another contender runs. `benchmark.py peers` starts them and compares their times.
+process, which sleeps while another contender runs. `benchmark.py peers` starts them and compares their times.
 """
 
-import json
 import os
 import resource
 import time
@@ -19,7 +18,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from models import MODELS
 from models.llama import LlamaSizes
@@ -46,29 +44,25 @@ class Task:
 
     sizes: LlamaSizes
     batch: int
-    """Number of samples in a step on each rank."""
+    """Number of samples in a step."""
     seq: int
-    ranks: int
     threads: int
-    """Number of CPU threads of each rank."""
+    """Number of CPU threads."""
     dtype: str
     """Precision of forward and backward: "fp32" or "bf16"."""
     compiled: bool
     device: DeviceChoice
-    log: bool
-    """Whether the contenders log each step: the plain loops to the console, transformers to the console and TensorBoard, this
-    trainer and accelerate to the console, a JSONL file and TensorBoard."""
     folder: Path
     """Folder for tokens.npy and for the files that contenders write."""
 
-    def rows(self, rank: int) -> Iterator[Tensor]:
-        """Yield this rank's samples of each step, (batch, seq + 1)."""
-        return plain_loop.rows(self.folder / "tokens.npy", self.seq, self.batch, rank, self.ranks)
+    def rows(self) -> Iterator[Tensor]:
+        """Yield the samples of each step, (batch, seq + 1)."""
+        return plain_loop.rows(self.folder / "tokens.npy", self.seq, self.batch)
 
-    def flags(self, layout: str = "dp_shard") -> list[str]:
-        """Return the command-line arguments with which the trainer does this work. layout: axis of the ranks."""
+    def flags(self, log_interval_steps: int = _NEVER) -> list[str]:
+        """Return the command-line arguments with which the trainer does this work."""
         values = {
-            "run.name": f"meshwright-{layout}",
+            "run.name": "meshwright",
             "run.output_folder": self.folder,
             "run.device": self.device,
             "model.name": "llama3",
@@ -83,23 +77,20 @@ class Task:
             "training.steps": _NEVER,
             "training.seq_len": self.seq,
             "training.local_batch_size": self.batch,
-            "training.global_batch_size": self.batch * self.ranks,
+            "training.global_batch_size": self.batch,
             "training.compute_dtype": self.dtype,
             "training.max_norm": MAX_NORM,
             "training.cpu_threads": self.threads,
             "training.loss_chunk_tokens": self.batch * self.seq,
             "optimizer.lr": LR,
             "lr_schedule.min_lr_ratio": 1.0,
-            f"parallel.{layout}": self.ranks,
             "compile.enabled": str(self.compiled).lower(),
             "checkpoint.enabled": "false",
             "resilience.hang_timeout_s": 0,  # a pause is not a hang
-            "metrics.interval_steps": 1 if self.log else _NEVER,
-            "metrics.sinks": "console,jsonl,tensorboard" if self.log else "console,jsonl",
+            "metrics.interval_steps": log_interval_steps,
+            "metrics.sinks": "console,jsonl",
             **{f"model.overrides.{name}": str(size).lower() for name, size in asdict(self.sizes).items()},
         }
-        if layout == "dp_replicate":
-            values["parallel.dp_shard"] = 1
         defaults = self.folder / "defaults.toml"
         defaults.touch()
         return ["--config", str(defaults), *flags({key: str(value) for key, value in values.items()})]
@@ -154,85 +145,52 @@ def _autocast(task: Task, device: torch.device) -> torch.autocast:
 
 def _loop(
     task: Task,
-    rank: int,
     pacer: Pacer,
     model: nn.Module,
     wrapped: nn.Module,
     prepare: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer,
     backward: Callable[[Tensor], Any] = Tensor.backward,
-    write: Callable[[dict[str, float], int], None] = lambda values, step: None,
 ) -> None:
-    """Train. model: holds the parameters. wrapped: computes the logits. prepare: wraps the optimizer. write: writes the values of
-    a step to files."""
+    """Train.
+
+    Args:
+        task: The work.
+        pacer: Called before each step.
+        model: Holds the parameters.
+        wrapped: Computes the logits.
+        prepare: Wraps the optimizer.
+        backward: Computes the gradients of a loss.
+    """
     optimizer = prepare(adamw(model.parameters()))
     autocast = _autocast(task, pacer.device)
     wrapped = torch.compile(wrapped) if task.compiled else wrapped
-    for step, row in enumerate(task.rows(rank), start=1):
+    for row in task.rows():
         pacer.before_step()
         with autocast:
             loss = cross_entropy(wrapped, row.to(pacer.device))
         backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         pacer.losses.append(loss.detach())
-        if task.log:
-            values = {"loss": loss.item(), "grad_norm": norm.item(), "learning_rate": LR}
-            print(f"step {step} loss {values['loss']:.4f} grad norm {values['grad_norm']:.3f}", flush=True)
-            write(values, step)
 
 
-def plain(task: Task, rank: int, pacer: Pacer) -> None:
+def plain(task: Task, pacer: Pacer) -> None:
     model = _model(task, pacer.device)
-    _loop(task, rank, pacer, model, model)
+    _loop(task, pacer, model, model)
 
 
-def ddp(task: Task, rank: int, pacer: Pacer) -> None:
-    model = _model(task, pacer.device)
-    _loop(task, rank, pacer, model, nn.parallel.DistributedDataParallel(model))
-
-
-def fsdp2(task: Task, rank: int, pacer: Pacer) -> None:
-    """FSDP2 as its tutorial applies it: each block, then the rest."""
-    model = _model(task, pacer.device)
-    for block in model.layers.values():
-        fully_shard(block)
-    fully_shard(model)
-    _loop(task, rank, pacer, model, model)
-
-
-def accelerate(task: Task, rank: int, pacer: Pacer) -> None:
+def accelerate(task: Task, pacer: Pacer) -> None:
     accelerator = require_package("accelerate", "").Accelerator(
-        cpu=pacer.device.type == "cpu",
-        mixed_precision="bf16" if task.dtype == "bf16" else "no",
-        log_with="tensorboard" if task.log else None,
-        project_dir=task.folder,
+        cpu=pacer.device.type == "cpu", mixed_precision="bf16" if task.dtype == "bf16" else "no"
     )
-    accelerator.init_trackers("accelerate")
-    records = (task.folder / "accelerate.jsonl").open("a")
-
-    def write(values: dict[str, float], step: int) -> None:
-        if accelerator.is_main_process:
-            records.write(json.dumps(values | {"step": step}) + "\n")
-            records.flush()
-        accelerator.log(values, step)
-
     model = _model(task, pacer.device)
     wrapped = accelerator.prepare(model)
     # accelerate casts by itself.
-    _loop(
-        replace(task, dtype="fp32"),
-        rank,
-        pacer,
-        model,
-        wrapped,
-        prepare=accelerator.prepare,
-        backward=accelerator.backward,
-        write=write,
-    )
+    _loop(replace(task, dtype="fp32"), pacer, model, wrapped, accelerator.prepare, accelerator.backward)
 
 
-def transformers(task: Task, rank: int, pacer: Pacer) -> None:
+def transformers(task: Task, pacer: Pacer) -> None:
     hf = require_package("transformers", "")
     spec = MODELS["llama3"].huggingface
     config = hf.LlamaConfig(**spec.config(task.sizes, task.seq))
@@ -241,8 +199,7 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
     parameters = {name: p.detach() for name, p in _model(task, torch.device("cpu")).named_parameters()}
     model.load_state_dict(spec.join(parameters, task.sizes.head_dim), strict=False)
     del parameters
-    of_ranks = zip(*(task.rows(r) for r in range(task.ranks)), strict=True)
-    rows = [row for batches in of_ranks for batch in batches for row in batch]  # accelerate gives each rank its batches
+    rows = [row for batch in task.rows() for row in batch]
 
     def collate(batch: list[Tensor]) -> dict[str, Tensor]:
         stacked = torch.stack(batch)
@@ -270,10 +227,9 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
         adam_epsilon=EPS,
         max_grad_norm=MAX_NORM,
         optim="adamw_torch_fused",
-        max_steps=len(rows) // (task.batch * task.ranks),
-        logging_strategy="steps" if task.log else "no",
-        logging_steps=1,
-        report_to=["tensorboard"] if task.log else [],
+        max_steps=len(rows) // task.batch,
+        logging_strategy="no",
+        report_to=[],
         save_strategy="no",
         use_cpu=pacer.device.type == "cpu",
         bf16=task.dtype == "bf16",
@@ -287,10 +243,11 @@ def transformers(task: Task, rank: int, pacer: Pacer) -> None:
     trainer.train()
 
 
-def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") -> None:
+def meshwright(task: Task, pacer: Pacer) -> None:
     """The trainer itself, with its loop, data, guard, watchdog and metrics."""
-    config = load_config(task.flags(layout))
-    trainer = build_trainer(config, resolve(config, task.ranks), pacer.device, None)
+    dist.init_process_group(devices.communication_backend(pacer.device), store=dist.HashStore(), rank=0, world_size=1)
+    config = load_config(task.flags())
+    trainer = build_trainer(config, resolve(config, 1), pacer.device, None)
     original = trainer.engine.forward_backward.__class__.__call__
     batches = TrainingData.batches
 
@@ -309,42 +266,32 @@ def meshwright(task: Task, rank: int, pacer: Pacer, layout: str = "dp_shard") ->
         trainer.train()
 
 
-def kernels(task: Task, rank: int, pacer: Pacer) -> None:
+def kernels(task: Task, pacer: Pacer) -> None:
     """Not a training loop: the matrix products and attention kernels of the plain loop's first step."""
     model, recorder = _model(task, pacer.device), KernelRecorder()
     with recorder, _autocast(task, pacer.device):
-        cross_entropy(model, next(task.rows(rank))).backward()
+        cross_entropy(model, next(task.rows())).backward()
     del model
-    for _ in task.rows(rank):
+    for _ in task.rows():
         pacer.before_step()
         for call in recorder.calls:
             call()
 
 
-CONTENDERS: dict[str, Callable[[Task, int, Pacer], None]] = {
+CONTENDERS: dict[str, Callable[[Task, Pacer], None]] = {
     "plain": plain,
     "meshwright": meshwright,
-    "meshwright-replicate": lambda *args: meshwright(*args, layout="dp_replicate"),
-    "ddp": ddp,
-    "fsdp2": fsdp2,
     "accelerate": accelerate,
     "transformers": transformers,
     "kernels": kernels,
 }
 
 
-def serve(name: str, task: Task, rank: int, store: str, pipe: Connection, logs: Path) -> None:
-    """Run a contender on one rank, in a process of its own."""
+def serve(name: str, task: Task, pipe: Connection, logs: Path) -> None:
+    """Run a contender, in a process of its own."""
     log = os.open(logs, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if task.ranks > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(task.ranks), "LOCAL_WORLD_SIZE": str(task.ranks)}
     os.environ["OMP_NUM_THREADS"] = str(task.threads)  # accelerate would set another number of threads
     torch.set_num_threads(task.threads)
-    device = devices.select_device(task.device)
-    if task.ranks > 1 or name.startswith("meshwright"):
-        backend = devices.communication_backend(device)
-        dist.init_process_group(backend, store=dist.FileStore(store, task.ranks), rank=rank, world_size=task.ranks)
-    CONTENDERS[name](task, rank, Pacer(pipe, device))
+    CONTENDERS[name](task, Pacer(pipe, devices.select_device(task.device)))

@@ -1,17 +1,19 @@
-"""Count the matrix products and the memory traffic of one block, without a GPU.
+"""Count the matrix products and the memory traffic of one block and of the loss, without a GPU.
 
 For each mode of activation checkpointing, eager and compiled, the script prints the matrix products of forward and backward, and
 the bytes that operators read and write for each additional token. Weights do not count, because their traffic does not grow with
-the number of tokens. Eager operators are counted with fake tensors; compiled ones by the compiler, for this machine's CPU.
+the number of tokens. Eager operators are counted with fake tensors; compiled ones by the compiler, for this machine's CPU. The
+rows of the loss contain the output projection, the loss and the gradient of the logits.
 
     python scripts/dev/count_operators.py --name llama3 --size 8b
 """
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from models import MODELS
 from models.context import Context
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.command_line import Arguments, run_to_end
+from trainer.objective.cross_entropy import _compiled_losses_and_gradient, _losses_and_gradient
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.rotation import apply_complex_rotation
@@ -41,6 +44,7 @@ from trainer.planning.recorder import Recorder
 from trainer.testing.layouts import Table
 
 MODES = ("none", "selective", "full")
+_LOSS_DIM = 16
 
 
 def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Context]:
@@ -73,21 +77,35 @@ def recomputing(block: nn.Module, mode: str, compiled: bool) -> Any:
     return block_forward(block.forward, policy, config, compiled)
 
 
-def count_eager(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:
-    """Return the number of matrix products and of bytes of one forward and backward."""
-    with FakeTensorMode(allow_non_fake_inputs=True), fused_norms(on_gpu=True):
-        block, hidden, context = block_and_inputs(name, size, tokens)
+def part_of_model(name: str, size: str, part: str, tokens: int, compiled: bool) -> Callable[[], Any]:
+    """Return a function that runs a part of the model. part: a mode, for one block, or "loss"."""
+    if part == "loss":
+        # A narrow weight, because many CPUs compute products in bf16 slowly. Hidden states are small beside logits.
+        rows = tokens, MODELS[name].sizes[size].vocab_size
+        hidden, weight = (torch.zeros(n, _LOSS_DIM, dtype=torch.bfloat16) for n in rows)
+        labels, gradients = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens, 1)
+        compute = _compiled_losses_and_gradient() if compiled else _losses_and_gradient
+        return partial(compute, hidden, weight, labels, 0, None, None, gradients)
+    block, hidden, context = block_and_inputs(name, size, tokens)
+    if not compiled:
         apply_gated_products(block)
         apply_complex_rotation(block)
-        forward, recorder = recomputing(block, mode, compiled=False), Recorder(on_gpu=True)
+    forward = recomputing(block, part, compiled)
+    return lambda: forward(hidden, context).backward(torch.empty_like(hidden))
+
+
+def count_eager(name: str, size: str, part: str, tokens: int) -> tuple[int, float]:
+    """Return the number of matrix products and of bytes of one forward and backward."""
+    with FakeTensorMode(allow_non_fake_inputs=True), fused_norms(on_gpu=True):
+        run, recorder = part_of_model(name, size, part, tokens, compiled=False), Recorder(on_gpu=True)
         with recorder:
-            forward(hidden, context).backward(torch.empty_like(hidden))
+            run()
     matmuls = sum(recorder.op_counts[op.overloadpacket.__name__] for op in SAVEABLE_OPS["matmuls"])
     return matmuls, sum(n * num_bytes for (_, _, num_bytes), n in recorder.op_costs.items())
 
 
-def count_compiled(name: str, size: str, mode: str, tokens: int) -> tuple[int, float]:
-    """Return the same numbers for the compiled block, after all fusions."""
+def count_compiled(name: str, size: str, part: str, tokens: int) -> tuple[int, float]:
+    """Return the same numbers for the compiled part, after all fusions."""
     matmuls = 0
 
     def count_matmuls(graph: torch.fx.Graph) -> None:
@@ -100,8 +118,7 @@ def count_compiled(name: str, size: str, mode: str, tokens: int) -> tuple[int, f
     compile_fx.inductor_metrics_log.propagate = False
     logging.getLogger("torch._logging").setLevel(logging.ERROR)  # a warning about every context_fn
     with inductor.patch(post_grad_custom_post_pass=count_matmuls, force_disable_caches=True):
-        block, hidden, context = block_and_inputs(name, size, tokens)
-        recomputing(block, mode, compiled=True)(hidden, context).backward(torch.empty_like(hidden))
+        part_of_model(name, size, part, tokens, compiled=True)()
     return matmuls, metrics.num_bytes_accessed
 
 
@@ -112,11 +129,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.size not in MODELS[args.name].sizes:
         parser.error(f"--size {args.size}: expected one of {', '.join(MODELS[args.name].sizes)}")
-    table = Table(blocks="<10", mode="<12", matrix_products=">16", MB_per_token=">14")
+    table = Table(code="<10", part="<12", matrix_products=">16", MB_per_token=">14")
     for kind, count, tokens in (("eager", count_eager, 1024), ("compiled", count_compiled, 128)):
-        for mode in MODES:
-            (matmuls, few), (_, many) = (count(args.name, args.size, mode, n) for n in (tokens, 2 * tokens))
-            table.row(kind, mode, str(matmuls), f"{(many - few) / tokens / 1e6:.3f}")
+        for part in (*MODES, "loss"):
+            (matmuls, few), (_, many) = (count(args.name, args.size, part, n) for n in (tokens, 2 * tokens))
+            table.row(kind, part, str(matmuls), f"{(many - few) / tokens / 1e6:.3f}")
 
 
 if __name__ == "__main__":

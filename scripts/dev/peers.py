@@ -18,11 +18,11 @@ import numpy as np
 
 from models import MODELS as FAMILIES
 from models.llama import LlamaSizes
-from scripts.dev.contenders import Task, serve
+from scripts.dev.contenders import CONTENDERS, Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
 from trainer.config.schema import DeviceChoice
-from trainer.runtime.device import gpu_count, require_enough_gpus
+from trainer.runtime.device import require_enough_gpus
 from trainer.system.children import children_ignore_signals
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write
@@ -34,82 +34,60 @@ _PLAIN_LOOP = "from scripts.dev.plain_loop import main; main()"
 MODELS = {
     "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
     "125m": (LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000), 1, 512),
-    **{
-        f"host-{n}": (LlamaSizes(dim=64, n_layers=n, n_heads=4, n_kv_heads=4, hidden_dim=176, vocab_size=2048), 1, 8)
-        for n in (2, 8, 128)
-    },
     "1b": (FAMILIES["llama3.2"].sizes["1b"], 1, 4096),
 }
-"""Name -> sizes, samples of a step on each rank, and tokens of a sample. In host-N, the host is the bottleneck."""
+"""Name -> sizes, samples of a step, and tokens of a sample. "1b" needs a GPU."""
 
-TOLERANCES = {"fp32": 1e-4, "bf16": 2.5e-3}
-"""Precision -> largest relative deviation of losses."""
-
-
-def _defaults(ranks: int, device: DeviceChoice) -> list[str]:
-    if ranks == 1:
-        return ["plain", "meshwright", "accelerate", "transformers", *(["kernels"] if device == "cpu" else [])]
-    return ["fsdp2", "meshwright", "ddp", "meshwright-replicate", "accelerate", "transformers"]
+TOLERANCES = {"fp32": 1e-4, "bf16": 5e-3}
+"""Precision -> largest relative deviation of losses. In bf16, those of 58m differ by up to 2.7e-3 on CPUs with AMX."""
 
 
-def _check(contenders: Sequence[str], ranks: int, device: DeviceChoice) -> None:
-    """Raise ConfigError if the contenders cannot run on this number of ranks, or if a package or a GPU is missing."""
+def _check(contenders: Sequence[str], device: DeviceChoice) -> None:
+    """Raise ConfigError if the contenders cannot be compared on this device, or if a package or a GPU is missing."""
     if not set(contenders) - {"kernels"}:
         raise ConfigError("", "--contenders kernels: needs a training loop to compare with")
     for i, name in enumerate(contenders):
         if name in contenders[:i]:
             raise ConfigError("", f"--contenders {name}: is given twice")
-        if (name == "plain" and ranks > 1) or (name in ("ddp", "fsdp2") and ranks == 1):
-            raise ConfigError("", f"--contenders {name}: cannot run with --ranks {ranks}")
         if name == "kernels" and device == "gpu":
             raise ConfigError("", "--contenders kernels: can only replay the kernels of a CPU")
         if name in ("accelerate", "transformers"):
             require_package("accelerate", "")  # transformers' Trainer needs it too
             require_package(name, "")
     require_enough_gpus(device, 1)
-    if device == "gpu" and gpu_count() < ranks:
-        raise ConfigError("", f"--ranks {ranks}: every rank needs a GPU, and this node has {gpu_count()}")
 
 
-class Processes:
-    """The processes of one contender."""
+class Contender:
+    """The process of one contender."""
 
     def __init__(self, name: str, task: Task):
         self.name = name
         self._log = task.folder / f"{name}.log"
         context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for rank in range(task.ranks):
-            pipe, end = context.Pipe()
-            arguments = (name, task, rank, str(task.folder / f"{name}.store"), end, self._log)
-            process = context.Process(target=serve, args=arguments, daemon=True)
-            with children_ignore_signals():
-                process.start()
-            end.close()
-            self._pipes.append(pipe)
-            self._processes.append(process)
+        self._pipe, end = context.Pipe()
+        self._process = context.Process(target=serve, args=(name, task, end, self._log), daemon=True)
+        with children_ignore_signals():
+            self._process.start()
+        end.close()
 
     def run(self, steps: int) -> tuple[list[float], list[float], float]:
-        """Run steps. Return the duration of each in seconds, the losses of all steps so far, and the CPU seconds of all ranks.
-        Raise ConfigError if a rank ends."""
+        """Run steps. Return the duration of each in seconds, the losses of all steps so far, and the CPU seconds. Raise
+        ConfigError if the process ends."""
         try:
-            for pipe in self._pipes:
-                pipe.send(steps)
-            durations, losses, cpu = zip(*(pipe.recv() for pipe in self._pipes), strict=True)
+            self._pipe.send(steps)
+            return self._pipe.recv()
         except (EOFError, OSError):
             log = self._log.read_text(errors="replace").splitlines()
             raise ConfigError("", f"{self.name} has ended: {log[-1] if log else 'without output'}") from None
-        return np.max(durations, axis=0).tolist(), np.mean(losses, axis=0).tolist(), sum(cpu)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        self._process.kill()
+        self._process.join()
 
 
 def write_tokens(task: Task, steps: int) -> None:
     """Write the random tokens of `steps` steps. Small ids are more frequent, so that the loss decreases."""
-    count = (steps + 2) * task.batch * task.ranks * task.seq + 1
+    count = (steps + 2) * task.batch * task.seq + 1
     uniform = np.random.default_rng(0).random(count)
     vocab = min(task.sizes.vocab_size, 1024)
     np.save(task.folder / "tokens.npy", (3 + (vocab - 3) * uniform**3).astype(np.uint16))
@@ -129,15 +107,6 @@ def require_equal_losses(losses: dict[str, list[float]], tolerance: float) -> fl
     return largest
 
 
-def median_difference(times: Sequence[float], baseline: Sequence[float], steps: int) -> float:
-    """Return by how many seconds a step is longer than the baseline's: the median over all turns of the difference between the
-    medians of a turn, because the machine's speed changes between turns. times, baseline: seconds of the steps of all turns."""
-    turns = range(0, len(times), steps)
-    return statistics.median(
-        statistics.median(times[i : i + steps]) - statistics.median(baseline[i : i + steps]) for i in turns
-    )
-
-
 def print_peers(
     model: str,
     contenders: Sequence[str] | None,
@@ -147,50 +116,51 @@ def print_peers(
     results: Path | None,
     **options: Any,
 ) -> None:
-    """Let the contenders train in turn and compare the times of their steps. contenders, tolerance: None stands for those of the
-    number of ranks and of the dtype. options: further fields of Task."""
+    """Let the contenders train in turn and compare the times of their steps.
+
+    Args:
+        model: Key of MODELS.
+        contenders: Keys of CONTENDERS, or None for all that the device can run.
+        steps: Number of steps in a turn.
+        repeats: Number of turns after the warm-up.
+        tolerance: Largest relative deviation of losses, or None for that of the dtype.
+        results: JSON file to write, or None.
+        options: Further fields of Task.
+    """
     sizes, batch, seq = MODELS[model]
-    contenders = contenders or _defaults(options["ranks"], options["device"])
-    _check(contenders, options["ranks"], options["device"])
+    contenders = contenders or [name for name in CONTENDERS if name != "kernels" or options["device"] == "cpu"]
+    _check(contenders, options["device"])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         task = Task(sizes, batch, seq, folder=Path(folder), **options)
         write_tokens(task, steps * (repeats + 1))
         running = []
         for name in contenders:
-            running.append(Processes(name, task))
+            running.append(Contender(name, task))
             stack.callback(running[-1].close)
         times: dict[str, list[float]] = {name: [] for name in contenders}
         cpu_seconds, losses = dict.fromkeys(contenders, 0.0), {}
         for repeat in range(repeats + 1):
-            for processes in running:
-                durations, losses[processes.name], cpu = processes.run(steps)
+            for contender in running:
+                durations, losses[contender.name], cpu = contender.run(steps)
                 if repeat:  # the first repeat is a warm-up
-                    times[processes.name] += durations
-                    cpu_seconds[processes.name] += cpu / (steps * repeats)
+                    times[contender.name] += durations
+                    cpu_seconds[contender.name] += cpu / (steps * repeats)
     tolerance = tolerance or TOLERANCES[options["dtype"]]
     deviation = require_equal_losses({name: values for name, values in losses.items() if values}, tolerance)
     print(f"the losses of all contenders agree within {deviation:.1e}")
     table = Table(
-        contender="<22",
-        median=">11",
-        min_to_max=">19",
-        CPU_time=">11",
-        of_first=">9",
-        added=">11",
-        tokens_per_second=">18",
+        contender="<13", median=">11", min_to_max=">19", CPU_time=">11", of_first=">9", tokens_per_second=">18"
     )
     medians = {name: statistics.median(of_steps) for name, of_steps in times.items()}
-    rates = {name: batch * seq * task.ranks / median for name, median in medians.items()}
+    rates = {name: batch * seq / median for name, median in medians.items()}
     for name, median in medians.items():
         spread = f"{1e3 * min(times[name]):.1f} - {1e3 * max(times[name]):.1f} ms"
-        ratio, added = median / medians[contenders[0]], median_difference(times[name], times[contenders[0]], steps)
         table.row(
             name,
             f"{1e3 * median:.1f} ms",
             spread,
             f"{cpu_seconds[name]:.3f} s",
-            f"{ratio:.3f} x",
-            f"{1e3 * added:.2f} ms",
+            f"{median / medians[contenders[0]]:.3f} x",
             f"{rates[name]:,.0f}",
         )
     if results is not None:
@@ -221,13 +191,13 @@ def print_start(model: str, threads: int, repeats: int) -> None:
     """Run the plain loop's script and the trainer's in turn, and compare their times to the first loss."""
     sizes, batch, seq = MODELS[model]
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(sizes, batch, seq, 1, threads, "fp32", compiled=False, device="cpu", log=True, folder=Path(folder))
+        task = Task(sizes, batch, seq, threads, "fp32", compiled=False, device="cpu", folder=Path(folder))
         write_tokens(task, steps=9)
         (task.folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
         files = task.folder / "tokens.npy", task.folder / "sizes.json"
         commands = {
             "plain": [sys.executable, "-c", _PLAIN_LOOP, *files, batch, seq, threads],
-            "meshwright": [ROOT / "run_llama_train.sh", *task.flags()],
+            "meshwright": [ROOT / "run_llama_train.sh", *task.flags(log_interval_steps=1)],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
         for repeat in range(repeats + 1):

@@ -15,14 +15,13 @@ from models.llama import LlamaSizes, llama
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
-def rows(tokens_file: Path, seq: int, batch: int, rank: int = 0, ranks: int = 1) -> Iterator[Tensor]:
-    """Yield the samples of a rank at each step, (batch, seq + 1)."""
+def rows(tokens_file: Path, seq: int, batch: int) -> Iterator[Tensor]:
+    """Yield the samples of each step, (batch, seq + 1)."""
     tokens = torch.from_numpy(np.load(tokens_file).astype(np.int64))
     samples = tokens[:-1].unflatten(0, (-1, seq))
     samples = torch.cat((samples, samples.roll(-1, 0)[:, :1]), 1)  # with the first token of the next sample
-    for step in range(len(samples) // (batch * ranks) - 1):
-        first = (step * ranks + rank) * batch
-        yield samples[first : first + batch]
+    for step in range(len(samples) // batch - 1):
+        yield samples[step * batch : (step + 1) * batch]
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:

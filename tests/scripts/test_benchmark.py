@@ -6,15 +6,22 @@ import sys
 
 import pytest
 
-from scripts.dev import benchmark, peers
+from models.llama import LlamaSizes
+from scripts.dev import benchmark
 from scripts.dev.benchmark import main
 from scripts.dev.contenders import Task
-from scripts.dev.peers import MODELS, median_difference, require_equal_losses, seconds_to_first_loss
+from scripts.dev.peers import MODELS, TOLERANCES, require_equal_losses, seconds_to_first_loss
 from tests.commands import run_script
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.run.resolve import resolve
-from trainer.runtime import device as devices
+
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    """A model whose steps take milliseconds."""
+    sizes = LlamaSizes(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=176, vocab_size=2048)
+    monkeypatch.setitem(MODELS, "tiny", (sizes, 1, 8))
 
 
 def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
@@ -50,14 +57,11 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
     assert table[0][-2] == table[2][-2] == "100"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "contenders"),
-    [(1, ["plain", "meshwright", "kernels"]), (2, ["fsdp2", "meshwright", "ddp", "meshwright-replicate"])],
-)
-def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path, ranks, contenders):
+def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path, tiny_model):
     results = tmp_path / "results.json"
-    words = ("--contenders", *contenders, "--ranks", ranks, "--steps", "2", "--repeats", "1", "--threads", "1")
-    first, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "host-2", *words, "--json", results)
+    contenders = ["plain", "meshwright", "kernels"]
+    words = ("--contenders", *contenders, "--steps", "2", "--repeats", "1", "--threads", "1")
+    first, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "tiny", *words, "--json", results)
     assert first[:7] == ["the", "losses", "of", "all", "contenders", "agree", "within"]
     assert float(first[7]) <= 1e-4
     assert [line[0] for line in table] == contenders
@@ -65,8 +69,8 @@ def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_pat
     assert {name: len(of_steps) for name, of_steps in times.items()} == dict.fromkeys(contenders, 2)
 
 
-def test_times_to_the_first_loss_are_compared(monkeypatch, capsys):
-    _, *table = lines_of(monkeypatch, capsys, "start", "--model", "host-2", "--repeats", "1", "--threads", "1")
+def test_times_to_the_first_loss_are_compared(monkeypatch, capsys, tiny_model):
+    _, *table = lines_of(monkeypatch, capsys, "start", "--model", "tiny", "--repeats", "1", "--threads", "1")
     assert [line[0] for line in table] == ["plain", "meshwright"]
     assert all(float(line[1]) > 0 for line in table)
 
@@ -77,10 +81,10 @@ def test_a_command_without_a_loss_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
-def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, name):
+def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, tiny_model, name):
     pytest.importorskip("accelerate")
     words = ("--contenders", "plain", name, "--steps", "2", "--repeats", "1", "--threads", "1")
-    _, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "host-2", *words)
+    _, _, *table = lines_of(monkeypatch, capsys, "peers", "--model", "tiny", *words)
     assert [line[0] for line in table] == ["plain", name]
 
 
@@ -89,8 +93,6 @@ def test_other_packages_have_the_losses_of_the_plain_loop(monkeypatch, capsys, n
     [
         (["plain", "plain"], "--contenders plain: is given twice\n"),
         (["kernels"], "--contenders kernels: needs a training loop to compare with\n"),
-        (["ddp"], "--contenders ddp: cannot run with --ranks 1\n"),
-        (["plain", "--ranks", "2"], "--contenders plain: cannot run with --ranks 2\n"),
         (["plain", "--json", "."], "argument --json: .: is a folder\n"),
         (["plain", "--json", "no/such.json"], "argument --json: no: no such folder\n"),
         (["plain", "kernels", "--device", "gpu"], "--contenders kernels: can only replay the kernels of a CPU\n"),
@@ -101,29 +103,18 @@ def test_impossible_contenders_are_an_error_of_one_line(words, line):
     assert (done.returncode, done.stderr) == (2, line)
 
 
-def test_every_rank_needs_a_gpu(monkeypatch, capsys):
-    for module in (peers, devices):
-        monkeypatch.setattr(module, "gpu_count", lambda: 1)
-    with pytest.raises(ConfigError, match="--ranks 2: every rank needs a GPU, and this node has 1"):
-        lines_of(monkeypatch, capsys, "peers", "--contenders", "ddp", "--ranks", "2", "--device", "gpu")
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_the_trainer_gets_the_sizes_of_the_other_contenders(model, tmp_path):
     sizes, batch, seq = MODELS[model]
-    task = Task(sizes, batch, seq, 1, 1, "fp32", compiled=False, device="cpu", log=False, folder=tmp_path)
+    task = Task(sizes, batch, seq, 1, "fp32", compiled=False, device="cpu", folder=tmp_path)
     (tmp_path / "tokens.npy").touch()
     assert resolve(load_config(task.flags()), 1).sizes == sizes
 
 
-def test_the_added_time_is_compared_within_each_turn():
-    baseline = [1.0, 1.0, 5.0, 5.0, 9.0, 9.0]  # the machine slows down from turn to turn
-    assert median_difference([1.5, 1.5, 5.25, 5.75, 9.0, 10.0], baseline, steps=2) == 0.5
-    assert median_difference(baseline, baseline, steps=2) == 0.0
-
-
 def test_no_time_counts_if_the_losses_differ():
     assert require_equal_losses({"a": [2.0, 1.0], "b": [2.0, 1.0001]}, 1e-3) == pytest.approx(1e-4)
+    # Measured for 58m in bf16 on a CPU with AMX, at step 26.
+    assert require_equal_losses({"a": [7.0], "b": [7.0 * (1 + 2.7e-3)]}, TOLERANCES["bf16"]) == pytest.approx(2.7e-3)
     for other in (1.1, math.nan):
         with pytest.raises(ConfigError, match=r"b has another loss than a at step 2: .* and 1.0; no time counts"):
             require_equal_losses({"a": [2.0, 1.0], "b": [2.0, other]}, 1e-3)

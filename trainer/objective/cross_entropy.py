@@ -15,24 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from models.spec import Head
 from trainer.batch import IGNORE_INDEX, Batch
-
-_ROWS = 8192
-"""Number of weight rows whose gradients are accumulated at a time, unless the device can add a product of another dtype."""
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """Add the product of two matrices to `total`, which is fp32. If is_first is true, the values of `total` are not used."""
-    if a.dtype == total.dtype:
-        torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)
-        return
-    if a.device.type != "cpu":
-        if is_first:
-            total.zero_()
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-        return
-    # The product has the dtype of the factors. Computed a few rows at a time, it needs little memory.
-    for rows, factor in zip(total.split(_ROWS), a.split(_ROWS), strict=True):
-        (rows.copy_ if is_first else rows.add_)(factor @ b)
+from trainer.runtime.matmul import addmm_fp32
 
 
 def _losses_and_gradient(
@@ -74,7 +57,7 @@ def _losses_and_gradient(
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     # In place, because the logits are the largest tensor of a step.
     logits -= largest
-    target_logits = logits.gather(1, target_rows)
+    target_logits = own_target_logits = logits.gather(1, target_rows)
     sums = logits.exp_().sum(-1, keepdim=True)
     if group is not None:
         sums_and_targets = torch.stack((sums, target_logits * is_on_rank))
@@ -84,16 +67,15 @@ def _losses_and_gradient(
     if grad_losses is None:
         return losses, None
     scale = is_target * grad_losses
-    if torch.compiler.is_compiling():
-        # One kernel reads the logits once. A compiled scatter_add would write and read them once more, in fp32: 2 % of a step
-        # of Llama 3.2 1B by its bytes. Uncompiled, this formula would need three more tensors of the logits' size.
-        is_target_row = torch.arange(logits.shape[1], device=logits.device) == target_rows.where(is_on_rank, -1)
-        logits = (logits / sums - is_target_row.float()) * scale
-    else:
-        logits.mul_(scale / sums).scatter_add_(1, target_rows, -scale if group is None else -(scale * is_on_rank))
+    logits *= scale / sums
+    # fp32, because a probability near 1 is 1 in bf16. On another rank than the target's, this is the gradient of row 0.
+    target_gradients = own_target_logits.exp() * (scale / sums) - scale * is_on_rank
     if softcap is not None:
-        logits *= tanh.square_().neg_().add_(1)
-    return losses, logits.to(weight.dtype)
+        slope = tanh.square_().neg_().add_(1)
+        logits *= slope
+        target_gradients *= slope.gather(1, target_rows)
+    # Written after the cast: compiled code then does not write the fp32 gradient of the logits.
+    return losses, logits.to(weight.dtype).scatter_(1, target_rows, target_gradients.to(weight.dtype))
 
 
 @cache
@@ -148,7 +130,7 @@ class _Projection:
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
+                addmm_fp32(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
         return losses, grad_hidden, grad_weight
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as fused_adamw
 
 from trainer.config import OptimizerConfig
 from trainer.optim.quantization import BlockQuantizer, is_quantizable
 from trainer.runtime.device import DTYPES
-from trainer.runtime.dtensor import sharded_like, to_local
 
 _CHUNK_VALUES = 2**23
 """Number of values converted to fp32 at a time."""
@@ -26,8 +26,10 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> "AdamW":
-    """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1."""
+def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1.
+
+    parameters: local tensors. DTensors of several meshes cannot be updated by one kernel."""
     groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
     parameters = [p for group in groups for p in group["params"]]
     hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
@@ -35,90 +37,74 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> "AdamW":
     if config.state_dtype == "8bit":
         quantizers = {name: BlockQuantizer(signed, parameters[0].device) for name, signed in _MOMENTS.items()}
     if all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
-        optimizer = AdamW(groups, **hyperparameters)
+        optimizer = torch.optim.AdamW(groups, **hyperparameters)
     else:
         optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
     for p in parameters:
-        state = {"step": optimizer.num_steps}
+        state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name in _MOMENTS:
             if quantizers and is_quantizable(p):
-                codes, scales = quantizers[name].zeros_like(to_local(p.detach()))
-                state |= {name: sharded_like(p, codes), f"{name}_scale": sharded_like(p, scales)}
+                state[name], state[f"{name}_scale"] = quantizers[name].zeros_like(p)
             else:
                 state[name] = torch.zeros_like(p, dtype=DTYPES.get(config.state_dtype, torch.float32))
         optimizer.state[p] = state
     return optimizer
 
 
-class AdamW(torch.optim.AdamW):
-    """torch's AdamW with less work on the host: all parameters share one counter of steps, and the fused kernel gets local
-    tensors. `update` replaces `step`, for which torch also runs hooks and its profiler."""
+def update(optimizer: torch.optim.AdamW, skip: Tensor, grad_scale: Tensor | None = None) -> None:
+    """Update all parameters that have a gradient, and free their gradients. The host does not wait.
 
-    def __init__(self, groups: list[dict], **hyperparameters: Any):
-        super().__init__(groups, **hyperparameters)
-        self.num_steps = torch.zeros((), dtype=torch.float32, device=groups[0]["params"][0].device)
-
-    def step(self, closure: Any = None) -> None:
-        raise NotImplementedError("call update")
-
-    @torch.no_grad()
-    def update(self, skip: Tensor, grad_scale: Tensor | None = None) -> None:
-        """Update all parameters that have a gradient. skip: fp32 scalar; parameters and state do not change if it is 1.
-        grad_scale: fp32 scalar by which the gradients are divided."""
-        # The kernel's arguments for torch.amp.GradScaler.
-        scalars = {"found_inf": skip, "grad_scale": grad_scale}
-        self.num_steps += 1 - skip
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._update(parameters, group | scalars)
-
-    def _update(self, parameters: list[Tensor], group: dict) -> None:
-        moments = ([to_local(self.state[p][name]) for p in parameters] for name in _MOMENTS)
-        gradients = [to_local(p.grad) for p in parameters]
-        self._run_kernel([to_local(p) for p in parameters], gradients, *moments, group)
-
-    def _run_kernel(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        group: dict,
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
-            parameters, gradients, exp_avgs, exp_avg_sqs, [], [self.num_steps] * len(parameters),
-            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-            amsgrad=False, maximize=False, grad_scale=group["grad_scale"], found_inf=group["found_inf"],
-        )  # fmt: skip
+    Args:
+        optimizer: Result of `adamw`.
+        skip: fp32 scalar on the parameters' device. Parameters and state do not change if it is 1.
+        grad_scale: fp32 scalar by which the gradients are divided, or None.
+    """
+    # Fused optimizers read these attributes, which torch.amp.GradScaler sets.
+    optimizer.found_inf, optimizer.grad_scale = skip, grad_scale
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-class _MixedPrecisionAdamW(AdamW):
+class _MixedPrecisionAdamW(torch.optim.AdamW):
     """AdamW for parameters and moments of different dtypes. The fused kernel computes each update in fp32. The results are then
     rounded to nearest."""
+
+    found_inf: Tensor
+    grad_scale: Tensor | None
 
     def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
         """quantizers: name of each 8-bit moment -> its quantizer."""
         super().__init__(groups, **hyperparameters)
         self.quantizers = quantizers
 
-    def _update(self, parameters: list[Tensor], group: dict) -> None:
-        for p in parameters:
-            tensors = {"p": to_local(p), "grad": to_local(p.grad)}
-            tensors |= {name: to_local(t) for name, t in self.state[p].items() if name != "step"}
-            rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
-            for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
-                self._update_rows(dict(zip(tensors, chunk, strict=True)), group)
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
 
-    def _update_rows(self, stored: dict[str, Tensor], group: dict) -> None:
+    def _update(self, p: Tensor, group: dict) -> None:
+        tensors = {"p": p, "grad": p.grad, **self.state[p]}
+        step = tensors.pop("step")
+        rows = max(1, _CHUNK_VALUES // max(1, p[:1].numel()))
+        for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
+            # The kernel counts the step, here once per chunk.
+            self._update_rows(dict(zip(tensors, chunk, strict=True)), step.clone(), group)
+        step += 1 - self.found_inf
+
+    def _update_rows(self, stored: dict[str, Tensor], step: Tensor, group: dict) -> None:
         """Update some rows of a parameter. stored: these rows of the parameter, gradient, moments and their scales, by name."""
         values = {}
         for name in ("p", *_MOMENTS):
             value, scales = stored[name], stored.get(f"{name}_scale")
             values[name] = value.float() if scales is None else self.quantizers[name].dequantize(value, scales)
-        fp32 = [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]]
-        self._run_kernel(*fp32, group)
+        beta1, beta2 = group["betas"]
+        fused_adamw(
+            [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]], [], [step],
+            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+            amsgrad=False, maximize=False, fused=True, grad_scale=self.grad_scale, found_inf=self.found_inf,
+        )  # fmt: skip
         for name, value in values.items():
             if f"{name}_scale" in stored:
                 self.quantizers[name].quantize_(value, stored[name], stored[f"{name}_scale"])

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 
 from trainer.config import OptimizerConfig
-from trainer.optim.adamw import AdamW, adamw
+from trainer.optim.adamw import adamw, update
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
 from trainer.runtime.host_memory import Event, HostTransfer
@@ -33,8 +34,10 @@ class Optimizer:
         self.device = next(iter(self.names)).device
         shares = [1 / _replication_factor(p, ranks_per_stage) for p in self.names]
         self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
+        self.targets: dict[Tensor, Tensor] = {}
+        """Parameter -> tensor that torch's optimizer updates instead: the parameter's local shard."""
         self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
-        """Parameter -> torch's optimizer that updates it."""
+        """Parameter -> torch's optimizer of its target."""
         self.optimizers = set(self.optimizer_of.values())
         self.frees_gradients = config.frees_gradients
         self.grad_norms: dict[Tensor, Tensor] = {}
@@ -46,7 +49,8 @@ class Optimizer:
                 p.register_post_accumulate_grad_hook(self._on_grad_ready)
 
     def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
-        return dict.fromkeys(self.names, create(self.names))
+        self.targets = {p: to_local(p.detach()) for p in self.names}
+        return dict.fromkeys(self.names, create(self.targets.values()))
 
     @torch.no_grad()
     def _on_grad_ready(self, p: Tensor) -> None:
@@ -81,8 +85,17 @@ class Optimizer:
 
     def step(self, skip: Tensor) -> None:
         """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change."""
+        for p in self.names:
+            self._hand_over_gradient(p)
         for optimizer in self.optimizers:
-            optimizer.update(skip.to(self.shares), self.grad_scale)
+            update(optimizer, skip.to(self.shares), self.grad_scale)
+
+    @torch.no_grad()
+    def _hand_over_gradient(self, p: Tensor) -> None:
+        """Give the target of p its gradient."""
+        target = self.targets[p]
+        target.data = to_local(p)  # FSDP may move a shard before the first forward
+        target.grad = to_local(p.grad)
 
     def state(self) -> dict[str, Tensor]:
         """Return "<parameter>/<quantity>" -> state tensor, not a copy. Hyperparameters are omitted, because they are settings."""
@@ -93,7 +106,8 @@ class Optimizer:
         }
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
-        return self.optimizer_of[p].state[p]
+        state = self.optimizer_of[p].state[self.targets[p]]
+        return {quantity: sharded_like(p, tensor) for quantity, tensor in state.items()}
 
     def sync_master_weights(self, state_loaded: bool) -> None:
         """Copy loaded parameters to the master weights. state_loaded: whether the optimizer state was also loaded. If so, master
@@ -109,10 +123,12 @@ class InBackward(Optimizer):
     """
 
     def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
-        return {p: create([p]) for p in self.names}
+        self.targets = {p: to_local(p.detach()) for p in self.names}
+        return {p: create([target]) for p, target in self.targets.items()}
 
     def _use_gradient(self, p: Tensor) -> None:
-        self.optimizer_of[p].update(skip=self.grad_norms[p].isfinite().logical_not().float())
+        self._hand_over_gradient(p)
+        update(self.optimizer_of[p], skip=self.grad_norms[p].isfinite().logical_not().float())
 
     def step(self, skip: Tensor) -> None:
         """Do nothing, because backward has already updated the parameters."""
@@ -129,16 +145,16 @@ class CpuOffload(Optimizer):
     def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
         self.transfer = HostTransfer(self.device)
         shards = {p: to_local(p.detach()) for p in self.names}
-        self.masters = {p: self.transfer.host_like(shard, torch.float32) for p, shard in shards.items()}
+        self.targets = {p: self.transfer.host_like(shard, torch.float32) for p, shard in shards.items()}
         self.gradients = {p: self.transfer.host_like(shard, p.dtype) for p, shard in shards.items()}
         low_precision = {p: shard for p, shard in shards.items() if p.dtype != torch.float32}
         self.results = {p: self.transfer.host_like(shard, p.dtype) for p, shard in low_precision.items()}
         """Parameter of lower precision than fp32 -> buffer for its updated values, in the parameter's dtype."""
         self.arrivals: dict[Tensor, Event] = {}
         self.sync_master_weights(state_loaded=False)
-        optimizers = {p: create([master]) for p, master in self.masters.items()}
-        states = [tensor for p, o in optimizers.items() for tensor in o.state[self.masters[p]].values()]
-        self.host_tensors = [*self.masters.values(), *self.gradients.values(), *self.results.values(), *states]
+        optimizers = {p: create([master]) for p, master in self.targets.items()}
+        states = [tensor for p, o in optimizers.items() for tensor in o.state[self.targets[p]].values()]
+        self.host_tensors = [*self.targets.values(), *self.gradients.values(), *self.results.values(), *states]
         return optimizers
 
     def _use_gradient(self, p: Tensor) -> None:
@@ -151,25 +167,22 @@ class CpuOffload(Optimizer):
                 self._use_gradient(p)
         skip = skip.float().cpu()
         grad_scale = None if self.grad_scale is None else self.grad_scale.cpu()
-        for p, master in self.masters.items():
+        for p, master in self.targets.items():
             self.arrivals[p].synchronize()
             master.grad = self.gradients[p].float()
-            self.optimizer_of[p].update(skip, grad_scale)
-            master.grad = None
+            update(self.optimizer_of[p], skip, grad_scale)
             result = self.results[p].copy_(master) if p in self.results else master
             returned = self.transfer.copy([to_local(p.detach())], [result])
         returned.wait()  # waiting for it includes all earlier copies of this stream
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
         """Return the parameter's state in torch's optimizer, and its master weights if these have higher precision."""
-        state = dict(self.optimizer_of[p].state[self.masters[p]])
-        if p in self.results:
-            state["master"] = self.masters[p]
-        return {quantity: sharded_like(p, tensor) for quantity, tensor in state.items()}
+        state = super()._state_of(p)
+        return state | {"master": sharded_like(p, self.targets[p])} if p in self.results else state
 
     @torch.no_grad()
     def sync_master_weights(self, state_loaded: bool) -> None:
-        for p, master in self.masters.items():
+        for p, master in self.targets.items():
             if p not in self.results or not state_loaded:
                 master.copy_(to_local(p.detach()))
 

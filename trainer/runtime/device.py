@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,14 +159,8 @@ def memory_now(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if sys.platform == "linux":
-        return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     return _largest_resident()
-
-
-@cache
-def _statm(process: int) -> int:
-    """Return a descriptor of the file with a process's numbers of pages. Opening the file takes longer than reading it."""
-    return os.open(f"/proc/{process}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def memory_reserved(device: torch.device) -> int | None:
