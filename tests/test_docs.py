@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/: every link, path, setting, flag and test name that they cite exists."""
+"""README, CONTRIBUTING, SECURITY and docs/: every link, path, setting, flag and test name that they cite exists."""
 
 import ast
 import functools
@@ -11,7 +11,10 @@ from scripts.dev.generate_model_docs import PAGE, generate
 from tests.conftest import ROOT
 from trainer.config.fields import settings
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FOLDERS = "trainer|models|scripts|tests|docs|train_configs"
 FILE_SUFFIXES = {"py", "toml", "json", "jsonl", "md", "model"}
 PLACEHOLDERS = {("section", "key"), ("section", "name")}
