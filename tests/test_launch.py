@@ -71,6 +71,7 @@ BEFORE_TRAINING = "SIGTERM: the run ends before its first step, so there is noth
     [
         (None, failed(r1=2, r0=-15), 2, ""),
         (None, failed(r1=-9), 137, "rank 1 was killed by SIGKILL; the other ranks of this node were stopped\n"),
+        (None, failed(r0=255), 255, ""),
         (None, failed(r0=143), 143, "rank 0 was killed by SIGTERM; the other ranks of this node were stopped\n"),
         (None, failed(r1=143), 143, "rank 1 was killed by SIGTERM; the other ranks of this node were stopped\n"),
         (signal.SIGHUP, failed(r0=1, r1=-9), 129, "the run was stopped by SIGHUP before its state could be saved\n"),

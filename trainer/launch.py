@@ -221,7 +221,7 @@ class SignalForwarder:
                 print_error(end_before_training_line(self.signal))
             return 128 + self.signal
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-        if code > 128:
+        if code - 128 in {*signal.Signals}:
             name = signal.Signals(code - 128).name
             print_error(f"rank {rank} was killed by {name}; the other ranks of this node were stopped")
         return code

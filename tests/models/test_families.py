@@ -235,3 +235,30 @@ def test_a_configuration_round_trips(family, index):
     if not config.get("use_sliding_window"):
         differences -= {"max_window_layers"}  # it has no effect
     assert not differences
+
+
+DERIVED_HEAD_DIM = ("llama3", "qwen2.5", "smollm3", "olmo2", "olmo3", "granite3", "phi")
+"""Families whose published sizes have heads of dim / n_heads, so that some readers of their files do not read the field."""
+PERIODS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
+"""Distance between layers without a window, which transformers 4.51 and llama.cpp assume or read from another field."""
+
+
+@pytest.mark.parametrize("family", DERIVED_HEAD_DIM)
+def test_a_debug_size_has_the_head_dim_that_readers_derive(family):
+    sizes = MODELS[family].sizes["debug"]
+    assert sizes.head_dim == sizes.dim // sizes.n_heads
+
+
+@pytest.mark.parametrize("family", PERIODS)
+def test_a_debug_size_has_the_windows_that_readers_assume(family):
+    config = MODELS[family].huggingface.config(MODELS[family].sizes["debug"], 2048)
+    kinds, period = config["layer_types"], PERIODS[family]
+    assert len(kinds) >= period
+    assert [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"] == [
+        *range(period, len(kinds) + 1, period)
+    ]
+
+
+def test_a_debug_size_of_ministral3_has_the_factor_of_yarn_that_llama_cpp_reads():
+    config = MODELS["ministral3"].huggingface.config(MODELS["ministral3"].sizes["debug"], 2048)
+    assert config["rope_parameters"]["mscale_all_dim"] == 1.0
