@@ -350,6 +350,12 @@ ONLY_WITH = {
     "profiling.num_steps": "[profiling] first_step",
     "profiling.rank": "[profiling] first_step",
     "profiling.memory_snapshot": "[profiling] first_step",
+    "metrics.entity": "[metrics] sinks = wandb",
+    "metrics.mlflow_tracking_uri": "[metrics] sinks = mlflow",
+    **{
+        f"metrics.{key}": "[metrics] sinks = wandb or mlflow or trackio"
+        for key in ("project", "run_name", "tags", "notes")
+    },
 }
 """Conditions whose violation is an error; all others are details of a feature that may be switched off."""
 

@@ -63,6 +63,7 @@ def test_one_process_trains_from_any_working_folder(complete_runs):
         "config.toml",
         "environment.json",
         "metrics.jsonl",
+        "sinks",
         "tb",
     ]
     assert [r["step"] for r in records(folder)] == [1, 2, 3, 4]

@@ -130,30 +130,32 @@ def runs(ranks, tiny, tmp_path_factory, environment):
 
 
 @pytest.fixture(params=SERVICES)
-def read(request, runs):
-    """A function that returns the curves and the configuration that a service has stored of a run."""
+def read(request):
+    """A function that returns the curves in metrics.jsonl of a run, those in a service, and the configuration there."""
     pytest.importorskip(request.param)
-    return {
-        "wandb": lambda name: read_wandb(runs / name),
-        "mlflow": lambda name: read_mlflow(f"sqlite:///{runs / name}.db", name),
+    folder = request.getfixturevalue("runs")
+    read = {
+        "wandb": lambda name: read_wandb(folder / name),
+        "mlflow": lambda name: read_mlflow(f"sqlite:///{folder / name}.db", name),
         "trackio": read_trackio,
     }[request.param]
+    return lambda name: (recorded(folder / name), *read(name))
 
 
-def sorted_curves(curves):
+def in_order(curves):
     return {name: sorted(points) for name, points in curves.items()}
 
 
 @pytest.mark.parametrize("name", ["killed", "stopped"])
-def test_every_curve_has_each_value_of_the_surviving_run_once(runs, read, name):
-    expected, (curves, _) = recorded(runs / name), read(name)
+def test_every_curve_has_each_value_of_the_surviving_run_once(read, name):
+    expected, curves, _ = read(name)
     assert {"train/loss", "checkpoint/blocked_s", "eval/held_out/loss"} < set(expected)
     assert [step for step, _ in expected["train/loss"]] == list(range(1, STEPS + 1))
-    assert sorted_curves(curves) == sorted_curves(expected)
+    assert in_order(curves) == in_order(expected)
 
 
-def test_the_service_has_the_configuration_and_the_versions(runs, read):
-    _, config = read("stopped")
+def test_the_service_has_the_configuration_and_the_versions(read):
+    _, _, config = read("stopped")
     flat = config if "training.steps" in config else services._flat(config)
     assert str(flat["training.steps"]) == str(STEPS), "the value of the resumed run"
     assert flat["run.name"] == "stopped"
@@ -239,8 +241,10 @@ def test_an_old_history_of_wandb_that_is_not_offline_gets_a_tag(tmp_path):
 
 def test_wandb_without_an_api_key_does_not_ask_at_the_terminal(tmp_path):
     pytest.importorskip("wandb")
-    write = "Wandb(logged_run(Path(sys.argv[1]))).write(record(1, 1.0))"
-    code = f"import sys; from tests.run.sinks.test_services import *; {write}"
+    code = (
+        "import sys; from pathlib import Path; from tests.run.sinks.runs import logged_run, record;"
+        "from trainer.run.sinks.services import Wandb; Wandb(logged_run(Path(sys.argv[1]))).write(record(1, 1.0))"
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     environment = kept | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
     parent, child = pty.openpty()
@@ -266,7 +270,8 @@ def mlflow_server(folder, port):
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
     with (folder / "server.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # ten processes fewer
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True)
 
     def answers():
         assert process.poll() is None, (folder / "server.log").read_text()
