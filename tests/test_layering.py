@@ -1,6 +1,7 @@
 """Layers of folders: a module imports lower layers or its own folder, and only at the top of its file."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,22 @@ MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
 MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
     "trainer.build", "trainer.planning", "trainer.testing", "train", "scripts",
 }  # fmt: skip
+
+EFFECT = re.compile(r"_?(open|fdopen|read|load|restore|rewind|start|restart|run|verify|Popen)(_.*)?|digest_of")
+"""Names of functions that read files, start processes or threads, or restore a state."""
+MAY_HAVE_EFFECTS = {
+    "ChatTemplate": "a template is compiled by the process that renders it",
+    "TiktokenTokenizer": "a tokenizer is its file",
+    "SentencePieceTokenizer": "a tokenizer is its file",
+    "HuggingFaceTokenizer": "a tokenizer is its files",
+    "TekkenTokenizer": "a tokenizer is its file",
+    "HashingFile": "a file",
+    "_Decompressor": "a file",
+    "EventFile": "a file",
+    "SignalListener": "signals arrive during the imports",
+    "Metrics": "rewind opens its files",
+    "StragglerDetector": "start only sets its counters",
+}
 
 SOURCES = sorted([ROOT / "train.py", *(p for f in ("trainer", "models", "scripts") for p in (ROOT / f).rglob("*.py"))])
 
@@ -130,3 +147,14 @@ def test_functions_take_their_own_section(path):
     """The complete `Config` is imported only where a run is put together."""
     if folder_of(name_of(path), LAYERS) not in MAY_IMPORT_CONFIG:
         assert "trainer.config.Config" not in set(imports(ast.parse(path.read_text())))
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if name_of(p).startswith(("trainer", "models"))], ids=name_of)
+def test_building_an_object_reads_no_file_and_starts_nothing(path):
+    """Functions with such effects have names of their own, such as `WeightSource.open`, called where a reader sees them."""
+    for cls in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+        constructors = [f for f in cls.body if getattr(f, "name", "") in ("__init__", "__post_init__")]
+        functions = [node.func for f in constructors for node in ast.walk(f) if isinstance(node, ast.Call)]
+        called = {getattr(f, "attr", getattr(f, "id", "")) for f in functions}
+        effects = sorted(name for name in called if EFFECT.fullmatch(name))
+        assert not effects or cls.name in MAY_HAVE_EFFECTS, f"the constructor of {cls.name} calls {', '.join(effects)}"
