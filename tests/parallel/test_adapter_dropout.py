@@ -1,0 +1,60 @@
+"""Dropout of adapters in sharded and compiled blocks."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from models.llama import LlamaSizes, llama
+from tests.parallel.tiny_models import CPU, inputs
+from trainer.adapters.apply import apply_lora
+from trainer.adapters.select import LORA_B, select_parameters
+from trainer.config import ActivationCheckpointConfig, LoraConfig, ParallelConfig
+from trainer.objective.cross_entropy import CrossEntropyHead
+from trainer.parallel.attention import CPU_BACKEND
+from trainer.parallel.init_weights import initialize
+from trainer.parallel.mesh import Meshes, ParallelDims
+from trainer.parallel.parallelize import parallelize
+from trainer.parallel.pipeline import partition_blocks
+
+SIZES = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
+LORA = LoraConfig(rank=4, dropout=0.4)
+
+
+def gradients(mode, compiled):
+    """Return the full gradients of the adapters after one step, with tensor parallelism over all ranks."""
+    torch._dynamo.reset()
+    config = ParallelConfig(tp=dist.get_world_size())
+    with torch.device("meta"):
+        model = llama(SIZES)
+    plan = model.plan()
+    adapt = partial(apply_lora, blocks=plan.blocks, trained=select_parameters(model, plan, LORA), config=LORA, seed=0)
+    meshes, stages = Meshes(ParallelDims.from_config(config, config.tp), CPU), partition_blocks(model, plan, config)
+    settings = (config, ActivationCheckpointConfig(mode=mode), compiled, "fp32", 16, False, CPU_BACKEND, adapt)
+    # Without code generation, which takes long and is not tested here.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        (part,) = parallelize(lambda: llama(SIZES), plan, stages, meshes, *settings).values()
+    initialize(part, CPU, seed=0, lora=LORA)
+    trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
+    for name, p in trained.items():
+        if name.endswith(LORA_B):  # it starts at zero, which would hide the gradients of the other matrix
+            torch.nn.init.constant_(p, 0.1)
+    tokens, context = inputs(SIZES)
+    for context_of_step in (context._replace(samples=context.samples + 7), context):  # the first step compiles
+        part.zero_grad()
+        part(tokens, context_of_step, head=CrossEntropyHead(tokens.roll(-1, 1), 1024)).backward()
+    return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in trained.items()}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_on_two_ranks_drop_the_values_of_one_rank(ranks, mode):
+    expected, (actual, _) = ranks(1).run(gradients, "none", False)[0], ranks(2).run(gradients, mode, True)
+    assert expected.keys() == actual.keys()
+    for name, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close(
+            actual[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
