@@ -1,7 +1,11 @@
 """Collectives outside the step."""
 
+import logging
+
 import pytest
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.utils import cpp_extension
 
 from trainer.config import ConfigError
 from trainer.runtime import distributed
@@ -82,3 +86,13 @@ def test_a_rank_that_lost_another_may_be_ended_before_it_reports_the_loss(monkey
     with pytest.raises(Ended):
         distributed.report_failure(error)
     assert capsys.readouterr() == ("", "")
+
+
+def loggers_that_warn():
+    """Return the names of torch's loggers of needless advice that would still warn."""
+    loggers = _redistribute.logger, cpp_extension.logger
+    return [logger.name for logger in loggers if logger.isEnabledFor(logging.WARNING)]
+
+
+def test_torch_gives_no_needless_advice_on_ranks(ranks):
+    assert ranks(1).run(loggers_that_warn) == [[]]

@@ -53,7 +53,9 @@ def lift_torch_limit(group: dist.ProcessGroup) -> None:
     """Leave the time limit of a group's collectives to `limit_collectives`. torch's limit counts time in which the ranks were
     suspended."""
     if _recorders():
-        dist.distributed_c10d._set_pg_timeout(_UNLIMITED, group)
+        # torch 2.15 has a public function and warns about the private one, the only one of older versions.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(_UNLIMITED, group)
 
 
 def limit_collectives(timeout_s: float) -> None:

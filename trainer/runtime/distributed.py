@@ -1,5 +1,6 @@
 """The process group of a run: initialization, shutdown, and collectives outside the training step."""
 
+import logging
 import os
 import resource
 import time
@@ -31,6 +32,21 @@ _REPORT_S = 1.0
 _WAIT_FOR_WORK = timedelta(days=7)
 
 
+_QUIET_LOGGERS = (
+    # A machine without a GPU may have CUDA's compiler, which torch 2.14 and later reports on every rank that compiles.
+    "torch.utils.cpp_extension",
+    # Advice to flatten the mesh for gathers over two axes. A step has none; parity gathers the gradients that it compares.
+    "torch.distributed.tensor._redistribute",
+)
+"""Loggers whose warnings need no action of a user."""
+
+
+def quiet_torch() -> None:
+    """Show only errors of loggers that would warn on every rank."""
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
@@ -41,6 +57,7 @@ def world_size() -> int:
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
+    quiet_torch()
     _allow_more_connections()
     store = _create_store(config.init_timeout_s)
     rank = int(os.environ.get("RANK", "0"))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.runtime.distributed import quiet_torch
 from trainer.system.children import end_children, exit_with_parent, start_fork_server
 
 TIMEOUT_S = 120
@@ -21,6 +22,7 @@ TIMEOUT_S = 120
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
     faulthandler.enable()
     exit_with_parent()
+    quiet_torch()
     torch.set_num_threads(1)  # because there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
