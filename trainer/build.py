@@ -11,7 +11,7 @@ from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
-from trainer.checkpoint.resume import ResumePoint, require_compatible
+from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
@@ -32,7 +32,7 @@ from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
-from trainer.run.text_format import load_text_format
+from trainer.run.text_format import load_text_format, require_same_tokenizer
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
 from trainer.runtime import device as devices
 from trainer.runtime.host_memory import keep_freed_memory
@@ -69,9 +69,8 @@ def build_trainer(
     torch.manual_seed(config.run.seed + dist.get_rank())
 
     text = load_text_format(config, resolved)
-    fingerprint = resolved.fingerprint | {"tokenizer": text.tokenizer.fingerprint}
     if point is not None:
-        require_compatible(point, fingerprint)
+        require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)
@@ -97,7 +96,9 @@ def build_trainer(
     state = TrainState(
         mixture=[[phase.start, *phase.quotas] for phase in datasets.phases],
         world_size=dist.get_world_size(),
-        fingerprint=fingerprint | {"data": datasets.name} | initial.hashes,
+        fingerprint=resolved.fingerprint
+        | {"tokenizer": text.tokenizer.fingerprint, "data": datasets.name}
+        | initial.hashes,
     )
     checkpoints = _build_checkpoints(config, resolved, engine, datasets, initial)
     if point is not None:

@@ -13,7 +13,7 @@ from models import MODELS
 from scripts.dev.check_exports import strings, write_tokenizers
 from tests.commands import run_script
 from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
-from trainer.config import TokenizerConfig
+from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.testing.layouts import DEBUG_FAMILIES
 
@@ -192,3 +192,31 @@ def test_chat_template_json_becomes_the_file_that_all_readers_know(configs, tmp_
     assert not (exported / "chat_template.json").exists()
     loaded = transformers.AutoTokenizer.from_pretrained(exported)
     assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+LIST = "tokenizer_config.json lists a chat_template that is not an object with name and template, so that it cannot be exported"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(
+            (name, content, f"{name} of the tokenizer is not a JSON object, so that it cannot be exported")
+            for name in ("chat_template.json", "tokenizer_config.json", "tokenizer.json")
+            for content in (b"", b"{", b"[]", b"\xff")
+        ),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', LIST),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', LIST),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": null}]}', LIST),
+        ("chat_template.jinja", b"ok\xff", "chat_template.jinja is not UTF-8 text (byte 2)"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_a_one_line_error_of_the_export(name, content, message):
+    with pytest.raises(ConfigError) as error:
+        exported_tokenizer({name: content}, MODELS["llama3"].huggingface)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("content", ["{}", '{"chat_template": null}', '{"chat_template": 1}'])
+def test_a_file_without_a_template_is_not_exported(content):
+    assert exported_tokenizer({"chat_template.json": content.encode()}, MODELS["llama3"].huggingface) == {}

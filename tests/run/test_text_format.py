@@ -1,15 +1,20 @@
 """The tokenizer and the chat template of a run: loaded once, and refused with one line on all ranks."""
 
 import subprocess
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from tests.training_runs import combine, error_line, in_folder
+from trainer.checkpoint.resume import ResumePoint
+from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.load import load_config
+from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.run.resolve import resolve
-from trainer.run.text_format import load_text_format
+from trainer.run.text_format import load_text_format, require_same_tokenizer
+from trainer.state import TrainState
 
 CHATS = ["--data.dataset", "chat", "--data.path", "", "--data.packing", "best-fit", "--data.document_mask", "true"]
 
@@ -48,3 +53,19 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_one_line_on_all_ranks(ranks, 
         "--model.overrides.vocab_size 1000: the tokenizer has 2048 tokens, but vocab_size of llama3/debug is 1000"
     )
     assert ranks(size).run(error_line, argv) == [expected] * size
+
+
+@pytest.mark.parametrize(("began_with", "hint"), [("llama3", True), ("gpt2", False)])
+def test_a_run_that_began_before_patterns_existed_is_told_how_to_continue(tmp_path, began_with, hint):
+    """The trainer split the text of every rank file by Llama 3's pattern."""
+    config = TokenizerConfig(backend="tiktoken", path=str(DEFAULT_FILE), pattern="qwen2")
+    before = replace(config, pattern=began_with)
+    state = TrainState(fingerprint={"tokenizer": load_tokenizer(before).fingerprint})
+    saved = ResumePoint(tmp_path / "step-00000001", state)
+    with pytest.raises(
+        ConfigError, match=r"cannot resume from .*: tokenizer was \"tiktoken-.*, is \"tiktoken-"
+    ) as error:
+        require_same_tokenizer(saved, config, load_tokenizer(config))
+    way = '; or set tokenizer.pattern = "llama3", with which this run began, to continue it'
+    assert error.value.message.endswith(way) == hint
+    require_same_tokenizer(saved, before, load_tokenizer(before))

@@ -1,11 +1,12 @@
 """Patterns match the same paths as in the standard library's glob, with the exceptions that the module describes."""
 
+import errno
 import glob
 import os
 
 import pytest
 
-from trainer.system.paths import Remarks, exists, expand, split_pattern
+from trainer.system.paths import Remarks, exists, expand, split_pattern, unreadable
 
 
 @pytest.fixture
@@ -46,3 +47,9 @@ def test_a_path_or_a_pattern_exists(tree):
         assert exists(path)
     for path in ("b.txt", "*.json", "a.txt/*", "run[2]"):
         assert not exists(path)
+
+
+def test_an_error_of_an_open_file_which_has_no_name_gets_one(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    assert unreadable(OSError(errno.EIO, "Input/output error"), "a.txt") == "a.txt cannot be read (Input/output error)"
+    assert unreadable(OSError(errno.ENOENT, "x", f"{tmp_path}/link"), "a.txt") == f"{tmp_path}/link is a broken link"

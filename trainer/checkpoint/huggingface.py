@@ -34,8 +34,17 @@ from trainer.checkpoint.storage import (
 from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import TOKENIZERS
 from trainer.data.tokenizer.huggingface import COMPANION_FILES
-from trainer.system.files import atomic_folder, digest_of, folder_error, parse_json_object
+from trainer.system.files import (
+    LARGEST_JSON,
+    TooLarge,
+    atomic_folder,
+    digest_of,
+    folder_error,
+    parse_json_object,
+    read_json_object,
+)
 from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
+from trainer.system.paths import unreadable
 
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
@@ -45,7 +54,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *COMPANION_FILES)
 _CHUNK_BYTES = 2**25
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
-_LARGEST_JSON = 2**28
 
 Progress = Callable[[int], None]
 """Callback that receives the number of bytes written since the previous call."""
@@ -81,7 +89,7 @@ class ModelMetadata:
     def read(cls, checkpoint: Path) -> "ModelMetadata":
         """Read model.json of a checkpoint. Raises CorruptError."""
         try:
-            values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, _LARGEST_JSON))
+            values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, LARGEST_JSON))
             for setting in ("tokenizer_files", "extra_special_tokens"):
                 values[setting] = tuple(values[setting])
             for name in values["tokenizer_files"]:
@@ -285,7 +293,7 @@ class HfModelFolder:
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
         with manifest.damage_as_config_error(self.folder):
-            return manifest.read_bytes(file_inside(self.folder, name), _LARGEST_JSON)
+            return manifest.read_bytes(file_inside(self.folder, name), LARGEST_JSON)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows [start, stop) of a parameter, in the row order of this project. Raises CorruptError."""
@@ -305,9 +313,13 @@ class HfModelFolder:
 def read_object(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file of a folder in Hugging Face's format. Raises ConfigError."""
     with manifest.damage_as_config_error(file.parent):
-        text = manifest.read_text(file_inside(file.parent, file.name), _LARGEST_JSON)
+        path = file_inside(file.parent, file.name)
     try:
-        return parse_json_object(text)
+        return read_json_object(path)
+    except OSError as error:
+        raise ConfigError("", unreadable(error, str(path))) from None
+    except TooLarge as problem:
+        raise ConfigError("", f"{file} {problem}") from None
     except ValueError:
         raise ConfigError("", f"{file} is not a JSON object") from None
 

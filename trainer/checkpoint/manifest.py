@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.system.files import digest, digest_of, drop_page_cache, require_regular, sync
+from trainer.system.files import TooLarge, digest, digest_of, drop_page_cache, read_limited, sync
+from trainer.system.paths import unreadable
 
 NAME = "manifest.json"
 VERSION = 2
@@ -119,15 +120,11 @@ def read_text(path: Path, largest: int) -> str:
 def read_bytes(path: Path, largest: int) -> bytes:
     """Return the content of a file. Raises CorruptError if it cannot be read or has more than `largest` bytes."""
     try:
-        require_regular(path)
-        with path.open("rb") as file:
-            # The size is checked first, because read() allocates memory for the complete file.
-            content = file.read(largest + 1) if path.stat().st_size <= largest else None
+        return read_limited(path, largest)
     except OSError as error:
         raise CorruptError(f"{path.name} cannot be read ({error.strerror})") from None
-    if content is None or len(content) > largest:
-        raise CorruptError(f"{path.name} is larger than the limit of {largest} bytes")
-    return content
+    except TooLarge as problem:
+        raise CorruptError(f"{path.name} {problem}") from None
 
 
 def find_damage(folder: Path, share: tuple[int, int] = (0, 1)) -> str:
@@ -141,5 +138,5 @@ def find_damage(folder: Path, share: tuple[int, int] = (0, 1)) -> str:
     except CorruptError as damage:
         return str(damage)
     except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
+        return unreadable(error)
     return ""

@@ -1,6 +1,5 @@
 """Tokenizers of checkpoints, and the files of exports with which transformers and other readers encode text as in training."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +12,9 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
-from trainer.data.tokenizer.hf_json import json_bytes
+from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.files import parse_json_object
 
 _BACKENDS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
 """Tokenizer file of a Hugging Face folder, in order of precedence -> backend."""
@@ -76,25 +76,27 @@ def exported_tokenizer(files: Mapping[str, bytes], hf: HuggingFace) -> dict[str,
     which are returned as they are."""
     files = dict(files)
     if "chat_template.json" in files:  # only the processors of models of several modalities read it
-        template = json.loads(files.pop("chat_template.json")).get("chat_template")
+        template = _object(files, "chat_template.json").get("chat_template")
+        del files["chat_template.json"]
         files = {CHAT_TEMPLATE: template.encode()} | files if isinstance(template, str) else files
-    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    config = _object(files, "tokenizer_config.json")
     if CHAT_TEMPLATE in files:
         config.pop("chat_template", None)  # the file takes precedence, but not in all readers
-        files[CHAT_TEMPLATE] = without_generation_tags(files[CHAT_TEMPLATE].decode()).encode()
+        try:
+            files[CHAT_TEMPLATE] = without_generation_tags(files[CHAT_TEMPLATE].decode()).encode()
+        except UnicodeDecodeError as error:
+            raise ConfigError("", f"{CHAT_TEMPLATE} is not UTF-8 text (byte {error.start})") from None
     elif isinstance(config.get("chat_template"), str):
         config["chat_template"] = without_generation_tags(config["chat_template"])
     elif isinstance(config.get("chat_template"), list):
-        config["chat_template"] = [
-            {**entry, "template": without_generation_tags(entry["template"])} for entry in config["chat_template"]
-        ]
+        config["chat_template"] = [_without_generation_tags(entry) for entry in config["chat_template"]]
     if "tokenizer.json" in files:
         config.pop("auto_map", None)  # the code that it names is not exported
-        content = json.loads(files["tokenizer.json"])
+        content = _object(files, "tokenizer.json")
         # Without this list, transformers also returns token_type_ids, which generate() does not accept.
         config.setdefault("model_input_names", ["input_ids", "attention_mask"])
         config["tokenizer_class"] = _CLASS
-        if hf.byte_level_class and _is_byte_level(content):
+        if hf.byte_level_class and is_byte_level(content):
             # This class would add its default special tokens to the vocabulary.
             config = {"unk_token": None} | config | {"tokenizer_class": hf.byte_level_class}
         if hf.forced_class == "Qwen2Tokenizer":
@@ -109,15 +111,27 @@ def exported_tokenizer(files: Mapping[str, bytes], hf: HuggingFace) -> dict[str,
     return files
 
 
-def _is_byte_level(content: Mapping[str, Any]) -> bool:
-    return '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a tokenizer, or {} if there is no such file. Raises ConfigError."""
+    try:
+        return parse_json_object(files.get(name, b"{}"))
+    except ValueError:
+        raise ConfigError("", f"{name} of the tokenizer is not a JSON object, so that it cannot be exported") from None
+
+
+def _without_generation_tags(entry: Any) -> dict[str, Any]:
+    """Return an entry of a list of named templates without {% generation %} tags. Raises ConfigError."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("template"), str):
+        message = "tokenizer_config.json lists a chat_template that is not an object with name and template"
+        raise ConfigError("", f"{message}, so that it cannot be exported")
+    return {**entry, "template": without_generation_tags(entry["template"])}
 
 
 def _is_qwen2(content: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Return whether transformers' Qwen2Tokenizer encodes text like this tokenizer.json."""
-    pre_tokenizers, model = (content.get("pre_tokenizer") or {}).get("pretokenizers", [{}]), content["model"]
+    pre_tokenizers, model = (content.get("pre_tokenizer") or {}).get("pretokenizers", [{}]), content.get("model") or {}
     flags = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    names = {entry["content"] for entry in content["added_tokens"]}
+    names = {entry["content"] for entry in content.get("added_tokens") or []}
     return (
         model.get("type") == "BPE"
         and not any(model.get(flag) for flag in (*flags, "fuse_unk", "ignore_merges"))

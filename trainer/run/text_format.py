@@ -1,8 +1,9 @@
 """How the texts of a run become tokens: its tokenizer and its chat template."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainer.config import Config, ConfigError
+from trainer.checkpoint.resume import ResumePoint, require_compatible
+from trainer.config import Config, ConfigError, TokenizerConfig
 from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -40,3 +41,21 @@ def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
         return chat.self_contained(), tuple(chat.end_of_turn)
 
     return TextFormat(tokenizer, *run_on_rank_0(validated_template))
+
+
+def require_same_tokenizer(saved: ResumePoint, config: TokenizerConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if the checkpoint's run had another tokenizer. config: describes this run's."""
+    try:
+        require_compatible(saved, {"tokenizer": tokenizer.fingerprint})
+    except ConfigError as error:
+        raise ConfigError("", error.message + _way_to_continue(config, saved)) from None
+
+
+def _way_to_continue(config: TokenizerConfig, saved: ResumePoint) -> str:
+    """Return what makes the tokenizer equal to that of a run that began before tokenizer.pattern existed, or ""."""
+    if config.backend != "tiktoken" or config.pattern in ("", "llama3"):
+        return ""
+    earlier = load_tokenizer(replace(config, pattern="llama3"))
+    if saved.state.fingerprint.get("tokenizer") != earlier.fingerprint:
+        return ""
+    return '; or set tokenizer.pattern = "llama3", with which this run began, to continue it'

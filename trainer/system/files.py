@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, TextIO
 import xxhash
 
 _CHUNK_BYTES = 2**22
+LARGEST_JSON = 2**28
+"""Maximum number of bytes of a JSON file, which is parsed in memory."""
 _SUFFIX = ".tmp-" + 8 * "[0-9a-f]"  # glob pattern of the suffix of temporary names
 
 
@@ -176,10 +178,24 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
     return content
 
 
-def read_json_object(path: str | Path) -> dict[str, Any]:
-    """Read a JSON file. Raise OSError if this fails, and ValueError if the content is not a JSON object."""
-    require_regular(Path(path))
-    return parse_json_object(Path(path).read_bytes())
+class TooLarge(ValueError):
+    """A file has more bytes than its reader accepts."""
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file. Raise OSError if it cannot be read as a file, and TooLarge."""
+    require_regular(path)
+    with path.open("rb") as file:
+        # The size is checked first, because read() allocates memory for the complete file.
+        content = file.read(max_bytes + 1) if path.stat().st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
+        raise TooLarge(f"is larger than the limit of {max_bytes} bytes")
+    return content
+
+
+def read_json_object(path: str | Path, max_bytes: int = LARGEST_JSON) -> dict[str, Any]:
+    """Read a JSON file. Raise OSError if this fails, and ValueError if the content is not a JSON object or has more bytes."""
+    return parse_json_object(read_limited(Path(path), max_bytes))
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Recognition of folders and files that are not, or not completely, a model in Hugging Face's format."""
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-_POINTER = b"version https://git-lfs"
+from trainer.system.files import TooLarge, read_json_object, read_limited
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024  # bytes; real pointers have about 130
 _LFS_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".bin")
 _PARTIAL = (".incomplete", ".part", ".crdownload", ".aria2", "!qB")
@@ -35,20 +36,23 @@ SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 """Name of one of several files with weights, whose group is their number."""
 
 
-def is_lfs_pointer(path: Path) -> bool:
-    """Return whether a file is a pointer that Git LFS replaces by the file."""
+def is_lfs_pointer(content: bytes) -> bool:
+    """Return whether the content of a file is a pointer that Git LFS replaces by the file."""
+    return content.startswith(_POINTER) and b"oid sha256:" in content and len(content) <= _LARGEST_POINTER
+
+
+def _is_pointer_file(path: Path) -> bool:
     try:
-        if path.stat().st_size > _LARGEST_POINTER:
-            return False
-        with path.open("rb") as file:
-            return file.read(len(_POINTER)) == _POINTER
-    except OSError:
+        return is_lfs_pointer(read_limited(path, _LARGEST_POINTER))
+    except (OSError, TooLarge):
         return False
 
 
 def pointer_problem(path: Path) -> str:
     """Return why the file cannot be read if it is a Git LFS pointer, else ""."""
-    return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder" * is_lfs_pointer(path)
+    return f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder" * _is_pointer_file(
+        path
+    )
 
 
 def folder_problem(folder: Path) -> str:
@@ -60,7 +64,7 @@ def folder_problem(folder: Path) -> str:
         return ""
     if not [name for name in names if not name.startswith(".")]:
         return "is empty" + ("; its download is not complete" if is_downloading(folder) else "")
-    pointers = [name for name in names if name.endswith(_LFS_SUFFIXES) and is_lfs_pointer(folder / name)]
+    pointers = [name for name in names if name.endswith(_LFS_SUFFIXES) and _is_pointer_file(folder / name)]
     if pointers:
         return f"contains Git LFS pointers instead of files ({_some(pointers)}); run `git lfs pull` in this folder"
     if partial := [name for name in names if name.endswith(_PARTIAL) and name.rpartition(".")[0] not in names]:
@@ -124,9 +128,8 @@ def _index_problem(index: Path, names: set[str], shards: list[str]) -> str:
 def _files_of_index(index: Path) -> set[str] | None:
     """Return the names of the files that an index lists, or None if it is invalid."""
     try:
-        content = json.loads(index.read_bytes())
-        names = set(content["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names = set(read_json_object(index)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     # An invalid name is reported where the file is opened.
     is_plain = all(isinstance(name, str) and name.isprintable() and name and Path(name).name == name for name in names)

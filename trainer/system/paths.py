@@ -22,11 +22,13 @@ class Remarks:
     """Existing paths whose name, as a pattern, would match other names too."""
 
 
-def unreadable(error: OSError) -> str:
-    """Return the reason why a search or a read failed, with the path."""
-    if os.path.islink(error.filename) and not os.path.exists(error.filename):
-        return f"{error.filename} is a broken link"
-    return f"{error.filename} cannot be read ({error.strerror})"
+def unreadable(error: OSError, path: str = "") -> str:
+    """Return the reason why a search or a read failed, with the path. path: that of the error if the error has none, because
+    the file was already open."""
+    path = error.filename or path
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"{path} is a broken link"
+    return f"{path} cannot be read ({error.strerror})"
 
 
 def walk(folder: str, remarks: Remarks, above: tuple[os.stat_result, ...] = ()) -> Iterator[tuple[str, list[str]]]:

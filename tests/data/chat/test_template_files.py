@@ -53,7 +53,7 @@ def test_files_without_a_template_are_rejected(tmp_path):
     (tmp_path / "bad.jinja").write_bytes(b"ok\xff")
     assert message_of(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
     (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
-    assert message_of(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than 1000000 bytes"
+    assert message_of(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than the limit of 1000000 bytes"
 
 
 def test_the_fingerprint_depends_on_template_tokenizer_and_special_tokens(char_tokenizer, llama3):

@@ -270,3 +270,9 @@ def test_an_id_of_eos_that_is_no_token_is_shown(tmp_path):
     )
     edit(folder / "config.json", eos_token_id=329)
     assert load(folder).eos == 329
+
+
+def test_a_damaged_template_file_is_reported_before_training_not_by_its_export(tmp_path):
+    folder = save(tokenizer_of(), tmp_path / "own", eos_token="</s>")
+    (folder / "chat_template.json").write_text("{")
+    assert error_of(folder) == f"{folder}/chat_template.json is not a JSON object"

@@ -1,15 +1,17 @@
 """Loading of built-in chat templates, and of template files in Hugging Face's formats."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.fields import did_you_mean
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
-from trainer.system.files import parse_json_object
+from trainer.system.files import TooLarge, read_json_object, read_limited
 from trainer.system.model_folder import folder_problem, pointer_problem
+from trainer.system.paths import unreadable
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
@@ -68,25 +70,30 @@ def fitting_template(template: str, special_tokens: Collection[str]) -> str:
     return ""
 
 
-def _read(path: Path) -> str:
+@contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
     if problem := pointer_problem(path):
         raise ConfigError(SETTING, problem)
     try:
-        content = path.read_bytes()
-        if len(content) > _MAX_BYTES:
-            raise ConfigError(SETTING, f"{path} is larger than {_MAX_BYTES} bytes")
-        return content.decode()
+        yield
+    except OSError as error:
+        raise ConfigError(SETTING, unreadable(error, str(path))) from None
+    except TooLarge as problem:
+        raise ConfigError(SETTING, f"{path} {problem}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(SETTING, f"{path} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(SETTING, f"{path} cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise ConfigError(SETTING, f"{path} is not a JSON object") from None
+
+
+def _read(path: Path) -> str:
+    with _one_line_errors(path):
+        return read_limited(path, _MAX_BYTES).decode()
 
 
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        return parse_json_object(_read(path))
-    except ValueError:
-        raise ConfigError(SETTING, f"{path} is not a JSON object") from None
+    with _one_line_errors(path):
+        return read_json_object(path, _MAX_BYTES)
 
 
 def _template(config: dict[str, Any], path: Path) -> str:

@@ -14,6 +14,7 @@ from trainer.config import ConfigError
 from trainer.data.sources import Source
 from trainer.system import console
 from trainer.system.files import digest_of, temporary_path
+from trainer.system.paths import unreadable
 
 _RECENT_S = 2.0
 """A file that changed within this time before it was hashed may change again without a new change time, because file systems
@@ -68,7 +69,7 @@ def _identity(path: str) -> list[int]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise ConfigError("data.path", f"{path} cannot be read ({error.strerror})") from None
+        raise ConfigError("data.path", unreadable(error, path)) from None
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
@@ -133,4 +134,4 @@ def _digest(path: str) -> str:
     try:
         return digest_of(Path(path))
     except OSError as error:
-        raise ConfigError("data.path", f"{path} cannot be read ({error.strerror})") from None
+        raise ConfigError("data.path", unreadable(error, path)) from None

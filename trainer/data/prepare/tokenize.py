@@ -25,6 +25,7 @@ from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.children import children_ignore_signals, exit_with_parent
 from trainer.system.console import progress
+from trainer.system.paths import unreadable
 from trainer.system.process import cores, detach_signals
 
 CHUNK_BYTES = 4 * 2**20
@@ -104,7 +105,7 @@ def _results(job: TokenizeJob, encode: Encode, spans: list[Span]) -> Iterator[tu
         except OSError as error:
             if error.filename != span.path:
                 raise
-            raise ConfigError("data.path", f"{span.path} cannot be read ({error.strerror})") from None
+            raise ConfigError("data.path", unreadable(error)) from None
 
 
 def _is_held_out(document: Document, fraction: float) -> bool:

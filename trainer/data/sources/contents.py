@@ -4,6 +4,8 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
+from trainer.system.model_folder import is_lfs_pointer
+
 HEAD_BYTES = 512
 """Number of bytes from which a file is recognized."""
 
@@ -40,7 +42,6 @@ _SHEET = Kind("a spreadsheet")
 _JSON = Kind("JSON", "jsonl")
 _NUMPY = Kind("a NumPy array", "tokens")
 LFS_POINTER = Kind("a Git LFS pointer instead of the file", remedy="download such files with: git lfs pull")
-LFS_START = b"version https://git-lfs.github.com/spec/"
 
 _MAGIC = {
     b"PAR1": _PARQUET,
@@ -58,7 +59,6 @@ _MAGIC = {
     b"%PDF-": Kind("a PDF document", remedy="convert such files to text"),
     b"\xff\xfe": Kind("UTF-16 text", remedy="convert such files to UTF-8"),
     b"\xfe\xff": Kind("UTF-16 text", remedy="convert such files to UTF-8"),
-    LFS_START: LFS_POINTER,
 }
 _ENDINGS = {
     ".parquet": _PARQUET,
@@ -94,6 +94,8 @@ def recognize(head: bytes) -> Kind | None:
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
+    if is_lfs_pointer(head):
+        return LFS_POINTER
     if head[257:262] == b"ustar":
         return _ARCHIVE
     if head[:HEAD_BYTES].lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
@@ -109,11 +111,6 @@ def recognize_table(path: str) -> Kind | None:
 
 def recognize_json(head: bytes) -> Kind | None:
     return _JSON if head.lstrip()[:1] in (b"{", b"[") else None
-
-
-def is_lfs_pointer(content: bytes) -> bool:
-    """Return whether a file, which is valid text, stands for another one that git has not downloaded."""
-    return content.startswith(LFS_START) and b"oid sha256:" in content[:HEAD_BYTES] and len(content) < 1024
 
 
 def ending_of(path: str) -> str:

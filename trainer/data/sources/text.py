@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.data.sources.contents import HEAD_BYTES, LFS_POINTER, is_lfs_pointer, recognize, recognize_table
+from trainer.data.sources.contents import HEAD_BYTES, LFS_POINTER, recognize, recognize_table
 from trainer.data.sources.files import find_files, with_compressed
 from trainer.data.sources.json_array import BrokenArray, is_array, read_array
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Source, Span, too_long
 from trainer.data.sources.streams import BrokenStream, is_compressed, open_stream
 from trainer.data.tokenizer.protocol import has_lone_surrogate
+from trainer.system.model_folder import is_lfs_pointer
 
 T = TypeVar("T")
 

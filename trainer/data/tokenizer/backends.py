@@ -78,6 +78,7 @@ def _pattern_of(path: Path, content: bytes, num_ranks: int) -> tuple[str, tuple[
             f"{path} has as many ranks as the file of {owner}, whose split pattern and special tokens are not Llama 3's"
         )
         way = f'set tokenizer.pattern = "{pattern}" to train a new model with these ranks and Llama 3\'s special tokens'
+        way += ', or to "llama3" to continue a run that began before this setting existed'
         raise ConfigError("tokenizer.path", f"{message}; use a tokenizer.json with backend = huggingface, or {way}")
     if num_ranks == _LLAMA3_RANKS or content == DEFAULT_FILE.read_bytes():
         return "llama3", ()

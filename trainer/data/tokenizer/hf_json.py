@@ -16,6 +16,11 @@ def json_files(contents: dict[str, dict[str, Any]]) -> dict[str, bytes]:
     return {name: json_bytes(content) for name, content in contents.items()}
 
 
+def is_byte_level(content: Mapping[str, Any]) -> bool:
+    """Return whether the pieces of a tokenizer.json are bytes, as of GPT-2, so that a character of a piece is one byte."""
+    return '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+
+
 def byte_to_char() -> dict[int, str]:
     """Return byte -> character of GPT-2's byte-level BPE. Printable bytes are unchanged. Others become characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}

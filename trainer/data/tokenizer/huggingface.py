@@ -17,7 +17,7 @@ from trainer.data.tokenizer.hf_added_tokens import (
     protect_special,
     with_added_tokens,
 )
-from trainer.data.tokenizer.hf_json import json_bytes, json_files
+from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes, json_files
 from trainer.data.tokenizer.placeholders import PlaceholderEncoder, depends_on_neighbours
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
 
@@ -60,6 +60,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.prefix = _prefix(tokenizer)
         self.bos = self._find_bos(path, ids)
         self.eos = self._find_eos(path, ids)
+        json_object(
+            path.with_name("chat_template.json")
+        )  # raises here if it is damaged, not in the export after training
         companions = (path.with_name(name) for name in COMPANION_FILES)
         self._companions = {file.name: file.read_bytes() for file in companions if file.is_file()}
         # The ids may come from a file of the model, which is not saved with the tokenizer.
@@ -123,7 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def text_bytes(self) -> np.ndarray:
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self.files["tokenizer.json"]).get("decoder"))
+        byte_level = is_byte_level(json.loads(self.files["tokenizer.json"]))
         special = set(self.special_tokens.values())
         pieces = [self._tokenizer.id_to_token(token) or "" for token in range(self.vocab_size)]
         num_bytes = [len(piece) if byte_level else piece_bytes(piece) for piece in pieces]
