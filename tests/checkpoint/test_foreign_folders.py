@@ -8,12 +8,14 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
+from models import MODELS
 from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import error_line
+from trainer.checkpoint.adapter import load_adapter
 from trainer.checkpoint.huggingface import HfModelFolder
 from trainer.checkpoint.weights import WeightSource
-from trainer.config import ConfigError, ModelConfig, TokenizerConfig
+from trainer.config import ConfigError, LoraConfig, ModelConfig, TokenizerConfig
 from trainer.data.chat.template_files import read_template
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.run.resolve import resolve_model
@@ -292,3 +294,49 @@ def test_the_template_of_a_model_of_several_modalities_is_read(tmp_path):
     assert read_template(str(tmp_path)) == ("own", {"bos_token": "<bos>"})
     (tmp_path / "chat_template.jinja").write_text("file")
     assert read_template(str(tmp_path)) == ("file", {"bos_token": "<bos>"})
+
+
+# ---------------------------------------------------------------- lora.init_from, and what was read
+
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+PICKLE = (
+    "contains an adapter only as a pickle, which can run code when it is loaded (adapter_model.bin); save the adapter as "
+    "safetensors (peft: PeftModel.from_pretrained(...).save_pretrained(...))"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "what"),
+    [
+        ({}, "is empty"),
+        ({ADAPTER_CONFIG: "{}", ADAPTER: POINTER}, f"contains Git LFS pointers instead of files ({ADAPTER}); run `git lfs pull`"),
+        ({ADAPTER_CONFIG: "{}", f"{ADAPTER}.part": "x"}, f"contains unfinished downloads ({ADAPTER}.part); download"),
+        ({ADAPTER_CONFIG: "{}", "adapter_model.bin": "x"}, PICKLE),
+        ({ADAPTER_CONFIG: "{}"}, f"contains no {ADAPTER}; download the adapter again"),
+        ({ADAPTER: "x"}, f"contains {ADAPTER} without {ADAPTER_CONFIG}; download the adapter again"),
+        ({"config.json": "{}", SINGLE: "x"}, "contains a complete model, not an adapter; use it as checkpoint.init_from"),
+        ({"a.gguf": "x"}, "contains a model in llama.cpp's format GGUF"),
+        ({"README.md": "x"}, f"contains neither {ADAPTER_CONFIG} nor a checkpoint of an adapter"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_no_adapter_is_described(tmp_path, files, what, monkeypatch):
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    monkeypatch.setattr("trainer.checkpoint.adapter.run_on_rank_0", lambda work: work())
+    spec = MODELS["llama3"]
+    with pytest.raises(ConfigError) as error:
+        load_adapter(LoraConfig(init_from=str(folder)), spec, spec.sizes["debug"], {}, {}, "")
+    assert error.value.key == "lora.init_from" and error.value.message.startswith(f"{folder} {what}")
+
+
+def test_the_log_names_the_files_with_weights_that_were_read(model):
+    (model / "pytorch_model.bin").touch()
+    (model / "consolidated.safetensors").touch()
+    described = WeightSource(model, alone=True).description()
+    assert described == f"{model} ({SINGLE}; not consolidated.safetensors, pytorch_model.bin)"
+    for name in ("pytorch_model.bin", "consolidated.safetensors"):
+        (model / name).unlink()
+    only_index(model)
+    assert WeightSource(model, alone=True).description() == f"{model} (2 files, {A} to {B})"

@@ -34,6 +34,7 @@ from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import console
 from trainer.system.files import atomic_folder, digest_of
+from trainer.system.model_folder import adapter_problem
 
 PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -219,6 +220,9 @@ def load_adapter(
     own = {name: p for name, p in parameters.items() if name in trained}
     folder = Path(config.init_from)
     try:
+        is_own = (folder / manifest.NAME).exists() or (folder / "checkpoints").exists()
+        if not is_own and (problem := adapter_problem(folder)):
+            raise ConfigError("", f"{folder} {problem}")
         if (folder / PEFT_CONFIG).exists():
             _require_settings(config, _peft_settings(folder), folder)
             _load_peft(folder, PeftNames(spec, sizes), own, trained)

@@ -24,7 +24,7 @@ from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import console
 from trainer.system.files import digest, digest_of, folder_error
-from trainer.system.model_folder import folder_problem
+from trainer.system.model_folder import folder_problem, unread_weights
 
 _ROWS = 4096  # maximum number of rows read at once
 
@@ -67,6 +67,16 @@ class WeightSource:
             )
         message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
         raise ConfigError("", f"{folder} {folder_problem(folder) or message}")
+
+    def description(self) -> str:
+        """Return the folder and, of a model in Hugging Face's format, the files that are read and those with weights that are
+        not."""
+        if self.hf_folder is None:
+            return str(self.folder)
+        files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
+        read = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} to {files[-1]}"
+        unread = ", ".join(unread_weights(self.folder))
+        return f"{self.folder} ({read}{f'; not {unread}' if unread else ''})"
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter. Raises CorruptError."""
@@ -164,6 +174,6 @@ def init_weights_from(
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
     exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
-    console.info(f"loaded weights from {weights.folder}{exception}")
+    console.info(f"loaded weights from {weights.description()}{exception}")
     dist.barrier()
     return weights

@@ -62,15 +62,8 @@ def folder_problem(folder: Path) -> str:
         names = sorted(os.listdir(folder))
     except OSError:
         return ""
-    if not [name for name in names if not name.startswith(".")]:
-        return "is empty" + ("; its download is not complete" if is_downloading(folder) else "")
-    pointers = [name for name in names if name.endswith(_LFS_SUFFIXES) and _is_pointer_file(folder / name)]
-    if pointers:
-        return f"contains Git LFS pointers instead of files ({_some(pointers)}); run `git lfs pull` in this folder"
-    if partial := [name for name in names if name.endswith(_PARTIAL) and name.rpartition(".")[0] not in names]:
-        return f"contains unfinished downloads ({_some(partial)}); download the model again"
-    if "config.json" in names:
-        return ""
+    if (problem := _incomplete(folder, names)) or "config.json" in names:
+        return problem
     if is_downloading(folder):
         return "contains a download that is not complete; download the model again"
     for pattern, what in _KINDS:
@@ -81,6 +74,49 @@ def folder_problem(folder: Path) -> str:
         if found := sorted(folder.glob(f"{inner}/config.json")):
             return f"is a folder of Hugging Face's cache; use its snapshot {found[-1].parent}"
     return ""
+
+
+def _incomplete(folder: Path, names: list[str]) -> str:
+    """Return which files a folder lacks because they have not been downloaded, or "". names: those of its files."""
+    if not [name for name in names if not name.startswith(".")]:
+        return "is empty" + ("; its download is not complete" if is_downloading(folder) else "")
+    pointers = [name for name in names if name.endswith(_LFS_SUFFIXES) and _is_pointer_file(folder / name)]
+    if pointers:
+        return f"contains Git LFS pointers instead of files ({_some(pointers)}); run `git lfs pull` in this folder"
+    if partial := [name for name in names if name.endswith(_PARTIAL) and name.rpartition(".")[0] not in names]:
+        return f"contains unfinished downloads ({_some(partial)}); download the model again"
+    return ""
+
+
+def adapter_problem(folder: Path) -> str:
+    """Return what a folder contains instead of an adapter of the package peft, and what to do, without the folder's name. An
+    empty text means that the folder has the files of an adapter, or that nothing was recognized."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return ""
+    if problem := _incomplete(folder, names):
+        return problem
+    if "adapter_config.json" not in names:
+        if "config.json" in names:
+            return "contains a complete model, not an adapter; use it as checkpoint.init_from"
+        if found := [name for name in names if name.startswith("adapter_model.")]:
+            return f"contains {found[0]} without adapter_config.json; download the adapter again"
+        return folder_problem(folder)
+    if "adapter_model.safetensors" in names:
+        return ""
+    if "adapter_model.bin" in names:
+        saved = "save the adapter as safetensors (peft: PeftModel.from_pretrained(...).save_pretrained(...))"
+        return (
+            f"contains an adapter only as a pickle, which can run code when it is loaded (adapter_model.bin); {saved}"
+        )
+    return "contains no adapter_model.safetensors; download the adapter again"
+
+
+def unread_weights(folder: Path) -> list[str]:
+    """Return the files with weights in other formats, beside the safetensors files that are read."""
+    others = f"{_PICKLES}|{_OTHER_WEIGHTS}|" + "|".join(pattern for pattern, _ in _KINDS[1:])
+    return [name for name in sorted(os.listdir(folder)) if re.fullmatch(others, name)]
 
 
 def weights_problem(folder: Path) -> str:

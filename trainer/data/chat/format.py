@@ -336,7 +336,7 @@ class ChatFormat:
 
     def _way_out(self, *others: str) -> str:
         """Return what can be done about the template. It may be replaced by a shipped template with the same special tokens."""
-        fitting = fitting_template(self.template, self._special)
+        fitting = fitting_template(self.template, self._special, self._names)
         ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
         return ", or ".join([*ways, *others])
 

@@ -1,7 +1,7 @@
 """Loading of built-in chat templates, and of template files in Hugging Face's formats."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from trainer.system.paths import unreadable
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
 BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
-_NAMED = {"<s>", "</s>"}
-"""Special tokens that templates write by the variables bos_token and eos_token."""
+_VARIABLES = ("bos_token", "eos_token")
+_TAG = r"\[/?[A-Z]+\]"
+"""Pattern of tags that are plain text, such as [INST]."""
 _FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 _MAX_BYTES = 1_000_000
 
@@ -55,16 +56,17 @@ def find_template(folder: Path) -> Path | None:
     return next((file for file in files if file.suffix != ".json" or _json(file).get("chat_template")), None)
 
 
-def fitting_template(template: str, special_tokens: Collection[str]) -> str:
+def fitting_template(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> str:
     """Return the name of the shipped template that can replace a template, or "" if there is none. Both write the same special
-    tokens, and the tokenizer has them."""
+    tokens and tags such as [INST], and the tokenizer has the special tokens. names: text of each variable such as bos_token."""
     for name, path in BUILT_IN.items():
         text = _read(path)
-        needed = set(re.findall(SPECIAL_LOOKING, text)) or {"[INST]", "<s>", "</s>"}
+        special, tags = set(re.findall(SPECIAL_LOOKING, text)), set(re.findall(_TAG, text))
+        variables = {names.get(variable) for variable in _VARIABLES if variable in text}
         if (
             text != template
-            and needed - {"[INST]"} <= set(special_tokens)
-            and all(n in template for n in needed - _NAMED)
+            and special | variables <= set(special_tokens)
+            and all(n in template for n in special | tags)
         ):
             return name
     return ""
