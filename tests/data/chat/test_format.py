@@ -430,7 +430,7 @@ MARK = "mark the answers with {% generation %} ... {% endgeneration %} in a copy
     [
         ("chatml", REWRITING.replace("<|end_header_id|>", "<|im_start|>").replace("<|eot_id|>", "<|im_end|>")),
         ("llama3", REWRITING.replace("{{ m.role }}", "<|start_header_id|>{{ m.role }}")),
-        ("llama2", "[INST]" + REWRITING.replace("<|eot_id|>", "{{ eos_token }}")),
+        ("llama2", "[INST][/INST]" + REWRITING.replace("<|eot_id|>", "{{ eos_token }}")),
     ],
 )
 def test_a_refused_template_names_the_shipped_template_with_the_same_special_tokens(
