@@ -33,7 +33,7 @@ _WAIT_FOR_WORK = timedelta(days=7)
 
 
 _QUIET_LOGGERS = (
-    # A machine without a GPU may have CUDA's compiler, which torch 2.14 and later reports on every rank that compiles.
+    # A machine without a GPU may have a compiler for GPUs, which torch 2.14 and later reports on every rank that compiles.
     "torch.utils.cpp_extension",
     # Advice to flatten the mesh for gathers over two axes. A step has none; parity gathers the gradients that it compares.
     "torch.distributed.tensor._redistribute",
