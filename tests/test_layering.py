@@ -53,11 +53,6 @@ MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer
 EFFECT = re.compile(r"_?(open|fdopen|read|load|restore|rewind|start|restart|run|verify|Popen)(_.*)?|digest_of")
 """Names of functions that read files, start processes or threads, or restore a state."""
 MAY_HAVE_EFFECTS = {
-    "ChatTemplate": "a template is compiled by the process that renders it",
-    "TiktokenTokenizer": "a tokenizer is its file",
-    "SentencePieceTokenizer": "a tokenizer is its file",
-    "HuggingFaceTokenizer": "a tokenizer is its files",
-    "TekkenTokenizer": "a tokenizer is its file",
     "HashingFile": "a file",
     "_Decompressor": "a file",
     "SignalListener": "signals arrive during the imports",

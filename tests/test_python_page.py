@@ -19,7 +19,7 @@ EXPECTED = {
     "Hidden states": r"^0 \(1, \d+, 32\) [\d.]+\n1 \(1, \d+, 32\) [\d.]+\n$",
     "Your own loop and your own loss": r"^0 [\d.]+\n(?:.*\n)*4 [\d.]+\n$",
     "Your own loss and metric in the built trainer": r"(?s)step 3/3 .*done: step 3, .*outputs/smoothed",
-    "Your own model under another name": r"^149,664 parameters\n$",
+    "Your own model under another name": r"^149,664 parameters, logits \[1, 3, 2048\]\n$",
     "Reading a token store": r"^\{'train': .*\}\n(\d+ '.*'\n){3}$",
 }
 

@@ -186,7 +186,7 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:
 
 def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), torch.zeros_like(tokens))
+        return model(tokens)
 
 
 def compare(python: str, families: list[str], num_strings: int, folder: Path) -> bool:

@@ -434,7 +434,7 @@ def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_mo
     code, line = script("to-hf", checkpoint, tmp_path / "out")
     assert code == 2 and f"{checkpoint}: {problem}" in line
     with pytest.raises(RankError, match=re.escape(problem)):
-        ranks(1).run(WeightSource, checkpoint)
+        ranks(1).run(WeightSource.open, checkpoint)
 
 
 # ------------------------------------------------------------ untrusted folders

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.context import Context
 from tests.training_runs import checkpoint_of, combine, in_folder, train
 from trainer.checkpoint.export import HfExport
 from trainer.config import ConfigError
@@ -61,10 +62,11 @@ def test_a_model_that_is_called_twice_returns_the_same_logits(run):
     assert "model" not in inspect.signature(TextGenerator.load).parameters and not hasattr(TextGenerator, "model")
 
 
-def test_positions_and_documents_default_to_one_document_per_sequence(run):
+def test_without_a_context_each_sequence_is_one_document(run):
     model, _ = load_model(run)
     positions = torch.arange(TOKENS.shape[1]).repeat(2, 1)
-    assert torch.equal(model(TOKENS), model(TOKENS, positions, torch.zeros_like(TOKENS)))
+    context = Context(positions, documents=torch.zeros_like(TOKENS), samples=torch.arange(2))
+    assert torch.equal(model(TOKENS), model(TOKENS, context))
 
 
 def test_an_adapter_is_merged_with_its_base(run, adapter):

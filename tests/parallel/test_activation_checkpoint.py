@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import LlamaSizes, llama
-from tests.parallel.tiny_models import inputs, reference
+from tests.parallel.tiny_models import CPU, inputs, reference
 from trainer.config import ActivationCheckpointConfig
 from trainer.config.fields import settings
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products
-from trainer.parallel.init_weights import initialize
+from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.tensor import apply_tensor
 from trainer.planning.recorder import Recorder
 
@@ -37,6 +37,7 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16):
         apply_tensor(model, model.plan(), init_device_mesh("cpu", (ranks,)), True, gathers)
     for name, block in model.layers.named_children():
         block.forward = block_forward(block.forward, policies[name], checkpointing, compiled=False)
+    allocate(model, CPU)
     initialize(model, seed=0)
     return model
 

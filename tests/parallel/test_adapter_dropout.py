@@ -15,7 +15,7 @@ from trainer.adapters.select import LORA_B, select_parameters
 from trainer.config import ActivationCheckpointConfig, LoraConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
-from trainer.parallel.init_weights import initialize
+from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import partition_blocks
@@ -37,7 +37,8 @@ def gradients(mode, compiled):
     # Without code generation, which takes long and is not tested here.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         (part,) = parallelize(lambda: llama(SIZES), plan, stages, meshes, *settings).values()
-    initialize(part, CPU, seed=0, lora=LORA)
+    allocate(part, CPU)
+    initialize(part, seed=0, lora=LORA)
     trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
     for name, p in trained.items():
         if name.endswith(LORA_B):  # it starts at zero, which would hide the gradients of the other matrix
@@ -55,6 +56,5 @@ def test_compiled_blocks_on_two_ranks_drop_the_values_of_one_rank(ranks, mode):
     assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
         assert gradient.any()
-        torch.testing.assert_close(
-            actual[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-        )
+        # A single value that is dropped on one side only changes a gradient by more than 1e-3 of its norm.
+        assert (actual[name] - gradient).norm() < 1e-4 * gradient.norm(), name

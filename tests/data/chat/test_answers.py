@@ -89,7 +89,7 @@ DIFFERS = "the template renders message {} differently in a prompt or in a longe
     ],
 )
 def test_a_template_that_rewrites_one_kind_of_answers_is_noticed(body, message):
-    chat = ChatFormat(LOOP.replace("BODY", body), DEFAULT)
+    chat = ChatFormat.compile(LOOP.replace("BODY", body), DEFAULT)
     messages = [m for _ in range(10) for m in ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})]
     messages[11] = messages[11] | {"mood": "good"}
     with pytest.raises(TemplateFailure) as failure:
@@ -98,14 +98,14 @@ def test_a_template_that_rewrites_one_kind_of_answers_is_noticed(body, message):
 
 
 def test_a_prompt_that_cannot_be_rendered_is_named():
-    chat = ChatFormat("{{ messages[0].content }}" + LOOP.replace("BODY", "{{ m.content }}"), DEFAULT)
+    chat = ChatFormat.compile("{{ messages[0].content }}" + LOOP.replace("BODY", "{{ m.content }}"), DEFAULT)
     with pytest.raises(TemplateFailure) as failure:
         chat.encode([{"role": "assistant", "content": "Hi."}])
     assert str(failure.value) == "the template cannot render the prompt for message 1: list object has no element 0"
 
 
 def test_answers_without_own_text_are_located():
-    chat = ChatFormat(LOOP.replace("BODY", "{{ m.content | indent }}"), DEFAULT)
+    chat = ChatFormat.compile(LOOP.replace("BODY", "{{ m.content | indent }}"), DEFAULT)
     messages = [
         m for _ in range(5) for m in ({"role": "user", "content": "q\nr"}, {"role": "assistant", "content": "a\nb"})
     ]
@@ -125,4 +125,4 @@ def test_markers_and_prefixes_give_the_same_targets():
     marked = marked.replace("{{- '<|eot_id|>' -}}\n{%- endfor -%}", "{{- '<|eot_id|>' -}}{% endgeneration %}{%- else -%}"
                             "{{- message.content | trim + '<|eot_id|>' -}}{%- endif -%}\n{%- endfor -%}")  # fmt: skip
     messages = talk(10)
-    assert ChatFormat(marked, DEFAULT).encode(messages) == load_chat_format("llama3", DEFAULT).encode(messages)
+    assert ChatFormat.compile(marked, DEFAULT).encode(messages) == load_chat_format("llama3", DEFAULT).encode(messages)

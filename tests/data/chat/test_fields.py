@@ -180,13 +180,13 @@ def test_a_field_of_a_message_that_the_template_does_not_read_is_named(chat, nam
 def test_a_field_of_a_message_that_the_template_reads_is_used():
     template = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.image }}<|eot_id|>{% endfor %}"
     template += "{% if add_generation_prompt %}assistant{% endif %}"
-    encoded, unused = ChatFormat(template, DEFAULT).encode_document(
+    encoded, unused = ChatFormat.compile(template, DEFAULT).encode_document(
         {"messages": [USER | {"image": "i"}, ANSWER], "id": 1}
     )
     assert DEFAULT.decode(encoded[0]) == "userqi<|eot_id|>assistanta<|eot_id|>"
     assert unused == ("id",)
     compared = template.replace("{{ m.image }}", "{{ 'I' if m.image }}")
-    encoded, _ = ChatFormat(compared, DEFAULT).encode_document({"messages": [USER | {"image": "i"}, ANSWER]})
+    encoded, _ = ChatFormat.compile(compared, DEFAULT).encode_document({"messages": [USER | {"image": "i"}, ANSWER]})
     assert DEFAULT.decode(encoded[0]).startswith("userqI")
 
 
@@ -226,14 +226,14 @@ def test_reasoning_is_used_or_named(chat, name):
     assert reason_of(reasoned, chat) == (
         f"message 2 has {name}, which the template does not read; remove the field, or list it in data.ignored_fields"
     )
-    encoded, unused = ChatFormat(THINKING, DEFAULT).encode_document(reasoned)
+    encoded, unused = ChatFormat.compile(THINKING, DEFAULT).encode_document(reasoned)
     assert "".join(shown(encoded)).replace("+", "") == "userq<|eot_id|>assistant(because)a<|eot_id|>"
     assert unused == ()
     chat.encode_document({"messages": [USER, ANSWER | {name: None}]})
 
 
 def test_reasoning_that_is_omitted_is_allowed_only_in_context():
-    chat = ChatFormat(THINKING, DEFAULT)
+    chat = ChatFormat.compile(THINKING, DEFAULT)
     talk = [USER, ANSWER | {"reasoning_content": "because"}, USER, ANSWER]
     assert reason_of({"messages": talk}, chat) == (
         "the template omits reasoning_content of message 2, an answer to train on; give the answer the weight 0, or end the "
@@ -242,12 +242,12 @@ def test_reasoning_that_is_omitted_is_allowed_only_in_context():
     marked = THINKING.replace("{{ m.role }}", "{{ m.role }}{% if m.role == 'assistant' %}{% generation %}").replace(
         "<|eot_id|>", "<|eot_id|>{% endgeneration %}{% else %}{{ m.content }}<|eot_id|>{% endif %}"
     )
-    tokens, _ = ChatFormat(marked, DEFAULT).encode(talk, loss_mask=[False, False, False, True])
+    tokens, _ = ChatFormat.compile(marked, DEFAULT).encode(talk, loss_mask=[False, False, False, True])
     assert DEFAULT.decode(tokens) == "userq<|eot_id|>assistanta<|eot_id|>" * 2
 
 
 def test_arguments_of_the_template_are_used_or_named():
-    chat = ChatFormat(THINKING, DEFAULT)
+    chat = ChatFormat.compile(THINKING, DEFAULT)
     reasoned = [USER, ANSWER | {"reasoning": "r"}]
     document = {"messages": [*reasoned, *reasoned], "chat_template_kwargs": {"all": True, "date": None}}
     (tokens, _), _ = chat.encode_document(document)
@@ -305,7 +305,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argument
     ],
 )
 def test_a_part_that_the_template_does_not_write_is_named(body, messages, reason):
-    assert reason_of({"messages": messages}, ChatFormat(loop(body), DEFAULT)) == reason
+    assert reason_of({"messages": messages}, ChatFormat.compile(loop(body), DEFAULT)) == reason
 
 
 def test_text_that_is_written_in_another_way_is_complete():
@@ -316,7 +316,7 @@ def test_text_that_is_written_in_another_way_is_complete():
         ("{{ m.content | trim }}", "<think>\nr\n</think>\n a"),
         ("{{ m.content.split('</think>') | join('[/T]') | replace('<think>', '[T]') }}", "[T]\nr\n[/T]\n a "),
     ]:
-        tokens, targets = ChatFormat(loop(body), DEFAULT).encode([USER, answer])
+        tokens, targets = ChatFormat.compile(loop(body), DEFAULT).encode([USER, answer])
         target = DEFAULT.decode([t for t, is_target in zip(tokens, targets, strict=True) if is_target])
         assert target == f"{written}<|eot_id|>"
 
@@ -329,6 +329,6 @@ def test_tools_that_the_template_does_not_write_are_named():
         "{% if tools and false %}{{ tools }}{% endif %}" + template,
     ):
         assert (
-            reason_of(TALK | {"tools": [{"name": "f"}]}, ChatFormat(source, DEFAULT))
+            reason_of(TALK | {"tools": [{"name": "f"}]}, ChatFormat.compile(source, DEFAULT))
             == "the template does not support tools"
         )

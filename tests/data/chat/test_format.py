@@ -273,7 +273,7 @@ def test_a_template_can_add_a_default_system_message_and_the_date():
         "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    chat = ChatFormat(template, DEFAULT)
+    chat = ChatFormat.compile(template, DEFAULT)
     chat.validate_template()
     assert DEFAULT.decode(chat.prompt(TALK[1:2])) == (
         "<|begin_of_text|>Today 26 Jul 2024<|eot_id|>user: Who?<|eot_id|>assistant: "
@@ -292,7 +292,7 @@ REWRITING = (
 
 
 def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answers():
-    chat = ChatFormat(REWRITING.replace("BEGIN", "").replace("END", ""), DEFAULT)
+    chat = ChatFormat.compile(REWRITING.replace("BEGIN", "").replace("END", ""), DEFAULT)
     message = (
         "the template renders message 2 differently in a prompt or in a longer conversation; mark the answers with "
         "{% generation %} ... {% endgeneration %} in a copy of the template"
@@ -309,7 +309,7 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answ
     )
 
     marked = REWRITING.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-    chat = ChatFormat(marked, DEFAULT)
+    chat = ChatFormat.compile(marked, DEFAULT)
     chat.validate_template()
     tokens, targets = chat.encode(TALK[1:])
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == (
@@ -322,7 +322,7 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answ
 def test_a_generation_block_is_extended_over_the_end_of_turn():
     marked = REWRITING.replace("BEGIN", "{% generation %}").replace("<|eot_id|>END", "{% endgeneration %}<|eot_id|>")
     inside = REWRITING.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-    assert ChatFormat(marked, DEFAULT).encode(TALK) == ChatFormat(inside, DEFAULT).encode(TALK)
+    assert ChatFormat.compile(marked, DEFAULT).encode(TALK) == ChatFormat.compile(inside, DEFAULT).encode(TALK)
 
 
 REJECTED = [
@@ -352,7 +352,7 @@ REJECTED = [
 @pytest.mark.parametrize(("template", "message"), REJECTED, ids=range(len(REJECTED)))
 def test_templates_that_cannot_render_a_conversation_are_rejected(template, message):
     with pytest.raises(ConfigError) as error:
-        ChatFormat(template, DEFAULT)
+        ChatFormat.compile(template, DEFAULT)
     assert str(error.value) == f"data.chat_template: {message}"
 
 
@@ -386,14 +386,14 @@ NOT_FOR_TRAINING = [
 
 @pytest.mark.parametrize(("template", "message"), NOT_FOR_TRAINING, ids=range(len(NOT_FOR_TRAINING)))
 def test_templates_whose_training_inputs_differ_from_prompts_are_rejected(template, message):
-    chat = ChatFormat(template, DEFAULT)
+    chat = ChatFormat.compile(template, DEFAULT)
     with pytest.raises(ConfigError) as error:
         chat.validate_template()
     assert str(error.value) == f"data.chat_template: {message}"
 
 
 def test_a_missing_special_token_that_only_some_conversations_use_is_an_error():
-    chat = ChatFormat(
+    chat = ChatFormat.compile(
         "{% for m in messages %}{{ '<|tool|>' if m.role == 'tool' }}{{ m.content }}<|eot_id|>{% endfor %}", DEFAULT
     )
     with pytest.raises(TemplateFailure, match=r"^the template writes <\|tool\|>, which the tokenizer does not have; "):
@@ -418,7 +418,7 @@ def test_a_tokenizer_that_parses_special_tokens_in_text_is_an_error(llama3):
 
 def refusal(template: str, tokenizer=CHATML) -> str:
     with pytest.raises(ConfigError) as error:
-        ChatFormat(template, tokenizer).validate_template()
+        ChatFormat.compile(template, tokenizer).validate_template()
     return error.value.message
 
 
@@ -464,4 +464,4 @@ def test_a_refused_template_with_other_special_tokens_names_the_markers_only():
         refusal(other) == f"the template renders message 2 differently in a prompt or in a longer conversation; {MARK}"
     )
     bad = [TALK[1], TALK[2], TALK[3], TALK[4]]
-    assert reason_of(ChatFormat(other, CHATML), {"messages": bad}).endswith(f"; {MARK}")
+    assert reason_of(ChatFormat.compile(other, CHATML), {"messages": bad}).endswith(f"; {MARK}")

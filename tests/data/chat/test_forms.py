@@ -32,7 +32,7 @@ def template(arguments: str, content: str = "{{ m.content }}") -> ChatFormat:
         + body
         + "<|eot_id|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    return ChatFormat(source, DEFAULT)
+    return ChatFormat.compile(source, DEFAULT)
 
 
 def written(chat, *messages, **fields) -> str:
@@ -111,7 +111,7 @@ def test_empty_calls_and_tools_are_absent(llama3, absent):
         "tools": absent,
         "functions": absent,
     }
-    (tokens, _), unused = ChatFormat(source, DEFAULT).encode_document(document)
+    (tokens, _), unused = ChatFormat.compile(source, DEFAULT).encode_document(document)
     assert (DEFAULT.decode(tokens), unused) == ("q<|eot_id|>a<|eot_id|>", ())
 
 
@@ -172,7 +172,7 @@ def test_the_content_of_a_call_is_absent_null_or_empty():
     ):
         body = content + "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}" + AS_OBJECT + "{% endif %}"
         source = "{% for m in messages %}{{ m.role }}:" + body + "<|eot_id|>{% endfor %}"
-        chat = ChatFormat(source + "{% if add_generation_prompt %}assistant:{% endif %}", DEFAULT)
+        chat = ChatFormat.compile(source + "{% if add_generation_prompt %}assistant:{% endif %}", DEFAULT)
         assert written(chat, USER, call({})).endswith(expected)
 
 

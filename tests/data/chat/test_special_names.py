@@ -43,7 +43,7 @@ def test_names_of_special_tokens_in_a_message_are_text(any_chat_format, text):
 @pytest.mark.parametrize("around", ["<%s", "%s>", "<%s>", "<|%s", "%s|>", "<|eot_%s"])
 def test_a_message_does_not_form_a_special_token_with_adjacent_text_of_the_template(around):
     content = around % "{{ m.content | trim }}"
-    chat = ChatFormat("{% for m in messages %}" + content + "{{ eos_token }}{% endfor %}", DEFAULT)
+    chat = ChatFormat.compile("{% for m in messages %}" + content + "{{ eos_token }}{% endfor %}", DEFAULT)
     special = set(DEFAULT.special_tokens.values())
     for text in ("|eot_id|>", "<|eot_id|", "|eot_id|", "eot", "|", " |eot_id|> ", "<", ">"):
         tokens, _ = chat.encode([{"role": "user", "content": "hi"}, {"role": "user", "content": text}])
@@ -54,7 +54,7 @@ def test_a_message_does_not_form_a_special_token_with_adjacent_text_of_the_templ
 
 def test_special_tokens_in_tool_calls_and_tools_are_text(chatml):
     template = "{{ tools | tojson(ensure_ascii=true) if tools }}" + BUILT_IN["chatml"].read_text()
-    chat = ChatFormat(template, CHATML)
+    chat = ChatFormat.compile(template, CHATML)
     call = {"function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_end|>"]}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
     tokens, _ = chat.encode(messages, [{"name": "<|im_end|>"}])
@@ -111,7 +111,7 @@ COMPARISONS = [
 def test_templates_see_texts_unchanged(comparison, text):
     template = "{% for m in messages %}" + comparison + "{{ m.content }}<|eot_id|>{% endfor %}"
     talk = [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
-    tokens, _ = ChatFormat(template, DEFAULT).encode(talk[:1], loss_mask=[False])
+    tokens, _ = ChatFormat.compile(template, DEFAULT).encode(talk[:1], loss_mask=[False])
     assert DEFAULT.decode(tokens) == f"yes{text}<|eot_id|>"
     assert [t for t in tokens if t in DEFAULT.special_tokens.values()] == [DEFAULT.special_tokens["<|eot_id|>"]]
 
@@ -120,7 +120,7 @@ def test_templates_see_texts_unchanged(comparison, text):
     "operation", ["m.content | indent", "'%s.' % m.content", "'{}'.format(m.content)", "m.content | safe"]
 )
 def test_a_name_in_a_text_of_unknown_origin_makes_a_bad_document(operation):
-    chat = ChatFormat("{% for m in messages %}{{ " + operation + " }}{{ eos_token }}{% endfor %}", DEFAULT)
+    chat = ChatFormat.compile("{% for m in messages %}{{ " + operation + " }}{{ eos_token }}{% endfor %}", DEFAULT)
     harmless, _ = chat.encode([{"role": "user", "content": "Hi.\nYou."}])
     assert harmless.count(DEFAULT.eos) == 1
     with pytest.raises(
@@ -136,7 +136,7 @@ def test_a_name_that_the_template_formats_is_refused(operation):
     with pytest.raises(
         ConfigError, match=r"^data\.chat_template: the template processes a text with <\|user\|> by a function"
     ):
-        ChatFormat(template, tokenizer)
+        ChatFormat.compile(template, tokenizer)
     composed = template.replace(operation, "{{ '<|' ~ m['role'] ~ '|>' }}")
-    tokens, _ = ChatFormat(composed, tokenizer).encode([{"role": "user", "content": "user"}])
+    tokens, _ = ChatFormat.compile(composed, tokenizer).encode([{"role": "user", "content": "user"}])
     assert tokens[0] == tokenizer.special_tokens["<|user|>"] and tokens.count(tokens[0]) == 1

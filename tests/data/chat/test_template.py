@@ -13,7 +13,7 @@ def rendering(template: ChatTemplate, names: dict[str, str] | None = None, **arg
 
 
 def render(source: str, cpu_s: float = 10, memory_mib: int = 1024, **arguments) -> str:
-    return rendering(ChatTemplate(source, cpu_s, memory_mib), **arguments).text
+    return rendering(ChatTemplate.compile(source, cpu_s, memory_mib), **arguments).text
 
 
 def error_of(source: str, **limits) -> str:
@@ -46,11 +46,11 @@ def test_loops_have_their_index_and_length():
 
 
 def test_generation_blocks_are_marked():
-    template = ChatTemplate("a{% generation %}{% set x = 'b' %}\n{{ x }}{%- endgeneration %}c{{ x }}")
+    template = ChatTemplate.compile("a{% generation %}{% set x = 'b' %}\n{{ x }}{%- endgeneration %}c{{ x }}")
     assert template.has_generation_blocks
     rendered = rendering(template)
     assert (rendered.text, rendered.blocks) == ("abc", [(1, 2)])
-    assert not ChatTemplate("generation").has_generation_blocks
+    assert not ChatTemplate.compile("generation").has_generation_blocks
 
 
 def test_errors_are_one_line():
@@ -158,7 +158,7 @@ def test_recursion_and_ranges_are_limited():
 
 
 def test_other_conversations_are_rendered_after_an_endless_one():
-    template = ChatTemplate("{{ 'a' * count }}{{ text }}")
+    template = ChatTemplate.compile("{{ 'a' * count }}{{ text }}")
     for _ in range(2):
         text = "\u00e9\U0001f642\u2028"
         assert rendering(template, count=2, text=text).text == "aa" + text
@@ -168,7 +168,7 @@ def test_other_conversations_are_rendered_after_an_endless_one():
 
 def test_a_kill_from_outside_is_not_a_failure_of_the_conversation():
     """Otherwise a killed process could mark a good document as bad."""
-    template = ChatTemplate("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}")
+    template = ChatTemplate.compile("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}")
     threading.Timer(0.2, template._process.kill).start()
     message = r"^data\.chat_template: the process that renders the template ended with status -9$"
     with pytest.raises(ConfigError, match=message):
@@ -176,7 +176,7 @@ def test_a_kill_from_outside_is_not_a_failure_of_the_conversation():
 
 
 def test_the_process_ends_with_its_template():
-    template = ChatTemplate("x")
+    template = ChatTemplate.compile("x")
     process = template._process
     del template
     assert process.returncode is not None

@@ -59,7 +59,7 @@ def test_files_without_a_template_are_rejected(tmp_path):
 def test_the_fingerprint_depends_on_template_tokenizer_and_special_tokens(char_tokenizer, llama3):
     assert load_chat_format("llama3", DEFAULT).fingerprint == llama3.fingerprint
     others = [
-        ChatFormat(BUILT_IN["llama3"].read_text() + " ", DEFAULT),
+        ChatFormat.compile(BUILT_IN["llama3"].read_text() + " ", DEFAULT),
         load_chat_format("llama3", CHATML),
         load_chat_format("llama3", DEFAULT, allowed_special=["<|python_tag|>"]),
         load_chat_format("llama2", DEFAULT),

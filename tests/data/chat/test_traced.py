@@ -127,7 +127,7 @@ def test_each_string_of_the_data_has_its_own_origin():
     ],
 )
 def test_templates_compute_with_origins(expression, expected):
-    written = rendering(ChatTemplate("{{ " + expression + " }}"), x="x x")
+    written = rendering(ChatTemplate.compile("{{ " + expression + " }}"), x="x x")
     assert written.text == expected
     for character, origin in zip(written.text, written.origins, strict=True):
         assert (origin == TEMPLATE) <= (character in "<>")
@@ -140,12 +140,12 @@ def test_macros_blocks_and_loops_keep_origins():
         "{% for c in [x] %}<{{ c }}>{% endfor %}{% set n = namespace(t='<') %}{% set n.t = n.t + x %}{{ n.t }}"
         "{% filter trim %} <{{ x }} {% endfilter %}"
     )
-    written = rendering(ChatTemplate(source), x="x")
+    written = rendering(ChatTemplate.compile(source), x="x")
     assert written.text == "<x><x><x><x<x"
     assert [origin == TEMPLATE for origin in written.origins] == [character in "<>" for character in written.text]
 
 
 def test_an_untraced_operation_has_an_unknown_origin():
     for expression in ("'%s>' % x", "'{}>'.format(x)", "x | indent(2)", "('<' ~ x) | title", "('<' ~ x) | safe"):
-        written = rendering(ChatTemplate("{{ " + expression + " }}"), x="x\ny")
+        written = rendering(ChatTemplate.compile("{{ " + expression + " }}"), x="x\ny")
         assert UNKNOWN in written.origins and TEMPLATE not in written.origins, expression

@@ -101,7 +101,7 @@ def test_exports_have_the_tokens_of_transformers(tmp_path):
     reference = converted(str(tmp_path / "tekken.json")).converted()
     assert reference.encode("Hello  world's 2025\n\n").ids == tokenizer.encode("Hello  world's 2025\n\n")
     talk = [{"role": "user", "content": "Hello  world"}, {"role": "assistant", "content": " def"}]
-    chat = ChatFormat(TEMPLATE, tokenizer)
+    chat = ChatFormat.compile(TEMPLATE, tokenizer)
     assert chat.encode(talk)[0] == hf_tokenizer.apply_chat_template(talk, chat_template=TEMPLATE, return_dict=False)
     talk[0]["content"] += "</s>[INST]"
     tokens = chat.encode(talk)[0]

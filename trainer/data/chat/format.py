@@ -56,24 +56,11 @@ class ChatFormat:
         self,
         template: str,
         tokenizer: Tokenizer,
-        *,
-        names: Mapping[str, str] | None = None,
-        allowed_special: Collection[str] = (),
-        ignored_fields: Collection[str] = (),
+        names: Mapping[str, str] | None,
+        allowed_special: Collection[str],
+        ignored_fields: Collection[str],
     ):
-        """Compile a template.
-
-        Args:
-            template: Jinja text.
-            tokenizer: tokenizer of the text.
-            names: text of each template variable such as bos_token (default: the tokenizer's BOS and EOS).
-            allowed_special: special tokens that are recognized in messages too.
-            ignored_fields: names of fields that are removed from documents and messages.
-
-        Raises:
-            ConfigError: The template is invalid, needs special tokens that the tokenizer does not have, or ends an answer without
-                a special token.
-        """
+        """See `compile`."""
         special = tokenizer.special_tokens
         name_of = {token: name for name, token in special.items()}
         default_names = {"bos_token": name_of.get(tokenizer.bos, ""), "eos_token": name_of.get(tokenizer.eos, "")}
@@ -87,16 +74,45 @@ class ChatFormat:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
         self._special_names = SpecialNames({*self._special, *self._names.values()}, allowed_special)
-        try:
-            self._template = ChatTemplate(template)
-            self.end_of_turn = self._find_end_of_turn()
-        except TemplateFailure as failure:
-            raise self._refusal(failure) from None
+        self._template: ChatTemplate
+        self.end_of_turn: tuple[int, ...]
+        """Ids of the tokens that end an answer."""
         shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
         shape += [sorted(self._ignored_fields)]
         if tokenizer.parts_fingerprint:
             shape.append(tokenizer.parts_fingerprint)
         self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+
+    @classmethod
+    def compile(
+        cls,
+        template: str,
+        tokenizer: Tokenizer,
+        *,
+        names: Mapping[str, str] | None = None,
+        allowed_special: Collection[str] = (),
+        ignored_fields: Collection[str] = (),
+    ) -> "ChatFormat":
+        """Compile a template, in a process that renders it.
+
+        Args:
+            template: Jinja text.
+            tokenizer: Tokenizer of the text.
+            names: Text of each template variable such as bos_token (default: the tokenizer's BOS and EOS).
+            allowed_special: Special tokens that are recognized in messages too.
+            ignored_fields: Names of fields that are removed from documents and messages.
+
+        Raises:
+            ConfigError: The template is invalid, needs special tokens that the tokenizer does not have, or ends an answer without
+                a special token.
+        """
+        chat = cls(template, tokenizer, names, allowed_special, ignored_fields)
+        try:
+            chat._template = ChatTemplate.compile(template)
+            chat.end_of_turn = chat._find_end_of_turn()
+        except TemplateFailure as failure:
+            raise chat._refusal(failure) from None
+        return chat
 
     def self_contained(self) -> str:
         """Return the template with definitions of bos_token and similar variables, so that it needs no other configuration."""
@@ -355,4 +371,6 @@ def load_chat_format(
 ) -> ChatFormat:
     """Load a chat format. choice: see read_template. Raises ConfigError if the template cannot be read or used."""
     text, names = read_template(choice)
-    return ChatFormat(text, tokenizer, names=names, allowed_special=allowed_special, ignored_fields=ignored_fields)
+    return ChatFormat.compile(
+        text, tokenizer, names=names, allowed_special=allowed_special, ignored_fields=ignored_fields
+    )

@@ -42,21 +42,40 @@ class Rendering:
 
 
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled chat template, and the process that renders it."""
 
-    _process: subprocess.Popen | None = None
-
-    def __init__(self, source: str, cpu_s: float = 10, memory_mib: int = 1024):
-        """cpu_s, memory_mib: limits for each rendering. Raises TemplateFailure if the text is not a valid template."""
+    def __init__(self, source: str, cpu_s: float, memory_mib: int):
+        """See `compile`."""
         self._source = source
         self._cpu_s, self._memory_mib = cpu_s, memory_mib
-        names, constants = self._start()
-        self.has_generation_blocks = sandbox.BEGIN_MARK in names
-        """Whether {% generation %} blocks mark the answers."""
-        self.variables = frozenset(names)
+        self._process: subprocess.Popen | None = None
+        self.variables: frozenset[str] = frozenset()
         """Names of all variables."""
-        self.tags = [text for text in constants if re.fullmatch(r"[<\[].+[>\]]", text)]
+        self.tags: list[str] = []
         """Constant strings that look like tags, such as </think>."""
+
+    @classmethod
+    def compile(cls, source: str, cpu_s: float = 10, memory_mib: int = 1024) -> "ChatTemplate":
+        """Compile a template in a new process.
+
+        Args:
+            source: Jinja text.
+            cpu_s: Limit of the CPU time for each rendering.
+            memory_mib: Limit of the memory for each rendering.
+
+        Raises:
+            TemplateFailure: The text is not a valid template.
+        """
+        template = cls(source, cpu_s, memory_mib)
+        names, constants = template._start()
+        template.variables = frozenset(names)
+        template.tags = [text for text in constants if re.fullmatch(r"[<\[].+[>\]]", text)]
+        return template
+
+    @property
+    def has_generation_blocks(self) -> bool:
+        """Whether {% generation %} blocks mark the answers."""
+        return sandbox.BEGIN_MARK in self.variables
 
     def _start(self) -> tuple[list[str], list[str]]:
         """Start the process that renders the template. Return the names of its variables and its constant strings."""

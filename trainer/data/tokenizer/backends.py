@@ -90,17 +90,20 @@ def _pattern_of(path: Path, content: bytes, num_ranks: int) -> tuple[str, tuple[
 class TiktokenTokenizer(Tokenizer):
     """Byte-pair encoding with Llama 3's special tokens."""
 
-    def __init__(self, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None, pattern: str = ""):
-        """Read a rank file.
+    def __init__(
+        self, content: bytes, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None, pattern: str = ""
+    ):
+        """Build the tokenizer.
 
         Args:
+            content: Of a rank file.
+            path: Its path, for messages.
             reuse_reserved_tokens: New name -> reserved token to rename.
             pattern: Name in PATTERNS, regular expression, or "" for Llama 3's pattern.
 
         Raises:
             ConfigError: The file or the pattern cannot be used.
         """
-        content = path.read_bytes()
         ranks = _ranks(content, path)
         if not pattern:
             pattern, self.warnings = _pattern_of(path, content, len(ranks))
@@ -115,6 +118,12 @@ class TiktokenTokenizer(Tokenizer):
         self.prefix = (self.bos,)
         shape = f"{self._pattern}{LONGEST_TEXT}{LONGEST_RUN}"
         self.fingerprint = content_fingerprint("tiktoken", content + shape.encode())
+
+    @classmethod
+    def load(
+        cls, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None, pattern: str = ""
+    ) -> "TiktokenTokenizer":
+        return cls(path.read_bytes(), path, reuse_reserved_tokens, pattern)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
@@ -150,8 +159,17 @@ class SentencePieceTokenizer(Tokenizer):
     As sentencepiece specifies, encoding yields a user-defined piece wherever its name occurs. It never yields control pieces.
     """
 
-    def __init__(self, path: Path):
-        content = path.read_bytes()
+    def __init__(self, content: bytes, path: Path, prepends_bos: bool = True):
+        """Build the tokenizer.
+
+        Args:
+            content: Of a sentencepiece model.
+            path: Its path, for messages.
+            prepends_bos: Whether every text begins with BOS, if the model has one.
+
+        Raises:
+            ConfigError: The content is no model, or the model has no EOS.
+        """
         self.files = {"tokenizer.model": content}
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -165,7 +183,7 @@ class SentencePieceTokenizer(Tokenizer):
             raise ConfigError("tokenizer.path", f"{path} defines no EOS token, which must end each document")
         self.prefix = () if self.bos is None else (self.bos,)
         self.fingerprint = content_fingerprint("sentencepiece", content)
-        if self.prefix and json_object(path.with_name("tokenizer_config.json")).get("add_bos_token") is False:
+        if self.prefix and not prepends_bos:
             self.prefix = ()
             self.files |= json_files({"tokenizer_config.json": {"add_bos_token": False}})
             self.fingerprint += "-without-bos"
@@ -177,6 +195,12 @@ class SentencePieceTokenizer(Tokenizer):
         anchor = self.encode(_ANCHOR)
         self._adds_space = all(self.encode(_ANCHOR + c) != anchor + self.encode(c) for c in "aT1(")
         self.parts_fingerprint = "space-after-special-tokens" if self._adds_space else ""
+
+    @classmethod
+    def load(cls, path: Path) -> "SentencePieceTokenizer":
+        """Read a model, and the setting add_bos_token of the tokenizer_config.json beside it. Raises ConfigError or OSError."""
+        content, config = path.read_bytes(), json_object(path.with_name("tokenizer_config.json"))
+        return cls(content, path, prepends_bos=config.get("add_bos_token") is not False)
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
@@ -235,11 +259,11 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
-    "default": TiktokenTokenizer,
-    "tiktoken": TiktokenTokenizer,
-    "sentencepiece": SentencePieceTokenizer,
-    "huggingface": HuggingFaceTokenizer,
-    "tekken": TekkenTokenizer,
+    "default": TiktokenTokenizer.load,
+    "tiktoken": TiktokenTokenizer.load,
+    "sentencepiece": SentencePieceTokenizer.load,
+    "huggingface": HuggingFaceTokenizer.load,
+    "tekken": TekkenTokenizer.load,
 }
 
 

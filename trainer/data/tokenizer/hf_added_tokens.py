@@ -37,7 +37,7 @@ def missing_token(what: str, file: str) -> ConfigError:
     return ConfigError("tokenizer.path", f"{message}; {way}")
 
 
-def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> set[str]:
+def add_configured_tokens(package: ModuleType, tokenizer: Any, beside: Mapping[str, Mapping], folder: Path) -> set[str]:
     """Add the tokens of tokenizer_config.json and added_tokens.json to a tokenizer, as transformers does. Flags in
     tokenizer_config.json replace those in tokenizer.json. Return the names that the files give to special tokens. Raises
     ConfigError if a token would get another id than it states.
@@ -45,17 +45,18 @@ def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> 
     Args:
         package: the package `tokenizers`.
         tokenizer: the tokenizers.Tokenizer of the folder's tokenizer.json, which is changed.
-        folder: the tokenizer's folder.
+        beside: objects in the JSON files beside it, by file name.
+        folder: the tokenizer's folder, for messages.
     """
-    config = json_object(folder / "tokenizer_config.json")
-    replacing = {} if "added_tokens_decoder" in config else json_object(folder / "special_tokens_map.json")
-    names = config | replacing
+    config = beside.get("tokenizer_config.json", {})
+    replacing = {} if "added_tokens_decoder" in config else beside.get("special_tokens_map.json", {})
+    names = {**config, **replacing}
     field = next((name for name in ("extra_special_tokens", "additional_special_tokens") if names.get(name)), "")
     listed = names.get(field, [])
     listed = list(listed.values()) if isinstance(listed, Mapping) else listed
     extra = [name_of(value) for value in listed] if isinstance(listed, list) else []
     special = {*(name_of(names.get(role)) for role in _NAMED), *extra} - {None}
-    for token_id, token, file in _configured(package, tokenizer, config, special, folder):
+    for token_id, token, file in _configured(package, tokenizer, beside, special, folder):
         existing = tokenizer.token_to_id(token.content)
         tokenizer.add_tokens([token])
         added = tokenizer.token_to_id(token.content)
@@ -73,13 +74,14 @@ def add_configured_tokens(package: ModuleType, tokenizer: Any, folder: Path) -> 
 
 
 def _configured(
-    package: ModuleType, tokenizer: Any, config: Mapping[str, Any], special: set[str], folder: Path
+    package: ModuleType, tokenizer: Any, beside: Mapping[str, Mapping], special: set[str], folder: Path
 ) -> list[tuple[int, Any, str]]:
     """Return the id, the token and the file of each token that files beside tokenizer.json define, sorted by id."""
-    file, entries = "tokenizer_config.json", config.get("added_tokens_decoder")
+    file = "tokenizer_config.json"
+    entries = beside.get(file, {}).get("added_tokens_decoder")
     if entries is None:  # the format of older versions of transformers, which has no flags
         present = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        file, ids = "added_tokens.json", json_object(folder / "added_tokens.json")
+        file, ids = "added_tokens.json", beside.get("added_tokens.json", {})
         flags = {name: {"special": name in special, "normalized": name not in special} for name in ids}
         flags |= {name: {f: getattr(present[name], f) for f in _FIELDS} for name in ids if name in present}
         entries = {i: {"content": name, **flags[name]} for name, i in ids.items()}

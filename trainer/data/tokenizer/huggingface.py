@@ -33,6 +33,8 @@ COMPANION_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt"),  # read by llama.cpp, and by the slow tokenizers of transformers 4
 )
 """Names of the files that are saved and exported together with a tokenizer.json."""
+_JSON_FILES = (*_NAMES, *_IDS, "added_tokens.json", "chat_template.json")
+"""Names of the files beside a tokenizer.json that contain JSON objects. One that is damaged is refused before training."""
 _ADD_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 """Classes for which versions of transformers before 5 follow add_bos_token (default: true) and not the post-processor."""
 
@@ -40,15 +42,24 @@ _ADD_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTok
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer that is defined by a tokenizer.json and by the files that transformers reads beside it."""
 
-    def __init__(self, path: Path):
-        """path: a tokenizer.json or its folder."""
+    def __init__(self, content: bytes, path: Path, beside: Mapping[str, dict], companions: Mapping[str, bytes]):
+        """Build the tokenizer.
+
+        Args:
+            content: Of the tokenizer.json.
+            path: Its path, for messages.
+            beside: Objects in the JSON files beside it, by file name, as far as they exist.
+            companions: Contents of the files that are saved with it, by file name.
+
+        Raises:
+            ConfigError: The files are damaged, contradict each other, or name no EOS.
+        """
         package = require_package("tokenizers", "tokenizer.backend")
-        path = path / "tokenizer.json" if path.is_dir() else path
-        content = path.read_bytes()
+        self._beside, self._companions = beside, companions
         self._tokenizer = tokenizer = _parse(package, content, path)
         plain = _plain_tokens(tokenizer)
         unchanged = repr(tokenizer.get_added_tokens_decoder())
-        named = add_configured_tokens(package, tokenizer, path.parent)
+        named = add_configured_tokens(package, tokenizer, beside, path.parent)
         is_complete = repr(tokenizer.get_added_tokens_decoder()) == unchanged
         self._json = content if is_complete else json_bytes(with_added_tokens(content, tokenizer))
         protect_special(package, tokenizer, named)
@@ -58,20 +69,15 @@ class HuggingFaceTokenizer(Tokenizer):
         special = {i: added[i] for i in sorted(added) if added[i].special}
         self.special_tokens = {token.content: i for i, token in special.items()}
         self.prefix = _prefix(tokenizer)
-        self.bos = self._find_bos(path, ids)
-        self.eos = self._find_eos(path, ids)
-        json_object(
-            path.with_name("chat_template.json")
-        )  # raises here if it is damaged, not in the export after training
-        companions = (path.with_name(name) for name in COMPANION_FILES)
-        self._companions = {file.name: file.read_bytes() for file in companions if file.is_file()}
+        self.bos = self._find_bos(ids)
+        self.eos = self._find_eos(ids)
         # The ids may come from a file of the model, which is not saved with the tokenizer.
         ids_file = json_files({"generation_config.json": {"bos_token_id": self.bos, "eos_token_id": self.eos}})
-        self.files = {"tokenizer.json": content} | self._companions | ids_file
+        self.files = {"tokenizer.json": content} | companions | ids_file
         shape = f"{self.bos if self.prefix == (self.bos,) else list(self.prefix)} {self.eos}"
         shape += "" if _plain_tokens(tokenizer) == plain else f" {_plain_tokens(tokenizer)}"
         self.fingerprint = content_fingerprint("huggingface", content + shape.encode())
-        stated = json_object(path.with_name(_NAMES[0])).get("add_bos_token")
+        stated = self._json_of(_NAMES[0]).get("add_bos_token")
         if stated not in (None, bool(self.prefix)):
             says = f"tokenizer_config.json says add_bos_token = {json.dumps(stated)}"
             does = f"{'adds' if self.prefix else 'does not add'} BOS, which counts"
@@ -81,24 +87,38 @@ class HuggingFaceTokenizer(Tokenizer):
             self._parts = PlaceholderEncoder(package, tokenizer, special)
             self.parts_fingerprint = content_fingerprint("placeholders", repr(sorted(added.items())).encode())
 
-    def _find_bos(self, path: Path, ids: Mapping[str, int]) -> int | None:
+    @classmethod
+    def load(cls, path: Path) -> "HuggingFaceTokenizer":
+        """Read a tokenizer from its tokenizer.json or from its folder. Raises ConfigError or OSError."""
+        path = path / "tokenizer.json" if path.is_dir() else path
+        content = path.read_bytes()
+        files = {name: path.with_name(name) for name in (*_JSON_FILES, *COMPANION_FILES)}
+        present = {name: file for name, file in files.items() if file.exists()}
+        beside = {name: json_object(file) for name, file in present.items() if name in _JSON_FILES}
+        companions = {name: files[name].read_bytes() for name in COMPANION_FILES if files[name].is_file()}
+        return cls(content, path, beside, companions)
+
+    def _json_of(self, file: str) -> dict[str, Any]:
+        return self._beside.get(file, {})
+
+    def _find_bos(self, ids: Mapping[str, int]) -> int | None:
         """Return the id of the token that the folder's files call bos_token, or None."""
         for file in _NAMES:
-            config = json_object(path.with_name(file))
+            config = self._json_of(file)
             if "bos_token" in config:
                 return _named_token("bos_token", config, file, ids)
         if len(self.prefix) == 1:
             return self.prefix[0]
-        if path.with_name(_NAMES[0]).exists():
+        if _NAMES[0] in self._beside:
             return None  # what a model's file calls bos_token_id is no token of its tokenizer
-        found = (json_object(path.with_name(file)).get("bos_token_id") for file in _IDS)
+        found = (self._json_of(file).get("bos_token_id") for file in _IDS)
         return next((token for token in found if self._is_token(token)), None)
 
-    def _find_eos(self, path: Path, ids: Mapping[str, int]) -> int:
+    def _find_eos(self, ids: Mapping[str, int]) -> int:
         """Return the id of the EOS token, as specified by a file in the tokenizer's folder."""
         unknown = ""
         for file in (*_NAMES, *_IDS):
-            config = json_object(path.with_name(file))
+            config = self._json_of(file)
             if (token := _named_token("eos_token", config, file, ids)) is not None:
                 return token
             token = config.get("eos_token_id")

@@ -50,9 +50,17 @@ def _parse(content: bytes) -> tuple[str, dict[bytes, int], list[str]]:
 class TekkenTokenizer(Tokenizer):
     """Byte-pair encoding as in mistral_common: the ids of all special tokens precede those of text."""
 
-    def __init__(self, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None):
-        """reuse_reserved_tokens: new name -> reserved token to rename, such as <SPECIAL_20>. Raises ConfigError."""
-        content = path.read_bytes()
+    def __init__(self, content: bytes, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None):
+        """Build the tokenizer.
+
+        Args:
+            content: Of a tekken.json.
+            path: Its path, for messages.
+            reuse_reserved_tokens: New name -> reserved token to rename, such as <SPECIAL_20>.
+
+        Raises:
+            ConfigError: The content is not that of a tekken.json, or a name cannot be used.
+        """
         try:
             self._pattern, ranks, special = _parse(content)
         except (KeyError, TypeError, ValueError, AttributeError, binascii.Error):
@@ -68,6 +76,10 @@ class TekkenTokenizer(Tokenizer):
         self.special_tokens = remap_reserved(names, reuse_reserved_tokens or {})
         self._names = {token: name for name, token in self.special_tokens.items()}
         self.fingerprint = content_fingerprint("tekken", content + f"{LONGEST_TEXT}{LONGEST_RUN}".encode())
+
+    @classmethod
+    def load(cls, path: Path, reuse_reserved_tokens: Mapping[str, str] | None = None) -> "TekkenTokenizer":
+        return cls(path.read_bytes(), path, reuse_reserved_tokens)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_array(text).tolist()
