@@ -60,7 +60,7 @@ def run(config: Config, listener: SignalListener) -> int:
             trainer = build_trainer(config, resolved, rank_device, saved)
             gc.collect()
             gc.freeze()  # later collections do not visit imported objects, which takes 0.2 s, at another step on each rank
-            barrier()  # a signal to all ranks ends all of them, or all of them save
+            barrier()  # all ranks switch together, so that a signal to all of them ends all, or makes all save
             listener.react = trainer.stop.receive
             trainer.train()
     except ConfigError as error:
@@ -83,20 +83,22 @@ def end_after_failure(number: signal.Signals) -> None:
 
 
 def main(listener: SignalListener) -> None:
+    # The reaction changes: end (during imports); end with the children (from here on); save and stop (from the first step on);
+    # end silently (after a failure).
     listener.react = partial(end_before_training, clean_up=end_children)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # no rank survives a launcher that is killed
     else:
-        faulthandler.enable(all_threads=False)  # a fatal signal, such as SIGBUS, which a launcher would report
+        faulthandler.enable(all_threads=False)  # prints the stack at a fatal signal, which a launcher would report
     check_environment()
     config = config_from_command_line(sys.argv[1:])
     refuse_separate_tasks()
-    code = 1
     try:
         code = run(config, listener)
     except SystemExit as exit:
         code = exit.code
     except BaseException as error:
+        code = 1
         from trainer.runtime.distributed import report_failure
 
         listener.react = end_after_failure

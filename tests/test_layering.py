@@ -50,7 +50,9 @@ MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer
     "trainer.build", "trainer.planning", "trainer.testing", "train", "scripts",
 }  # fmt: skip
 
-EFFECT = re.compile(r"_?(open|fdopen|read|load|restore|rewind|start|restart|run|verify|Popen)(_.*)?|digest_of")
+EFFECT = re.compile(
+    r"_?(open|fdopen|read|load|restore|rewind|start|restart|run|verify|submit|Popen|ProcessPoolExecutor)(_.*)?|digest_of"
+)
 """Names of functions that read files, start processes or threads, or restore a state."""
 MAY_HAVE_EFFECTS = {
     "HashingFile": "a file",

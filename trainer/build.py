@@ -85,7 +85,12 @@ def build_trainer(
     partition = partition_of_batch(config.training, meshes.data["batch"])
 
     engine = Engine(
-        config, resolved, device, meshes, model_parts, objective or build_objective(config, resolved, meshes)
+        config,
+        resolved,
+        device,
+        meshes,
+        model_parts,
+        build_objective(config, resolved, meshes) if objective is None else objective,
     )
     sets = [(datasets.training, len(datasets.training)), *((s.samples, s.num_samples) for s in eval_sets)]
     initial = initial_model.load(config, resolved, text, engine, sets, partition, point)

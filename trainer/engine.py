@@ -106,12 +106,13 @@ class Engine:
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         model, training = next(iter(model_parts.values())), config.training
         self.gradient_sums: Mapping[Tensor, Tensor] = {}
-        """Parameter -> sum of the gradients of earlier microbatches, which FSDP or the parameter's grad does not contain."""
+        """Parameter -> sum of earlier microbatches' gradients, if neither FSDP nor p.grad holds it. The planner counts it."""
         if isinstance(model, FSDPModule):
             start = partial(start_microbatch, model, training.reduce_every_microbatch)
         else:
             accumulator = GradientAccumulator(self.parameters.values(), config.optimizer.frees_gradients)
             start, self.gradient_sums = accumulator.start_microbatch, accumulator.sums
+        # After the accumulator: the optimizer's hooks of gradients must run after its own.
         self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)

@@ -77,10 +77,11 @@ class Trainer:
             self.metrics.close()
         folder = self.config.run.folder
         if state.step < steps:
-            saved = "checkpoint saved); rerun the same command to resume"
-            if not self.config.checkpoint.enabled:
-                saved = "no checkpoint saved, because [checkpoint] enabled = false)"
-            console.info(f"stopped at step {state.step} ({saved}")
+            if self.config.checkpoint.enabled:
+                saved, hint = "checkpoint saved", "; rerun the same command to resume"
+            else:
+                saved, hint = "no checkpoint saved, because [checkpoint] enabled = false", ""
+            console.info(f"stopped at step {state.step} ({saved}){hint}")
             return
         if self.config.checkpoint.export_huggingface:
             export_run(folder)
@@ -167,6 +168,7 @@ class Trainer:
             console.warning(
                 f"{outcome}; rolling back to step {point.state.step}, skipping samples {start} to {stop - 1}"
             )
+            # Restoring sets both to the checkpoint's older values.
             rollbacks, skipped_samples = state.rollbacks, state.skipped_samples
             self.checkpoints.restore(point, state)
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples

@@ -124,7 +124,7 @@ class ModelMetadata:
             raise CorruptError(f"{MODEL_FILE} does not list the sizes of {self.family}") from None
 
 
-def initial_model(folder: Path) -> tuple[int, dict[str, Any]]:
+def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
     file is missing or names no eos_token_id, the model's configuration does. Raises ConfigError."""
     with manifest.damage_as_config_error(folder):

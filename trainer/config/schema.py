@@ -114,7 +114,8 @@ class TokenizerConfig:
     tekken.json of Mistral."""
     pattern: Annotated[str, Constraint(only_with="[tokenizer] backend = tiktoken")] = ""
     """Pattern that splits text before bytes are merged, as in the training of the rank file: "llama3", "llama4", "qwen2", "gpt2",
-    "cl100k", "o200k", or a regular expression. Empty: "llama3", with a warning unless the file is known to be trained with it."""
+    "cl100k", "o200k", or a regular expression. Empty: "llama3". A file with as many ranks as that of another known model is then
+    an error; any other file gets a warning, except Llama 3's and the default one."""
     reuse_reserved_tokens: Annotated[
         Mapping[str, str],
         FIXED,
@@ -169,8 +170,8 @@ class DataConfig:
     max_bad_documents_percent: Annotated[
         float, Constraint(min=0, max=100, unit="percent", used_with="[data] on_bad_document = skip")
     ] = 1.0
-    """Maximum share of unreadable documents among all documents of a dataset, and of damaged files among its files. A dataset
-    that exceeds this share is not used."""
+    """Maximum share of unreadable documents among all documents of a dataset, and of damaged files among its files. If a
+    dataset exceeds this share, preparation fails."""
     max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
     """Maximum length of a readable document. Each process that prepares data needs memory for a few documents of this length."""
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
@@ -181,8 +182,8 @@ class DataConfig:
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
     ignored_fields: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
-    """Names of fields that are removed from documents and messages. Without it, a document with a field that may change what is
-    trained on, and that its format or template does not use, is a bad document."""
+    """Names of fields that are removed from documents and messages. Any other field that neither the format nor the template uses
+    makes a document bad if it may change what is trained on; otherwise it is ignored, and counted in the summary."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
     """Assignment of documents to samples. "wrapped": concatenate all documents and split the result every seq_len tokens.
     "best-fit": fill samples with complete documents. "none": one document per sample. The last two pad samples to seq_len."""
@@ -350,8 +351,8 @@ class ParallelConfig:
     pipeline_split_points: Annotated[tuple[str, ...], PIPELINE] = ()
     """Name of the first block of each stage except stage 0, such as layers.3. Empty: balance parameters between stages."""
     reshard_after_forward: Literal["default", "always", "never"] | int = "default"
-    """Whether to free gathered parameters after forward. "default" frees none with pp > 1, otherwise those of every FSDP unit
-    except the output unit. An integer: after forward, keep the parameters sharded over groups of this number of ranks."""
+    """Whether to free gathered parameters after forward. "default": those of every FSDP unit except the output unit, or none with
+    pp > 1. An integer: after forward, keep the parameters sharded over groups of this number of ranks."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which FSDP sums the gradients of microbatches and of ranks. "bf16" halves the traffic, but rounds every sum.
     It does not affect a single data-parallel rank, which needs no FSDP."""
@@ -443,7 +444,7 @@ class MetricsConfig:
         "tensorboard",
     )
     """Where the records go: lines of the console, metrics.jsonl and TensorBoard's files in the run folder, and the services
-    Weights & Biases, MLflow and Trackio. Everything but the console needs "jsonl", whose records it shows."""
+    Weights & Biases, MLflow and Trackio. All but "console" require "jsonl", because they deliver its records."""
     project: Annotated[str, SENT] = "meshwright"
     """Name of the project in W&B and Trackio, and of the experiment in MLflow."""
     run_name: Annotated[str, SENT] = ""
@@ -492,9 +493,9 @@ class ResilienceConfig:
     median rank's by this factor, or if waiting for its data lengthens steps by this factor. "none": never warn."""
     hang_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 300.0
     """Time without a completed step after which the run prints every rank's stack and aborts. The limit is at least 5 times the
-    longest step so far. The first step and parts of evaluations, which may compile, have 12 times as long, and at least an hour.
-    During checkpoints, the run aborts only if a rank's heartbeat is missing. 0: never abort. The time must be below
-    [distributed] timeout_s."""
+    longest step so far. A step that may compile (the first one, and parts of evaluations) has a limit of 12 times this setting,
+    at least an hour. During checkpoints, the run aborts only if a rank's heartbeat is missing. 0: never abort. The time must be
+    below [distributed] timeout_s."""
 
 
 @dataclass(frozen=True, kw_only=True)

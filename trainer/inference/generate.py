@@ -15,7 +15,7 @@ from models.components import CausalMask, attention_kernel, visible_keys
 from models.context import Context
 from models.spec import LayerKind, ParallelPlan
 from trainer.checkpoint.adapter import open_weights
-from trainer.checkpoint.huggingface import initial_model
+from trainer.checkpoint.huggingface import window_and_generation
 from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -159,7 +159,7 @@ class TextGenerator:
         """
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = open_weights(folder, base)
-        tokenizer, own_template, trained_seq_len = load_text(folder, weights)
+        tokenizer, own_template, trained_seq_len = load_text(weights)
         max_seq_len = max_seq_len or trained_seq_len
         spec, sizes = weights.spec, weights.sizes.for_seq_len(max_seq_len)
         with torch.device("meta"):
@@ -175,7 +175,7 @@ class TextGenerator:
         allocate(model, device)
         weights.load_into(dict(model.named_parameters()))
         caches = _add_caches(model.eval(), plan, sizes, max_seq_len, ranks, dtype, device)
-        eos = initial_model(folder)[1].get("eos_token_id")
+        eos = window_and_generation(folder)[1].get("eos_token_id")
         stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
         return cls(folder, model, caches, tokenizer, device, stop, chat_template or own_template, max_seq_len)
 

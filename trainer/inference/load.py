@@ -38,9 +38,8 @@ def load_model(
     Raises:
         ConfigError: The folder is damaged or contains no model.
     """
-    folder = resolve_checkpoint(Path(path))
-    weights = open_weights(folder, None if base is None else Path(base), alone=True)
-    tokenizer, _, trained_seq_len = load_text(folder, weights)
+    weights = open_weights(resolve_checkpoint(Path(path)), None if base is None else Path(base), alone=True)
+    tokenizer, _, trained_seq_len = load_text(weights)
     with torch.device("meta"):
         model = weights.spec.model(weights.sizes.for_seq_len(max_seq_len or trained_seq_len)).to(dtype)
     allocate(model, torch.device(device))
@@ -48,9 +47,10 @@ def load_model(
     return model.eval(), tokenizer
 
 
-def load_text(folder: Path, weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
-    """Return the tokenizer, the path of the chat template ("" if there is none) and the sequence length used in training. folder:
-    checkpoint or model folder in Hugging Face's format. weights: its parameters."""
+def load_text(weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
+    """Return the tokenizer beside the weights, the path of the chat template ("" if there is none) and the sequence length of
+    training."""
+    folder = weights.folder
     if weights.hf_folder is None:
         template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
         metadata = ModelMetadata.read(folder)

@@ -68,7 +68,8 @@ def _losses_and_gradient(
         return losses, None
     scale = is_target * grad_losses
     logits *= scale / sums
-    # fp32, because a probability near 1 is 1 in bf16. On another rank than the target's, this is the gradient of row 0.
+    # softmax - 1, computed before the cast: in bf16, a probability near 1 is 1. A token whose target is on another rank has
+    # target_rows 0, and the formula gives the unchanged gradient of row 0.
     target_gradients = own_target_logits.exp() * (scale / sums) - scale * is_on_rank
     if softcap is not None:
         slope = tanh.square_().neg_().add_(1)
@@ -155,9 +156,8 @@ class _SummedLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         # Not in place: zero-bubble schedules run this twice, for the gradients of the inputs and then for those of the weights.
         if grad_weight is not None:
-            out = torch.empty_like(
-                grad_weight, dtype=ctx.weight_dtype
-            )  # no fp32 copy of one of the largest tensors of a step
+            # In the weight's dtype at once: this is one of the largest tensors of a step.
+            out = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
             grad_weight = torch.mul(grad_weight, grad_total, out=out)
         return grad_hidden * grad_total, grad_weight, None, None
 

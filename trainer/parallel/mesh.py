@@ -68,8 +68,8 @@ class ParallelDims:
 
 
 class Meshes:
-    """Three device meshes over the same ranks. Axes of one name consist of the same ranks in all meshes and share a process
-    group. So do all axes of one rank. Other axes share no group, because collectives of one group wait for each other."""
+    """Three device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
+    All axes of size 1 share one group. No other axes share a group, because collectives of one group wait for each other."""
 
     def __init__(self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None):
         """timeout: of collectives, not counting time in which the ranks are suspended; None: torch's default."""

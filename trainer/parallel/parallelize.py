@@ -41,7 +41,7 @@ def parallelize(
 
     The order, and why:
         prune: only the modules of the stage remain.
-        layers that are not compiled: their formulas become faster ones; the other steps wrap their forward.
+        without compilation: feed-forward layers and rotations get faster forwards, which the other steps wrap.
         tensor parallelism: matrices become DTensors, so all later steps see shards.
         adapters: they are sharded like the matrices that they belong to.
         attention: kernels and masks of this device.
@@ -106,7 +106,8 @@ def shards_parameters(ranks: int, parallel: ParallelConfig) -> bool:
 def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
     """Set the compiler options of this run, which are global to the process. overlapped: group of ranks whose gathers and
     reductions overlap with adjacent matrix products."""
-    # A block with dropout of adapters stores its keys. Backward uses the keys of the graph, so it need not store them again.
+    # With dropout, a block's forward stores AdapterDropout.keys. Recomputation in backward need not repeat this side effect: the
+    # graph has the keys.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     functorch = torch._functorch.config
     by_budget = checkpointing.mode == "budget"

@@ -81,14 +81,15 @@ class TrainingDiverged(Exception):
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
     """Return whether to roll back. Raise TrainingDiverged if the run must stop. rollbacks: number of rollbacks so far."""
-    if not (outcome.spike and config.on_loss_spike == "rollback"):
-        if outcome.consecutive_skips < config.max_consecutive_skips:
-            return False
-        if config.on_max_skips != "rollback":
-            raise TrainingDiverged(
-                f"{outcome}; {outcome.consecutive_skips} steps in a row were skipped: training stops, and this state is not "
-                "saved. Resume from an earlier checkpoint (--checkpoint.load_step) with a lower learning rate or a longer warm-up"
-            )
+    spike = outcome.spike and config.on_loss_spike == "rollback"
+    too_many_skips = outcome.consecutive_skips >= config.max_consecutive_skips
+    if not (spike or too_many_skips):
+        return False
+    if not spike and config.on_max_skips != "rollback":
+        raise TrainingDiverged(
+            f"{outcome}; {outcome.consecutive_skips} steps in a row were skipped: training stops, and this state is not "
+            "saved. Resume from an earlier checkpoint (--checkpoint.load_step) with a lower learning rate or a longer warm-up"
+        )
     if rollbacks == config.max_rollbacks:
         raise TrainingDiverged(
             f"{outcome}; the maximum of {rollbacks} rollbacks is reached: training stops, and this state is not saved"

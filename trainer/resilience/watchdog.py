@@ -136,10 +136,11 @@ class Watchdog:
 
     def overdue_s(self) -> float:
         """Return the seconds since the current step began if this time exceeds the limit, otherwise 0."""
+        may_compile = self.may_compile  # read first: the end of a step that compiled sets both
         since, now = self.since, self.clock.now()
         waited_s = 0.0 if since is None else now - since
         limit_s = max(self.timeout_s, _LONGEST * self.longest_s)
-        if self.may_compile:
+        if may_compile:
             limit_s = max(_COMPILING * self.timeout_s, _MIN_COMPILING_S)
         return waited_s if self.timeout_s and waited_s > limit_s else 0.0
 

@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.checkpoint import resume
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, GENERATION_CONFIG, MODEL_FILE, ModelMetadata, initial_model
+from trainer.checkpoint.huggingface import (
+    CHAT_TEMPLATE,
+    GENERATION_CONFIG,
+    MODEL_FILE,
+    ModelMetadata,
+    window_and_generation,
+)
 from trainer.checkpoint.resume import ResumePoint
 from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import Config, ConfigError
@@ -133,7 +139,7 @@ def model_files(
     if only an adapter is saved. Raise ConfigError."""
     scale = {name: getattr(config.lora, name) for name in SCALE_SETTINGS} if base else {}
     tokenizer = text.tokenizer
-    window, generation = run_on_rank_0(lambda: _initial_model(config, point))
+    window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
     inherited = generation.get("eos_token_id")
     inherited = inherited if isinstance(inherited, list) else [] if inherited is None else [inherited]
     ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *inherited]))
@@ -156,14 +162,14 @@ def model_files(
     return {MODEL_FILE: model.text().encode(), **tokenizer.files, **template, **generation_config}
 
 
-def _initial_model(config: Config, point: ResumePoint | None) -> tuple[int, dict[str, Any]]:
+def _window_and_generation(config: Config, point: ResumePoint | None) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json of the model that the run continues, or (0, {})."""
     if point is not None:
-        return initial_model(point.path)
+        return window_and_generation(point.path)
     if not config.checkpoint.init_from:
         return 0, {}
     try:
-        return initial_model(resolve_checkpoint(Path(config.checkpoint.init_from)))
+        return window_and_generation(resolve_checkpoint(Path(config.checkpoint.init_from)))
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
 

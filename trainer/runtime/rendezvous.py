@@ -36,14 +36,16 @@ def announced(awaited: Callable[[], str], timeout_s: float) -> Iterator[None]:
     """Context manager for a wait that prints one line if the wait takes longer than SILENCE_S.
 
     Args:
-        awaited: returns for what this process waits. Another thread calls it, because some waits of torch cannot be interrupted.
-        timeout_s: maximum time of the wait.
+        awaited: Returns for what this process waits, or "" if the wait is over. Another thread calls it, because some waits of
+            torch cannot be interrupted.
+        timeout_s: Maximum time of the wait.
     """
     until = time.strftime("%H:%M:%S", time.localtime(time.time() + timeout_s))
 
     def announce_wait() -> None:
         with suppress(dist.DistError):  # the waiting thread reports that the store has been lost
-            announce(f"waiting until {until} for {awaited()}")
+            if members := awaited():
+                announce(f"waiting until {until} for {members}")
 
     timer = threading.Timer(SILENCE_S, announce_wait)
     timer.daemon = True
@@ -83,7 +85,8 @@ def wait_for_all(store: dist.Store, members: str, index: int, count: int, timeou
     longest_s = timeout_s if index == 0 else 2 * timeout_s  # the first member may have started to wait later
 
     def awaited() -> str:
-        return f"these of the {count} {members} to join at {where}: {_missing(store, keys)}"
+        missing = _missing(store, keys)
+        return missing and f"these of the {count} {members} to join at {where}: {missing}"
 
     with announced(awaited, longest_s) if where is not None else nullcontext():
         if index == 0:

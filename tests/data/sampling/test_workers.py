@@ -183,7 +183,9 @@ class FewAtFirst:
 
 def kill_late_worker():
     workers._START_METHOD = "spawn"  # with which the pool starts a process when it needs one
-    batches = WorkerPool(samples(), FewAtFirst(), 2, prefetch=1, asked_to_stop=lambda: False).batches()
+    pool = WorkerPool(samples(), FewAtFirst(), asked_to_stop=lambda: False)
+    pool.start(2, prefetch=1)
+    batches = pool.batches()
     early = {*multiprocessing.active_children()}
     first_tokens(batches, 1)
     (late,) = {*multiprocessing.active_children()} - early

@@ -51,7 +51,7 @@ class SampleOrder:
         if self.shuffle:
             for d in np.unique(dataset).tolist():
                 selected = dataset == d
-                epochs = epoch[selected]  # each index of a dataset with one sample is in another epoch
+                epochs = epoch[selected]  # an array, because one call may span epochs
                 key = (self.seed, epochs, d) if d else (self.seed, epochs)
                 index[selected] = permute(index[selected], self.sizes[d], *key)
         return (index + np.cumsum([0, *self.sizes])[dataset]).reshape(cursor.shape)
@@ -108,20 +108,24 @@ def training_batches(
     pin_memory: bool,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches. asked_to_stop:
-    whether the run was asked to stop, so that it must not wait for a worker that hangs. Raise LoadingFailed.
+    """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches.
 
     The iterator has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
+    asked_to_stop: whether the run was asked to stop, so that it must not wait for a worker that hangs. Raises LoadingFailed.
     """
     indices = _sample_indices(order, partition, cursor)
     if config.num_workers:
-        batches = WorkerPool(samples, indices, config.num_workers, config.prefetch, asked_to_stop).batches()
+        workers = WorkerPool(samples, indices, asked_to_stop)
+        workers.start(config.num_workers, config.prefetch)
+        batches = workers.batches()
     else:
         batches = map(samples.__getitem__, indices)
     with explain_read_errors():
         for i, batch in enumerate(batches):
-            (positions,) = cursor + partition.samples(np.array([i]))
-            batch = batch._replace(samples=torch.from_numpy(positions))
+            (offsets,) = partition.samples(np.array([i]))
+            batch = batch._replace(
+                samples=torch.from_numpy(cursor + offsets)
+            )  # cursor positions, not positions of tokens
             yield batch.map(Tensor.pin_memory) if pin_memory else batch
 
 

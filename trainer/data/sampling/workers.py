@@ -99,33 +99,37 @@ def _explain_start_errors(num_workers: int) -> Iterator[None]:
 class WorkerPool:
     """Processes that load microbatches in the order of their sample indices, `prefetch` microbatches for each process ahead."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        indices: Iterator[np.ndarray],
-        num_workers: int,
-        prefetch: int,
-        asked_to_stop: Callable[[], bool],
-    ):
-        """Start the processes. Raise LoadingFailed if this is impossible.
+    def __init__(self, samples: Samples, indices: Iterator[np.ndarray], asked_to_stop: Callable[[], bool]):
+        """Describe the work.
 
         Args:
-            samples: the samples of all microbatches.
-            indices: sample indices of one microbatch after the other, endless.
-            num_workers: number of processes.
-            prefetch: number of microbatches per process that are requested ahead.
-            asked_to_stop: whether the run was asked to stop. If so, this process loads a microbatch itself rather than wait for a
+            samples: The samples of all microbatches.
+            indices: Sample indices of one microbatch after the other, endless.
+            asked_to_stop: Whether the run was asked to stop. If so, this process loads a microbatch itself rather than wait for a
                 worker that may hang.
         """
         self._samples, self._indices = samples, indices
         self._processes: set[BaseProcess] = set()
-        context = multiprocessing.get_context(_START_METHOD)
-        with _explain_start_errors(num_workers):
-            self._pool = ProcessPoolExecutor(num_workers, context, _start_worker, (samples,))
-            self._requested = deque(map(self._request, islice(indices, num_workers * prefetch)))
+        self._pool: ProcessPoolExecutor
+        self._requested: deque[tuple[np.ndarray, Future[Batch]]] = deque()
         self._asked_to_stop = asked_to_stop
         self._is_late = False
         """Whether the run was asked to stop while it waited for a microbatch."""
+
+    def start(self, num_workers: int, prefetch: int) -> None:
+        """Start the processes.
+
+        Args:
+            num_workers: Number of processes.
+            prefetch: Number of microbatches per process that are requested ahead.
+
+        Raises:
+            LoadingFailed: The processes cannot be started.
+        """
+        context = multiprocessing.get_context(_START_METHOD)
+        with _explain_start_errors(num_workers):
+            self._pool = ProcessPoolExecutor(num_workers, context, _start_worker, (self._samples,))
+            self._requested.extend(map(self._request, islice(self._indices, num_workers * prefetch)))
 
     def _request(self, index: np.ndarray) -> tuple[np.ndarray, "Future[Batch]"]:
         before = multiprocessing.active_children()
