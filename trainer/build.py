@@ -84,14 +84,9 @@ def build_trainer(
     eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)
     partition = partition_of_batch(config.training, meshes.data["batch"])
 
-    engine = Engine(
-        config,
-        resolved,
-        device,
-        meshes,
-        model_parts,
-        build_objective(config, resolved, meshes) if objective is None else objective,
-    )
+    if objective is None:
+        objective = build_objective(config, resolved, meshes)
+    engine = Engine(config, resolved, device, meshes, model_parts, objective)
     sets = [(datasets.training, len(datasets.training)), *((s.samples, s.num_samples) for s in eval_sets)]
     initial = initial_model.load(config, resolved, text, engine, sets, partition, point)
     training, *evaluation = initial.samples
