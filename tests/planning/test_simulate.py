@@ -84,7 +84,8 @@ def test_a_loss_of_three_simulated_chunks_costs_as_much_as_the_complete_one(num_
     complete, partial = (recorded_loss(num_tokens, bounded) for bounded in (False, True))
     assert partial.op_costs == complete.op_costs and partial.weight == 1
     peaks = [recorder.timeline(lambda _: True).sum(axis=0).max() for recorder in (complete, partial)]
-    assert peaks[0] == peaks[1] and partial.num_events <= recorded_loss(12, False).num_events
+    three_chunks = recorded_loss(8 + (num_tokens % 4 or 4), False)  # with the same last one
+    assert peaks[0] == peaks[1] and partial.num_events <= three_chunks.num_events
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

@@ -75,8 +75,8 @@ def _losses_and_gradient(
         slope = tanh.square_().neg_().add_(1)
         logits *= slope
         target_gradients *= slope.gather(1, target_rows)
-    # Written after the cast: compiled code then does not write the fp32 gradient of the logits. By index, because scatter_ in bf16
-    # allocates a copy on CPUs.
+    # Written after the cast: compiled code then does not write the fp32 gradient of the logits. By index, because scatter_ in
+    # bf16 allocates a copy on CPUs.
     grad_logits = logits.to(weight.dtype)
     tokens = torch.arange(len(grad_logits), device=grad_logits.device)
     grad_logits[tokens, target_rows[:, 0]] = target_gradients[:, 0].to(weight.dtype)
