@@ -12,6 +12,7 @@ from trainer.checkpoint.async_save import SaveResult
 from trainer.config import MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StepOutcome
 from trainer.run.resolve import ResolvedRun
+from trainer.run.sinks.delivery import close_sinks
 from trainer.run.sinks.sink import Sink
 from trainer.runtime import device as devices
 from trainer.runtime.phases import PhaseTimer
@@ -122,5 +123,4 @@ class Metrics:
             sink.write(record | {"timestamp_s": time.time()})
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        close_sinks(self.sinks)

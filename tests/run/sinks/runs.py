@@ -129,9 +129,8 @@ class Process:
         return self
 
     def close(self, limit_s: float = 300.0) -> None:
-        self.jsonl.close()
         with patient(limit_s):
-            self.delivery.close()
+            delivery.close_sinks([self.jsonl, self.delivery])
 
 
 def opened(run: LoggedRun, service: Callable[[LoggedRun], object], first_step: int = 0) -> closing[Process]:

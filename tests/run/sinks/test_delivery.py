@@ -2,14 +2,17 @@
 
 import json
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.run.sinks.runs import Process, logged_run, opened, record, wait_for
+from tests.run.sinks.runs import Process, logged_run, opened, patient, record, wait_for
 from trainer.run.metrics import Metrics
 from trainer.run.sinks import build_sinks
+from trainer.run.sinks.delivery import Delivery, HistoryLost
+from trainer.run.sinks.local import JsonLines
 from trainer.runtime.phases import PhaseTimer
 
 
@@ -104,7 +107,9 @@ def test_the_next_process_delivers_what_this_one_could_not(tmp_path, service, ca
     wait_for(lambda: process.delivery.has_warned)
     process.close(limit_s=0)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith("warning: Memory has not taken all records in 0 s; it gets them if the run is resumed")
+    assert last.endswith(
+        "Memory has not taken all records of metrics.jsonl in 0 s; it gets them if this run trains further"
+    )
     with opened(logged_run(tmp_path), service, 3) as process:
         process.write([4], 1.0)
     assert service.histories[-1] == [1, 2, 3, 4]
@@ -130,6 +135,139 @@ def test_an_unusable_state_file_begins_a_new_history(tmp_path, service, state):
     with opened(logged_run(tmp_path), service) as process:
         process.write([1, 2], 1.0)
     assert service.histories == [[1, 2]]
+
+
+class Steps:
+    """metrics.jsonl and its delivery, whose thread is never started: the test says when it works."""
+
+    def __init__(self, run, service):
+        self.jsonl, self.delivery = JsonLines(run), Delivery(service, run)
+        self.jsonl.rewind(0)
+        self.delivery.rewind(0)
+
+    def deliver(self, steps=(), loss=1.0):
+        for step in steps:
+            self.jsonl.write(record(step, loss))
+        self.delivery._deliver()
+
+
+def test_a_rewind_is_not_forgotten_if_the_file_cannot_be_read_at_this_moment(tmp_path, service):
+    run = Steps(logged_run(tmp_path), service)
+    run.deliver([1, 2, 3])
+    run.jsonl.rewind(1)
+    run.delivery.rewind(1)
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        run.deliver()
+    (tmp_path / "away").rename(tmp_path / "metrics.jsonl")
+    run.deliver([2, 3], loss=2.0)
+    assert service.histories == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_state_that_could_not_be_saved_is_saved_later(tmp_path, service):
+    run = Steps(logged_run(tmp_path), service)
+    (tmp_path / "sinks").mkdir()
+    path = tmp_path / "sinks" / "memory.json"
+    run.deliver()
+    path.unlink()
+    path.mkdir()  # nothing can be saved
+    with pytest.raises(IsADirectoryError):
+        run.deliver([1])
+    path.rmdir()
+    run.deliver()
+    assert json.loads(path.read_text()) == {"service": {"id": 0}}
+    assert service.histories == [[1]]
+
+
+def test_nothing_is_imported_or_saved_before_the_first_record(tmp_path, service):
+    """Data workers are forked by the first batch. A process that ends before its first record changes nothing."""
+    with opened(logged_run(tmp_path), service) as process:
+        process.write([1, 2, 3], 1.0)
+    path = tmp_path / "sinks" / "memory.json"
+    state = path.read_text()
+    killed = Process(logged_run(tmp_path), service, 3)
+    assert not killed.delivery.thread.is_alive()
+    with opened(logged_run(tmp_path), service, 3):
+        pass
+    assert path.read_text() == state
+    with opened(logged_run(tmp_path), service, 3) as process:
+        process.write([4], 1.0)
+    assert service.histories == [[1, 2, 3, 4]]
+
+
+def test_a_process_whose_records_could_not_be_written_to_the_file_keeps_the_old_state(tmp_path, service):
+    with opened(logged_run(tmp_path), service) as process:
+        process.write([1, 2, 3], 1.0)
+    state = (tmp_path / "sinks" / "memory.json").read_text()
+    with opened(logged_run(tmp_path), service, 3) as process:
+        process.delivery.write(record(4, 1.0))
+    assert (tmp_path / "sinks" / "memory.json").read_text() == state
+
+
+def test_a_history_that_the_service_has_lost_is_written_again(tmp_path, service, capsys):
+    class Lost(service):
+        def write(self, record):
+            if self.state and self.histories[self.state["id"]] is None:
+                raise HistoryLost("the run 0 was deleted")
+            super().write(record)
+
+    with opened(logged_run(tmp_path), Lost) as process:
+        process.write([1, 2], 1.0)
+        process.delivered()
+        service.histories[0] = None
+        process.write([3], 1.0)
+    assert service.histories == [None, [1, 2, 3]]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("warning: Lost: the run 0 was deleted; a new history gets all records")
+
+
+def test_a_file_that_is_moved_away_is_continued_by_the_next_one(tmp_path, service):
+    run = Steps(logged_run(tmp_path), service)
+    run.deliver([1, 2])
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.jsonl.1")
+    run.deliver()  # before the file exists again
+    run.deliver([3, 4])
+    assert service.histories == [[1, 2, 3, 4]]
+
+
+def test_a_file_that_was_rewritten_is_not_taken_for_one_that_continues_it(tmp_path, service):
+    """The record of a save in the background follows later steps, so a rollback rewrites the file instead of truncating it."""
+    run = Steps(logged_run(tmp_path), service)
+    run.deliver([1, 2, 1, 3])
+    run.jsonl.rewind(1)
+    run.deliver()  # before the delivery hears of the rollback
+    run.delivery.rewind(1)
+    run.deliver([2, 3])
+    assert service.histories == [[1, 2, 1, 3], [1, 1, 2, 3]]
+
+
+def test_a_file_that_was_rewritten_with_the_delivered_records_is_continued(tmp_path, service):
+    run = Steps(logged_run(tmp_path), service)
+    run.deliver([1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.with_name("copy").write_bytes(path.read_bytes())
+    path.with_name("copy").replace(path)
+    run.deliver([3])
+    assert service.histories == [[1, 2, 3]]
+
+
+def test_all_services_end_at_the_same_time(tmp_path, service, capsys):
+    """A scheduler gives a process that it has told to end about 30 s, not 30 s for each service."""
+    both = threading.Barrier(2)
+
+    class Slow(service):
+        def close(self):
+            both.wait()
+
+    run, nothing, cpu = logged_run(tmp_path), SimpleNamespace(), torch.device("cpu")
+    sinks = [JsonLines(run), Delivery(Slow, run), Delivery(type("Slower", (Slow,), {}), run)]
+    metrics = Metrics(nothing, nothing, nothing, cpu, PhaseTimer(cpu), sinks)
+    metrics.rewind(0)
+    metrics.log_event(record(1, 1.0))
+    with patient(60.0):
+        metrics.close()
+    assert service.histories == [[1], [1]]
+    assert capsys.readouterr().err == ""
 
 
 def test_only_the_writer_has_more_sinks_than_the_console(tmp_path):

@@ -16,12 +16,13 @@ from importlib.util import find_spec
 import pytest
 
 from tests.conftest import ROOT
-from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, recorded, train, wait_for
+from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.config.packages import is_installed
 from trainer.run.sinks import services
+from trainer.run.sinks.delivery import HistoryLost
 from trainer.run.sinks.services import MLflow, Trackio, Wandb
 from trainer.testing.ranks import RankError
 
@@ -237,6 +238,68 @@ def test_an_old_history_of_wandb_that_is_not_offline_gets_a_tag(tmp_path):
                 tags[stored.run.run_id] = list(stored.run.tags)
     assert tags.pop(old.name[-32:]) == ["replaced"]
     assert list(tags.values()) == [[]]
+
+
+def test_an_old_history_of_wandb_that_cannot_be_tagged_is_one_warning(tmp_path, capsys):
+    pytest.importorskip("wandb")
+    service = Wandb(logged_run(tmp_path, project="a/b"))  # a name that W&B refuses
+    service.state["id"] = "0123"
+    service.rewind(-1)
+    assert service.state == {}
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning: wandb" in line]
+    assert "wandb: the run 0123 did not get the tag replaced (" in line
+
+
+def test_a_history_of_wandb_that_was_deleted_is_lost(tmp_path, monkeypatch):
+    """Only the server's answer is simulated."""
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**settings):
+        raise wandb.errors.CommError(f"run a/b/{settings['id']} was previously created and deleted; try a new run id")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    service = Wandb(logged_run(tmp_path))
+    service.state["id"] = "0123"
+    with pytest.raises(HistoryLost, match="the run 0123 was deleted"):
+        service.write(record(1, 1.0))
+
+
+@pytest.mark.parametrize("when", ["between", "during", "at the end"])
+def test_a_history_of_mlflow_that_was_deleted_is_written_again(tmp_path, capsys, when):
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run, client = logged_run(tmp_path, project="deleted", mlflow_tracking_uri=uri), mlflow.MlflowClient(uri)
+
+    def delete():
+        (found,) = client.search_runs([client.get_experiment_by_name("deleted").experiment_id])
+        client.delete_run(found.info.run_id)
+
+    with opened(run, MLflow) as process:
+        process.write([1, 2], 1.0)
+        process.delivered()
+        if when == "during":
+            delete()
+            process.write([3], 1.0)
+        elif when == "at the end":
+            delete()
+    if when == "between":
+        delete()
+    with opened(run, MLflow, 3) as process:
+        process.write([4], 2.0)
+    curves, _ = read_mlflow(uri, "deleted")
+    assert curves == recorded(tmp_path)
+    assert capsys.readouterr().err.count("; a new history gets all records") == 1
+
+
+def test_another_server_of_mlflow_gets_all_records(tmp_path):
+    pytest.importorskip("mlflow")
+    for first_step, name in ((0, "a.db"), (2, "b.db")):
+        uri = f"sqlite:///{tmp_path / name}"
+        with opened(logged_run(tmp_path, project="server", mlflow_tracking_uri=uri), MLflow, first_step) as process:
+            process.write([first_step + 1, first_step + 2], 1.0)
+    curves, _ = read_mlflow(uri, "server")
+    assert curves == recorded(tmp_path)
+    assert [step for step, _ in curves["train/loss"]] == [1, 2, 3, 4]
 
 
 def test_wandb_without_an_api_key_does_not_ask_at_the_terminal(tmp_path):

@@ -3,10 +3,16 @@
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from trainer.run.sinks.delivery import HistoryLost, first_line
 from trainer.run.sinks.sink import LoggedRun, scalars, timestamp_s
 from trainer.system import console
+
+_UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+"""Error codes of MLflow for a run that is unknown, deleted, or whose id has the form of another server."""
 
 
 class Wandb:
@@ -32,13 +38,20 @@ class Wandb:
             for folder in offline:
                 shutil.rmtree(folder)
             if not offline:
-                self._open((*self.run.metrics.tags, "replaced")).finish()
+                self._tag_replaced()
         self.state.clear()
 
     def close(self) -> None:
         if self.history is not None:
             self.history.finish()
         self.history = None
+
+    def _tag_replaced(self) -> None:
+        """Tag the old run if it is still there. The new one does not depend on it."""
+        try:
+            self._open((*self.run.metrics.tags, "replaced")).finish()
+        except Exception as error:  # the package raises many types
+            console.warning(f"wandb: the run {self.state['id']} did not get the tag replaced ({first_line(error)})")
 
     def _open(self, tags: tuple[str, ...]) -> Any:
         import wandb
@@ -48,17 +61,22 @@ class Wandb:
         # Otherwise init would ask for the key at the terminal.
         if setup.settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-        history = wandb.init(
-            project=metrics.project,
-            entity=metrics.entity or None,
-            name=self.run.title,
-            notes=metrics.notes or None,
-            tags=tags,
-            id=self.state.setdefault("id", uuid.uuid4().hex),
-            resume="allow",
-            dir=self.run.folder,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=30),  # seconds
-        )
+        try:
+            history = wandb.init(
+                project=metrics.project,
+                entity=metrics.entity or None,
+                name=self.run.title,
+                notes=metrics.notes or None,
+                tags=tags,
+                id=self.state.setdefault("id", uuid.uuid4().hex),
+                resume="allow",
+                dir=self.run.folder,
+                settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=30),  # seconds
+            )
+        except wandb.Error as error:
+            if "previously created and deleted" in str(error):
+                raise HistoryLost(f"the run {self.state['id']} was deleted") from error
+            raise
         history.config.update(self.run.description(), allow_val_change=True)
         history.define_metric("*", step_metric="step")
         self.can_continue = not history.offline  # a second offline folder would not be appended to the first
@@ -83,7 +101,8 @@ class MLflow:
         # If a request is repeated, because its answer was lost, the server recognizes values of the same time.
         time_ms = int(1000 * timestamp_s(record))
         values = [Metric(key, value, time_ms, record["step"]) for key, value in scalars(record).items()]
-        self.client.log_batch(self.state["id"], metrics=values)
+        with self._history(self.client):
+            self.client.log_batch(self.state["id"], metrics=values)
 
     def rewind(self, step: int) -> None:
         """Begin another run, and mark the old one as deleted: values of a run cannot be removed."""
@@ -93,14 +112,15 @@ class MLflow:
             try:
                 self._connect().delete_run(self.state["id"])
             except MlflowException as error:
-                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                if error.error_code not in _UNUSABLE_RUN:
                     raise
         self.state.clear()
         self.client = None
 
     def close(self) -> None:
         if self.client is not None:
-            self.client.set_terminated(self.state["id"])
+            with self._history(self.client):
+                self.client.set_terminated(self.state["id"])
         self.client = None
 
     def _connect(self) -> Any:
@@ -119,9 +139,33 @@ class MLflow:
             tags = {**dict.fromkeys(metrics.tags, "true"), "mlflow.note.content": metrics.notes}
             self.state["id"] = client.create_run(experiment_id, run_name=self.run.title, tags=tags).info.run_id
         else:
-            client.update_run(self.state["id"], status="RUNNING")
+            with self._history(client):
+                client.update_run(self.state["id"], status="RUNNING")
         self._describe(client)
         self.client = client
+
+    @contextmanager
+    def _history(self, client: Any) -> Iterator[None]:
+        """Context manager of a request that changes the run. Raise HistoryLost if it failed because the run is deleted or, on
+        another server, unknown."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            if error.error_code in _UNUSABLE_RUN and not self._is_active(client):
+                raise HistoryLost(f"the run {self.state['id']} is deleted or unknown") from error
+            raise
+
+    def _is_active(self, client: Any) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return client.get_run(self.state["id"]).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code in _UNUSABLE_RUN:
+                return False
+            raise
 
     def _describe(self, client: Any) -> None:
         """Write the configuration and the environment as parameters. A parameter cannot change: a new value becomes a tag."""

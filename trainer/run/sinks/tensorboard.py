@@ -72,8 +72,8 @@ class TensorBoard:
         """Open a new file. A running TensorBoard ignores one whose name is not the last, and the clock may have been set back.
 
         Args:
-            old: the other files.
-            content: fields of the event that follows the file's version.
+            old: The other files.
+            content: Fields of the event that follows the file's version.
         """
         from tensorboard.compat.proto.event_pb2 import Event
 
