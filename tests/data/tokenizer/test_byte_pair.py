@@ -141,7 +141,7 @@ def test_the_rank_file_of_another_model_is_rejected_unless_a_pattern_is_set(tmp_
         "tokenizer.path",
         f"{path} has as many ranks as the file of {owner}, whose split pattern and special tokens are not Llama 3's; use a "
         f'tokenizer.json with backend = huggingface, or set tokenizer.pattern = "{pattern}" to train a new model with these '
-        "ranks and Llama 3's special tokens, or to \"llama3\" to continue a run that began before this setting existed",
+        'ranks and Llama 3\'s special tokens, or to "llama3" to continue a run that began before this setting existed',
     )
     tokenizer = load(path, pattern=pattern)
     assert (tokenizer.bos, tokenizer.vocab_size) == (count, count + 256)
