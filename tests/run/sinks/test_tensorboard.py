@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import tensorboard_data_server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
