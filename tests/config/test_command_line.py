@@ -67,8 +67,8 @@ def variables(monkeypatch):
 )
 def test_several_tasks_without_a_rendezvous_are_refused(variables, monkeypatch, launcher, count, index, capsys):
     line = (
-        f"{count}=2: {launcher} has started 2 tasks of this command, but the run has 1 node. For one run, start one task per node "
-        "and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, start each task with "
+        f"{count}=2: {launcher} has started 2 tasks of this command, but the run has 1 node. For one run, start one task per "
+        "node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, start each task with "
         f"env -u {count}\n"
     )
     monkeypatch.setattr(command_line.time, "sleep", lambda _: None)

@@ -1,11 +1,7 @@
 """scripts/slurm/train.sbatch in a Slurm cluster of two nodes."""
 
-import re
-import subprocess
-
 import pytest
 
-from tests.conftest import ROOT
 from tests.slurm.cluster import NODES, wait_until
 from tests.training_runs import records
 from trainer.checkpoint.commit import step_of
