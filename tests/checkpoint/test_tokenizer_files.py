@@ -1,10 +1,13 @@
 """Tokenizer files and chat templates of exports, read by transformers."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import jinja2
 import pytest
+import torch
 import transformers
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -12,6 +15,9 @@ from jinja2.ext import Extension
 from models import MODELS
 from scripts.dev.check_exports import strings, write_tokenizers
 from tests.commands import run_script
+from tests.training_runs import checkpoint_of, combine, in_folder, train
+from trainer.checkpoint.adapter import write_peft
+from trainer.checkpoint.export import HfExport, export_run
 from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -24,6 +30,22 @@ def test_transformers_reads_tokens_and_logits_of_every_family():
     lines = done.stdout.splitlines()[1:]
     assert [line.split(":")[0] for line in lines] == list(MODELS)
     assert all(": tokens are equal; logits deviate by " in line for line in lines)
+
+
+OLD_PYTHON = "TRANSFORMERS_4_PYTHON"
+"""Variable with the path of a Python interpreter whose environment has transformers 4.51, torch and tokenizers."""
+
+
+@pytest.mark.skipif(OLD_PYTHON not in os.environ, reason=f"set {OLD_PYTHON} to a Python that has transformers 4.51")
+def test_transformers_4_reads_tokens_of_every_family_and_logits_of_those_that_it_knows():
+    command = ["scripts/dev/check_exports.py", "--python", os.environ[OLD_PYTHON], "--strings", "150"]
+    done = run_script(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first.startswith("transformers 4.")
+    assert [line.split(":")[0] for line in lines] == list(MODELS)
+    assert all(": tokens are equal; " in line for line in lines)
+    assert sum("logits deviate by" in line for line in lines) >= 8, "this version knows most families"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +100,14 @@ def test_llama_cpp_finds_the_files_of_phi(configs, tmp_path):
         folder = write_export(tmp_path / name, "phi", configs[name])
         assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == expected
         assert (folder / "tokenizer.model").exists() == (name == "sentencepiece")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
+def test_llama_cpp_finds_the_sentencepiece_model_of_families_whose_converters_read_it(configs, tmp_path, family):
+    """Gemma 2's converter reads no other file."""
+    folder = write_export(tmp_path / "a", family, configs["sentencepiece"])
+    assert (folder / "tokenizer.model").read_bytes() == Path(configs["sentencepiece"].path).read_bytes()
+    assert_same_tokens(configs["sentencepiece"], folder)
 
 
 # ---------------------------------------------------------------- chat templates
@@ -192,6 +222,38 @@ def test_chat_template_json_becomes_the_file_that_all_readers_know(configs, tmp_
     assert not (exported / "chat_template.json").exists()
     loaded = transformers.AutoTokenizer.from_pretrained(exported)
     assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+TAGGED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ '[' + m.content + ']' + eos_token }}{% endif %}{% endfor %}"
+)
+TURN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+
+
+def test_trained_merged_and_adapter_folders_have_tokenizer_model_and_a_template_without_tags(
+    ranks, tiny, configs, tmp_path
+):
+    base, before = base_folder(configs, tmp_path)
+    (base / "chat_template.jinja").write_text(TAGGED)
+    talks = [{"messages": [{"role": "user", "content": f"Why {i}?"}, TURN[1]]} for i in range(200)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    size = load_tokenizer(TokenizerConfig(backend="huggingface", path=str(base))).vocab_size
+    argv = [*tiny, "--tokenizer.backend", "huggingface", "--tokenizer.path", str(base)]
+    argv += ["--model.overrides.vocab_size", str(size), "--data.dataset", "chat", "--data.chat_template", str(base)]
+    argv += ["--data.path", str(tmp_path / "talks.jsonl"), "--data.store_folder", str(tmp_path / "stores")]
+    argv += ["--training.steps", "1", "--evaluation.interval_steps", "0"]
+    full, adapter = tmp_path / "full", tmp_path / "adapter"
+    ranks(1).run(train, combine([*argv, *in_folder(full)]))
+    ranks(1).run(export_run, full)
+    ranks(1).run(train, combine([*argv, *in_folder(adapter), "--checkpoint.init_from", str(full), "--lora.rank", "4"]))
+    write_peft(checkpoint_of(adapter), tmp_path / "peft")
+    HfExport.open(checkpoint_of(adapter), torch.float32).write(tmp_path / "merged", 2**30, lambda count: None)
+    for folder in (full / "huggingface", tmp_path / "merged", tmp_path / "peft"):
+        assert (folder / "tokenizer.model").read_bytes() == before["tokenizer.model"], folder
+        assert "generation %}" not in (folder / "chat_template.jinja").read_text(), folder
+        loaded = transformers.AutoTokenizer.from_pretrained(folder)
+        assert loaded.apply_chat_template(TURN, tokenize=False) == "<s>[Why?]</s>So.</s>"
 
 
 LIST = "tokenizer_config.json lists a chat_template that is not an object with name and template, so that it cannot be exported"

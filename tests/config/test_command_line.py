@@ -50,24 +50,33 @@ MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 @pytest.fixture
 def variables(monkeypatch):
     """Function that sets environment variables, after those of a cluster are removed."""
-    for name in ("WORLD_SIZE", "NNODES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("WORLD_SIZE", "NNODES", *command_line._TASK_COUNTS):
         monkeypatch.delenv(name, raising=False)
     return lambda values: [monkeypatch.setenv(*pair) for pair in values.items()]
 
 
 @pytest.mark.parametrize(
-    ("values", "launcher"), [(SRUN, "srun"), (MPIRUN, "mpirun"), ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "mpirun")]
+    ("launcher", "count", "index"),
+    [
+        ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH and Intel MPI
+        ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),  # MVAPICH2
+        ("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ],
 )
-def test_several_tasks_without_a_rendezvous_are_refused(variables, values, launcher, capsys):
-    variables(values)
-    with pytest.raises(SystemExit) as exit:
-        refuse_separate_tasks()
-    assert (exit.value.code, capsys.readouterr().err) == (
-        2,
-        f"{next(iter(values))}=2: {launcher} has started 2 tasks of this command, but the run has 1 node. For one run, start one "
-        "task per node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, start each task with "
-        f"env -u {next(iter(values))}\n",
+def test_several_tasks_without_a_rendezvous_are_refused(variables, monkeypatch, launcher, count, index, capsys):
+    line = (
+        f"{count}=2: {launcher} has started 2 tasks of this command, but the run has 1 node. For one run, start one task per "
+        "node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, start each task with "
+        f"env -u {count}\n"
     )
+    monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
+    for task, expected in (("0", line), ("1", "")):  # the first task prints the line for all
+        variables({count: "2", index: task})
+        with pytest.raises(SystemExit) as exit:
+            refuse_separate_tasks()
+        assert (exit.value.code, capsys.readouterr().err) == (2, expected)
 
 
 def test_more_tasks_than_nodes_are_refused_and_the_line_names_all_variables_to_remove(variables, capsys):
@@ -87,14 +96,6 @@ def test_nnodes_1_does_not_allow_several_tasks(command):
     variables = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"} | SRUN | {"NNODES": "1"}
     done = subprocess.run([sys.executable, ROOT / command], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.startswith("SLURM_STEP_NUM_TASKS=2: srun has started 2 tasks")
-
-
-def test_only_the_first_of_several_tasks_prints_the_line(variables, capsys, monkeypatch):
-    variables(SRUN | {"SLURM_PROCID": "1"})
-    monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
-    with pytest.raises(SystemExit) as exit:
-        refuse_separate_tasks()
-    assert (exit.value.code, capsys.readouterr().err) == (2, "")
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,20 @@ def test_a_suspended_run_continues(start, tmp_path):
     assert_saved_and_stopped(process, tmp_path / "tiny")
 
 
+def test_a_run_with_data_workers_writers_and_evaluations_is_suspended_repeatedly(start, tmp_path):
+    options = ["--data.num_workers", "1", "--checkpoint.async_mode", "process", "--evaluation.interval_steps", "2"]
+    process = start(2, "--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5", *options)
+    for _ in range(2):
+        await_step(process)
+        signal_all(process, signal.SIGSTOP)
+        time.sleep(6)
+        signal_all(process, signal.SIGCONT)
+    for _ in range(40):  # more than were in the pipe
+        await_step(process)
+    process.terminate()
+    assert_saved_and_stopped(process, tmp_path / "tiny")
+
+
 MEMBERS = {
     "the first node": ({"NNODES": "2", "NODE_RANK": "0"}, "these of the 2 nodes to join at localhost:PORT: 1"),
     "another node": ({"NNODES": "2", "NODE_RANK": "1"}, "the first node to answer at localhost:PORT"),

@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -27,6 +28,15 @@ def simulated_clock():
         return dog.overdue_s()
 
     yield dog, overdue_after
+
+
+def test_time_in_which_the_process_was_suspended_is_no_time_of_a_step(monkeypatch):
+    """Of the hour between two readings, twice the watchdog's interval counts, which is 10 s."""
+    moments = iter([0.0, 5.0, 3605.0, 3610.0, 3615.0, 3620.0, 3630.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    dog = Watchdog(30.0, StopRequest())
+    dog.after_step(1)
+    assert [dog.overdue_s() for _ in range(5)] == [0.0, 0.0, 0.0, 0.0, 35.0]
 
 
 def wait_for_data(dog, wait):

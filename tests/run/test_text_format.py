@@ -1,5 +1,7 @@
 """The tokenizer and the chat template of a run: loaded once, and refused with one line on all ranks."""
 
+import contextlib
+import io
 import subprocess
 from dataclasses import replace
 from unittest import mock
@@ -35,6 +37,26 @@ def test_only_rank_0_starts_a_process_for_the_chat_template(ranks, tiny):
 
 def test_a_run_on_texts_starts_no_process(ranks, tiny):
     assert ranks(1).run(processes_of_text_format, tiny) == [(0, "", ())]
+
+
+def warnings_of_text_format(argv):
+    """Load the text format on this rank. Return what it prints on stderr."""
+    config, err = load_config(combine(argv)), io.StringIO()
+    with contextlib.redirect_stderr(err):
+        load_text_format(config, resolve(config, dist.get_world_size()))
+    return err.getvalue()
+
+
+def test_an_unknown_rank_file_is_one_warning_of_a_run_until_its_pattern_is_set(ranks, tiny, tmp_path):
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(b"\n".join(DEFAULT_FILE.read_bytes().splitlines()[:1700]))
+    argv = [*tiny, "--tokenizer.backend", "tiktoken", "--tokenizer.path", str(path)]
+    first, second = ranks(2).run(warnings_of_text_format, argv)
+    expected = (
+        f"warning: {path} is not Llama 3's rank file, but is used with Llama 3's split pattern; set tokenizer.pattern"
+    )
+    assert (first.count("\n"), first.partition(" ")[2][: len(expected)], second) == (1, expected, "")
+    assert ranks(1).run(warnings_of_text_format, [*argv, "--tokenizer.pattern", "llama3"]) == [""]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,6 +1,7 @@
 """The time limit of collectives."""
 
 import json
+import time
 
 import pytest
 
@@ -38,8 +39,8 @@ def test_a_collective_that_has_not_completed_is_reported():
 
 @pytest.fixture
 def watch(monkeypatch, capsys):
-    """watch(seconds, dumps): run the thread of a limit of 10 s, whose clock reads these seconds. Return its exit code and line,
-    or None after the last dump."""
+    """watch(seconds, dumps): run the thread of a limit of 10 s. seconds: the system's clock when the thread starts, and at each
+    of its readings. Return its exit code and line, or None after the last dump."""
 
     class Exited(Exception):
         pass
@@ -58,8 +59,8 @@ def watch(monkeypatch, capsys):
 
         clock = iter(seconds)
         monkeypatch.setattr(collectives, "_recorders", lambda: [dump])
-        monkeypatch.setattr(collectives.time, "sleep", lambda _: None)
-        monkeypatch.setattr(collectives.RunningClock, "now", lambda _: next(clock))
+        monkeypatch.setattr(time, "sleep", lambda _: None)
+        monkeypatch.setattr(time, "monotonic", lambda: next(clock))
         monkeypatch.setattr(collectives.dist, "get_rank", lambda: 3)
         monkeypatch.setattr(collectives.os, "_exit", exit_with)
         try:
@@ -79,7 +80,14 @@ def test_a_collective_that_takes_too_long_ends_the_process_with_a_line(watch):
     line = (
         "[rank 3] gloo:all_reduce, collective 7 of process group 0, has waited for 12 s; [distributed] timeout_s = 10\n"
     )
-    assert watch([100.0, 106.0, 112.0], 3 * [WAITING]) == (1, line)
+    assert watch([97.0, 100.0, 104.0, 108.0, 112.0], 4 * [WAITING]) == (1, line)
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count(watch):
+    """Of the hour between two readings, twice the thread's interval counts, which is 5 s."""
+    assert watch([97.0, 100.0, 3700.0, 3704.0], 3 * [WAITING]) is None
+    code, line = watch([97.0, 100.0, 3700.0, 3704.0, 3708.0], 4 * [WAITING])
+    assert code == 1 and "has waited for 13 s" in line
 
 
 @pytest.mark.parametrize(
@@ -91,4 +99,4 @@ def test_a_collective_that_takes_too_long_ends_the_process_with_a_line(watch):
     ],
 )
 def test_other_collectives_do_not_end_the_process(watch, dumps):
-    assert watch([100.0, 106.0, 112.0], dumps) is None
+    assert watch([97.0, 100.0, 105.0, 110.0, 115.0], [*dumps, *dumps[-1:]]) is None

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.faults.harness import write_corpus
 from trainer.config import TokenizerConfig
 from trainer.data.store.store import open_store
-from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 
 
 @pytest.fixture
@@ -44,6 +44,22 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     tokens.write_bytes(tokens.read_bytes()[:-2])
     short = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2")
     assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
+
+
+def test_an_unknown_rank_file_is_one_warning_of_the_preparation_until_its_pattern_is_set(settings, tmp_path):
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(b"\n".join(DEFAULT_FILE.read_bytes().splitlines()[:1700]))
+    settings += ["--tokenizer.backend", "tiktoken", "--tokenizer.path", str(path)]
+    prepared = run_script("scripts/prepare_data.py", *settings)
+    (line,) = prepared.stderr.splitlines()
+    assert prepared.returncode == 0
+    assert (
+        f"warning: {path} is not Llama 3's rank file, but is used with Llama 3's split pattern; set tokenizer.pattern"
+        in line
+    )
+    again = run_script("scripts/prepare_data.py", *settings, "--tokenizer.pattern", "llama3")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert ": already prepared" in again.stdout, "the tokens are the same"
 
 
 def test_the_data_of_a_run_whose_initial_model_does_not_exist_yet_is_prepared(tmp_path):

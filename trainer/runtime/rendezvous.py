@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from trainer.system.clock import RunningClock
 from trainer.system.console import announce
 
 LOOPBACK = "127.0.0.1"
@@ -58,14 +59,19 @@ def announced(awaited: Callable[[], str], timeout_s: float) -> Iterator[None]:
 
 def _await_answer(address: str, port: int, first: str, timeout_s: float) -> None:
     """Wait until a process listens at an address. TCPStore would log each attempt."""
-    deadline = time.monotonic() + timeout_s
+    clock = _clock(timeout_s)
     with announced(lambda: f"{first} to answer at {address}:{port}", timeout_s):
-        while time.monotonic() < deadline:
+        while clock.now() < timeout_s:
             with suppress(OSError):
                 socket.create_connection((address, port), timeout=1).close()
                 return
             time.sleep(0.1)
     raise dist.DistNetworkError(f"{first} did not answer at {address}:{port} within {timeout_s:g} s")
+
+
+def _clock(timeout_s: float) -> RunningClock:
+    """Return the clock of a wait: time in which this process was suspended is no waiting time."""
+    return RunningClock(min(5.0, timeout_s / 4))  # 5 s: a name server or a store under load may answer that late
 
 
 def wait_for_all(store: dist.Store, members: str, index: int, count: int, timeout_s: float, where: str | None) -> None:
@@ -101,9 +107,9 @@ def wait_for_all(store: dist.Store, members: str, index: int, count: int, timeou
 
 def _have_joined(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
     """Return whether the keys exist before timeout_s. It asks repeatedly: torch logs a wait whose time runs out."""
-    start = time.monotonic()
+    clock = _clock(timeout_s)
     while not store.check(keys):
-        waited_s = time.monotonic() - start
+        waited_s = clock.now()
         if waited_s > timeout_s or store.check(["all_joined"]):
             return False
         time.sleep(1 if waited_s > SILENCE_S else 0.05)

@@ -46,15 +46,19 @@ def runs(ranks, tiny, tmp_path_factory):
 
 @contextmanager
 def server(folder, loader):
-    """Start TensorBoard and yield a function that returns the JSON content of a URL of its HTTP interface."""
+    """Start TensorBoard and yield a function that returns the JSON content of a URL of its HTTP interface. TensorBoard must use
+    this loader: where its default one, another program, is not installed, it silently uses the slow one."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--host", "127.0.0.1", "--port", "0"]
     command += ["--load_fast", LOADERS[loader], "--reload_interval", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            url = next(m[0] for line in process.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line)))
+            log = ""
+            while not (url := re.search(r"http://127\.0\.0\.1:\d+", log)):
+                log += process.stderr.readline() or pytest.fail(f"TensorBoard ended: {log}")
+            assert ("fast data loading" in log) == (loader == "default"), log
 
             def get(path, **query):
-                with urllib.request.urlopen(f"{url}/data/{path}?{urllib.parse.urlencode(query)}") as response:
+                with urllib.request.urlopen(f"{url[0]}/data/{path}?{urllib.parse.urlencode(query)}") as response:
                     return json.load(response)
 
             yield get
