@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.test_commit import TENSORS, load, save
 from tests.conftest import ROOT
+from tests.end_to_end.test_commands import free_port
 from tests.test_layering import SOURCES, name_of
 from tests.training_runs import train
 from trainer.checkpoint import manifest, resume
@@ -292,11 +293,14 @@ def listening_addresses(group):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_run_on_one_node_listens_on_loopback_only(tiny):
+@pytest.mark.parametrize("chooses_port", [False, True])
+def test_a_run_on_one_node_listens_on_loopback_only(tiny, tmp_path, chooses_port):
     command = [sys.executable, "trainer/launch.py", *tiny, "--training.steps", "1000000"]
+    command += ["--run.output_folder", str(tmp_path)]
     variables = {k: v for k, v in os.environ.items() if k not in ("NNODES", "MASTER_PORT", "GLOO_SOCKET_IFNAME")}
+    variables |= {"NGPU": "2"} | ({"MASTER_PORT": free_port()} if chooses_port else {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, cwd=ROOT, env=variables | {"NGPU": "2"}, **pipes) as run:
+    with subprocess.Popen(command, cwd=ROOT, env=variables, **pipes) as run:
         try:
             for line in run.stdout:
                 if "step" in line and "loss" in line:

@@ -3,9 +3,11 @@
 import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT, TALK
+from tests.data.tokenizer.test_backends import train_sentencepiece
 from trainer.config import DataConfig
 from trainer.data.prepare.encode import encoder
 from trainer.data.sources.source import InvalidDocument
+from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def nested():
@@ -59,6 +61,19 @@ def test_a_pair_whose_answers_have_equal_tokens_is_invalid(template, chosen, rej
     assert (
         str(invalid.value) == "the chosen and the rejected answer have the same tokens, so there is nothing to prefer"
     )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"), [("the  fox", "the fox"), ("the fox ", "the fox"), ("\ufb01ne", "fine")]
+)
+def test_a_pair_that_the_tokenizer_normalizes_alike_is_invalid(tmp_path, chosen, rejected):
+    """By default, sentencepiece normalizes characters and removes spaces."""
+    encode = encoder(
+        DataConfig(dataset="preference", chat_template="llama2"), load_tokenizer(train_sentencepiece(tmp_path))
+    )
+    with pytest.raises(InvalidDocument, match="have the same tokens, so there is nothing to prefer"):
+        encode({"prompt": "jumps over", "chosen": chosen, "rejected": rejected})
+    encode({"prompt": "jumps over", "chosen": "the fox", "rejected": "the quick fox"})
 
 
 def test_a_pair_that_differs_in_white_space_that_is_kept_is_valid():
