@@ -100,8 +100,15 @@ class CausalAttention(nn.Module):
         self.kind = kind
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q: (batch, heads, seq, head_dim); k, v: (batch, kv heads, seq, head_dim). mask: added to the scores, or boolean;
-        broadcast to (batch, heads, seq, seq); None for causal attention, in which a single query attends to all keys."""
+        """Return the result of attention, (batch, heads, seq, head_dim).
+
+        Args:
+            q: (batch, heads, seq, head_dim).
+            k: (batch, kv heads, seq, head_dim).
+            v: (batch, kv heads, seq, head_dim).
+            mask: Added to the scores, or boolean; broadcast to (batch, heads, seq, seq). None: causal attention, in which a
+                single query attends to all keys.
+        """
         is_causal, gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.kind.scale, enable_gqa=gqa)
 

@@ -27,8 +27,12 @@ class Context(NamedTuple):
 
     @staticmethod
     def of(tokens: Tensor, first_position: int = 0) -> "Context":
-        """Return the context of samples that are one document each. tokens: (batch, seq). first_position: position of the first
-        token."""
+        """Return the context of samples that are one document each.
+
+        Args:
+            tokens: (batch, seq).
+            first_position: Position of the first token.
+        """
         positions = torch.arange(first_position, first_position + tokens.shape[1], device=tokens.device)
         samples = torch.arange(len(tokens), device=tokens.device)
         return Context(positions.expand(tokens.shape), torch.zeros_like(tokens), samples)

@@ -31,8 +31,14 @@ class Decoder(nn.Module):
         embedding: nn.Embedding | None = None,
         output: Output | None = None,
     ):
-        """norm: function that builds the last norm. block: function that builds a layer. embedding, output: built from the sizes
-        unless given."""
+        """Build the model.
+
+        Args:
+            norm: Function that builds the last norm.
+            block: Function that builds a layer.
+            embedding: None: built from the sizes.
+            output: None: built from the sizes.
+        """
         super().__init__()
         self.sizes = sizes
         self.layer_kinds, kinds = sizes.layer_kinds, sizes.kinds()

@@ -131,15 +131,24 @@ class LongRope(Rope):
 
 
 def rotate_pairs(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate each pair of neighbouring values in the last dim (Meta's layout). x: (batch, seq, heads, head_dim). rope: result of
-    Rope."""
+    """Rotate each pair of neighbouring values in the last dim (Meta's layout).
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        rope: Result of Rope.
+    """
     (even, odd), (cos, sin) = x.float().unflatten(-1, (-1, 2)).unbind(-1), rope.unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
 
 def rotate_halves(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate pairs whose values are half of the rotated dims apart (Hugging Face's layout). If rope has fewer pairs than
-    head_dim / 2, the last dims are not rotated. x: (batch, seq, heads, head_dim). rope: result of Rope."""
+    head_dim / 2, the last dims are not rotated.
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        rope: Result of Rope.
+    """
     cos, sin = rope.unbind(-1)
     pairs = cos.shape[-1]
     first, second, rest = x.float().split((pairs, pairs, x.shape[-1] - 2 * pairs), dim=-1)

@@ -34,7 +34,7 @@ from trainer.runtime.phases import PhaseTimer
 def build_model_parts(
     config: Config, resolved: ResolvedRun, meshes: Meshes, attention_backend: AttentionBackend
 ) -> dict[Stage, nn.Module]:
-    """Build this rank's parallelized stages on the meta device. Raise ConfigError if the optimizer rejects the layout."""
+    """Build this rank's parallelized stages on the meta device. Raises ConfigError if the optimizer rejects the layout."""
     model_parts = parallelize(
         lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
         resolved.plan,
@@ -94,8 +94,15 @@ class Engine:
         model_parts: dict[Stage, nn.Module],
         objective: Objective,
     ):
-        """model_parts: result of build_model_parts. The Engine allocates them; `initialize` or a checkpoint gives them values.
-        objective: what the run minimizes. Raise TypeError if it lacks an attribute of Objective."""
+        """Allocate the parameters; `initialize` or a checkpoint gives them values.
+
+        Args:
+            model_parts: Result of build_model_parts.
+            objective: What the run minimizes.
+
+        Raises:
+            TypeError: The objective lacks an attribute of Objective.
+        """
         require_complete(objective)
         self.config = config
         self.device = device

@@ -48,7 +48,7 @@ class EvalSet:
 def build_eval_sets(
     sets: Mapping[str, Samples], config: EvaluationConfig, text_bytes: Callable[[], np.ndarray]
 ) -> list[EvalSet]:
-    """Return the evaluation datasets of a run, or [] if the run does not evaluate. Raise ConfigError if keep_best_on
+    """Return the evaluation datasets of a run, or [] if the run does not evaluate. Raises ConfigError if keep_best_on
     is the name of an unknown dataset, or if a dataset has no complete sample."""
     if not config.interval_steps:
         return []

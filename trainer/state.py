@@ -53,7 +53,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, text: str) -> "TrainState":
-        """Parse the text of train_state.json. Raise ValueError, TypeError or KeyError if it is not the state of a run."""
+        """Parse the text of train_state.json. Raises ValueError, TypeError or KeyError if it is not the state of a run."""
         raw = json.loads(text)
         values = {name: raw[name] for name in get_type_hints(cls)}
         for name, hint in get_type_hints(cls).items():

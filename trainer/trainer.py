@@ -46,7 +46,7 @@ class Trainer:
     """Whether this rank was asked to stop."""
 
     def train(self) -> None:
-        """Train until training.steps are completed or any rank is asked to stop. Raise TrainingDiverged, SaveFailed or
+        """Train until training.steps are completed or any rank is asked to stop. Raises TrainingDiverged, SaveFailed or
         LoadingFailed."""
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
         self.watchdog.start()
@@ -145,7 +145,7 @@ class Trainer:
                 self.checkpoints.best.update(dataset.name, result["loss"])
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
-        """Start to save the state. Raise TrainingDiverged if the run ends after several non-finite steps in a row."""
+        """Start to save the state. Raises TrainingDiverged if the run ends after several non-finite steps in a row."""
         if last:
             self.monitor.require_good_end(outcome)
         devices.synchronize(self.engine.device)

@@ -87,7 +87,7 @@ class Session:
         return [row for row in rows if label.items() <= row.items()]
 
     def run(self, *words: object, **variables: str) -> str:
-        """Run a command of the repository and return its output. Raise Failed."""
+        """Run a command of the repository and return its output. Raises Failed."""
         command = [sys.executable, *map(str, words)]
         timeout = None if self.end == math.inf else max(1.0, self.end - time.monotonic())
         try:

@@ -94,7 +94,7 @@ def write_tokens(task: Task, steps: int) -> None:
 
 
 def require_equal_losses(losses: dict[str, list[float]], tolerance: float) -> float:
-    """Return the largest relative deviation from the first contender. Raise ConfigError if it exceeds the tolerance."""
+    """Return the largest relative deviation from the first contender. Raises ConfigError if it exceeds the tolerance."""
     (first, reference), *others = losses.items()
     largest = 0.0
     for name, values in others:
@@ -171,7 +171,7 @@ def print_peers(
 
 
 def seconds_to_first_loss(command: Sequence[object]) -> float:
-    """Run a command until it prints a line with a loss, and end it. Return the seconds. Raise ConfigError if there is none."""
+    """Run a command until it prints a line with a loss, and end it. Return the seconds. Raises ConfigError if there is none."""
     variables = os.environ | {"PYTHON": sys.executable, "NGPU": "1"}
     start = time.perf_counter()
     process = subprocess.Popen(

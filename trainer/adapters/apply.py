@@ -57,8 +57,13 @@ class AdapterDropout:
         return forward_with_keys
 
     def __call__(self, x: Tensor, module_key: int, first_column: int) -> Tensor:
-        """x: (batch, seq, columns). module_key: hash of the module's name. first_column: index of the first column in the full
-        input."""
+        """Return the input of an adapter with some values dropped and the others scaled.
+
+        Args:
+            x: (batch, seq, columns).
+            module_key: Hash of the module's name.
+            first_column: Index of the first column in the full input.
+        """
         columns = torch.arange(first_column, first_column + x.shape[-1], dtype=torch.int32, device=x.device)
         hashes = _mix(self.keys[..., None] ^ _mix(columns + module_key))
         return x * ((hashes & 0x7FFFFFFF) >= self.threshold) / self.kept

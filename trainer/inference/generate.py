@@ -242,7 +242,7 @@ def _add_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[CachedAttention]:
-    """Replace the kernels of attention by kernels with a KV cache, and return these. Raise ConfigError if memory is lacking."""
+    """Replace the kernels of attention by kernels with a KV cache, and return these. Raises ConfigError if memory is lacking."""
     caches = []
     try:
         for name in plan.kinds:  # the kernels know which keys are visible

@@ -28,8 +28,12 @@ class Optimizer:
     """Tensors that are offloaded to host memory."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int):
-        """parameters: this rank's parameters by name; frozen parameters are ignored. ranks_per_stage: number of ranks in this
-        rank's pipeline stage, or the world size if the run has no pipeline parallelism."""
+        """Allocate the state.
+
+        Args:
+            parameters: This rank's parameters by name. Frozen parameters are ignored.
+            ranks_per_stage: Number of ranks in this rank's pipeline stage, or the world size without a pipeline.
+        """
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
         shares = [1 / _replication_factor(p, ranks_per_stage) for p in self.names]

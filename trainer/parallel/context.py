@@ -50,7 +50,12 @@ class AllGatherAttention(nn.Module):
     """Attention from this rank's queries to the keys and values of the full sequence."""
 
     def __init__(self, kernel: nn.Module, mesh: DeviceMesh, recompute: bool):
-        """mesh: the cp axis. recompute: whether backward repeats the gather of keys and values, so its result is not saved."""
+        """Wrap a kernel.
+
+        Args:
+            mesh: The cp axis.
+            recompute: Whether backward repeats the gather of keys and values, so its result is not saved.
+        """
         super().__init__()
         self.kernel = kernel
         self.mesh = mesh

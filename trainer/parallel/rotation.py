@@ -9,7 +9,12 @@ from models.rope import rotate_pairs
 
 
 def rotate_by_complex_product(x: Tensor, rope: Tensor) -> Tensor:
-    """Return rotate_pairs(x, rope). x: (batch, seq, heads, head_dim). rope: (batch, seq, 1, head_dim / 2, 2)."""
+    """Return rotate_pairs(x, rope).
+
+    Args:
+        x: (batch, seq, heads, head_dim).
+        rope: (batch, seq, 1, head_dim / 2, 2).
+    """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.view_as_complex(rope)).flatten(-2).type_as(x)
 

@@ -80,7 +80,7 @@ class TrainingDiverged(Exception):
 
 
 def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: int) -> bool:
-    """Return whether to roll back. Raise TrainingDiverged if the run must stop. rollbacks: number of rollbacks so far."""
+    """Return whether to roll back. Raises TrainingDiverged if the run must stop. rollbacks: number of rollbacks so far."""
     spike = outcome.spike and config.on_loss_spike == "rollback"
     too_many_skips = outcome.consecutive_skips >= config.max_consecutive_skips
     if not (spike or too_many_skips):

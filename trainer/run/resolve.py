@@ -53,7 +53,7 @@ class ResolvedRun:
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
-    """Resolve a configuration. Raise ConfigError if its combination of settings cannot run."""
+    """Resolve a configuration. Raises ConfigError if its combination of settings cannot run."""
     family, sizes = resolve_model(config.model)
     spec, sizes = MODELS[family], _for_seq_len(sizes, config.training.seq_len, config.model.overrides)
     dims = ParallelDims.from_config(config.parallel, world_size)
@@ -120,7 +120,7 @@ def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], train
 
 
 def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
-    """Return the sizes for sequences of this length. Raise ConfigError if the length contradicts an override."""
+    """Return the sizes for sequences of this length. Raises ConfigError if the length contradicts an override."""
     resulting = sizes.for_seq_len(seq_len)
     for name in overrides:
         if getattr(resulting, name) != getattr(sizes, name):

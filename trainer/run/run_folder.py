@@ -43,7 +43,7 @@ _FILES = ("metrics.jsonl", "config.toml", "environment.json")
 
 def acquire_lock(folder: Path) -> TextIO | None:
     """Lock the run folder. Return the lock file on rank 0 and None on other ranks. The lock is held until the file is closed.
-    Raise ConfigError if another process holds the lock or the folder cannot be written."""
+    Raises ConfigError if another process holds the lock or the folder cannot be written."""
     lock = None
 
     def work() -> None:
@@ -119,7 +119,7 @@ def resume_point(folder: Path, load_step: int, fingerprint: Mapping[str, Any]) -
 
 
 def create_run_folder(folder: Path) -> None:
-    """Create the run folder with its subfolders and files. Raise ConfigError if one of them cannot be written."""
+    """Create the run folder with its subfolders and files. Raises ConfigError if one of them cannot be written."""
 
     def work() -> None:
         with _writing(folder):
@@ -136,7 +136,7 @@ def model_files(
 ) -> dict[str, bytes]:
     """Return the files that make a checkpoint self-contained: model sizes, tokenizer, chat template and generation_config.json,
     which is that of the initial model, with the tokens that end answers in training added. base: path and hash of the base model,
-    if only an adapter is saved. Raise ConfigError."""
+    if only an adapter is saved. Raises ConfigError."""
     scale = {name: getattr(config.lora, name) for name in SCALE_SETTINGS} if base else {}
     tokenizer = text.tokenizer
     window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
@@ -179,7 +179,7 @@ def versions() -> dict[str, str]:
 
 
 def save_run_info(config: Config, device: torch.device) -> None:
-    """Write config.toml and environment.json. Raise ConfigError if they cannot be written."""
+    """Write config.toml and environment.json. Raises ConfigError if they cannot be written."""
 
     def work() -> None:
         folder = config.run.folder

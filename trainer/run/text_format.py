@@ -23,7 +23,7 @@ class TextFormat:
 
 
 def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
-    """Load the tokenizer on each rank, and the chat template on rank 0, collectively. Raise ConfigError if one of them cannot be
+    """Load the tokenizer on each rank, and the chat template on rank 0, collectively. Raises ConfigError if one of them cannot be
     used, or if the tokenizer has more tokens than the model."""
     tokenizer = load_tokenizer(config.tokenizer)
     for warning in tokenizer.warnings:

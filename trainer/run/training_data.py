@@ -19,8 +19,8 @@ from trainer.state import TrainState
 
 
 def prepare_and_open(config: Config, tokenizer: Tokenizer) -> Datasets:
-    """Prepare the missing datasets, once per node, and open all datasets. Raise ConfigError if a dataset cannot be prepared or is
-    smaller than one sample."""
+    """Prepare the missing datasets, once per node, and open all datasets. Raises ConfigError if a dataset cannot be prepared or
+    is smaller than one sample."""
     data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
     pairs = config.preference.enabled
     stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len, pairs))

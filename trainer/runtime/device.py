@@ -42,7 +42,7 @@ def local_world_size() -> int:
 
 
 def select_device(choice: DeviceChoice) -> torch.device:
-    """Return the device of this rank and make it current. Raise ConfigError like `require_enough_gpus`."""
+    """Return the device of this rank and make it current. Raises ConfigError like `require_enough_gpus`."""
     require_enough_gpus(choice, local_world_size())
     if choice == "cpu" or not gpu_count():
         return torch.device("cpu")
@@ -101,7 +101,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 def set_cpu_threads(threads: int) -> None:
     """Set the number of threads for CPU operators. 0 means OMP_NUM_THREADS if it is set, otherwise this rank's share of the
-    cores. Raise ConfigError if there are more threads than cores, which would make each step many times slower. Warn if
+    cores. Raises ConfigError if there are more threads than cores, which would make each step many times slower. Warn if
     several threads would wait actively."""
     if threads > cores():
         raise ConfigError("training.cpu_threads", f"this node has only {cores()} cores")

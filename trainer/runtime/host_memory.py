@@ -31,7 +31,7 @@ def keep_freed_memory() -> None:
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """Register host memory for asynchronous copies by the device. Raise MemoryError if that fails.
+    """Register host memory for asynchronous copies by the device. Raises MemoryError if that fails.
 
     torch's own pinned memory is not used, because it rounds sizes up to powers of two and so takes up to twice the memory.
     """

@@ -18,7 +18,7 @@ SILENCE_S = 5.0
 
 
 def connect(address: str, port: int, first: str, timeout_s: float, **options: bool) -> dist.TCPStore:
-    """Return the store of a run, which its first member hosts. Raise DistNetworkError if it is not reached within timeout_s.
+    """Return the store of a run, which its first member hosts. Raises DistNetworkError if it is not reached within timeout_s.
 
     Args:
         address: host name of the first member.
@@ -132,7 +132,7 @@ def wait_for_nodes(address: str, port: int, node: int, nodes: int, timeout_s: fl
 def host_on_loopback(port: int) -> dist.TCPStore:
     """Return a store that only processes of this machine can reach. torchrun uses the same store.
 
-    port: 0 means any free port. Raise OSError if the port cannot be used.
+    port: 0 means any free port. Raises OSError if the port cannot be used.
     """
     listener = socket.create_server((LOOPBACK, port))
     # By default, TCPStore would listen on all interfaces.

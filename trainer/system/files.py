@@ -168,7 +168,7 @@ class HashingFile:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Parse JSON text. Raise ValueError if the text is not a JSON object."""
+    """Parse JSON text. Raises ValueError if the text is not a JSON object."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -183,7 +183,7 @@ class TooLarge(ValueError):
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file. Raise OSError if it cannot be read as a file, and TooLarge."""
+    """Return the content of a file. Raises OSError if it cannot be read as a file, and TooLarge."""
     require_regular(path)
     with path.open("rb") as file:
         # The size is checked first, because read() allocates memory for the complete file.
@@ -194,13 +194,13 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 
 def read_json_object(path: str | Path, max_bytes: int = LARGEST_JSON) -> dict[str, Any]:
-    """Read a JSON file. Raise OSError if this fails, and ValueError if the content is not a JSON object or has more bytes."""
+    """Read a JSON file. Raises OSError if this fails, and ValueError if the content is not a JSON object or has more bytes."""
     return parse_json_object(read_limited(Path(path), max_bytes))
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in a file, one per line. Ignore all other lines: a killed process leaves an incomplete last line.
-    Raise OSError if the file cannot be read."""
+    Raises OSError if the file cannot be read."""
     with Path(path).open("rb") as file:
         for line in file:
             with suppress(ValueError):
@@ -209,7 +209,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def try_lock(path: Path, timeout_s: float) -> TextIO | str:
     """Lock a file. The lock is held until the returned file is closed or this process ends for any reason. If another process
-    still holds the lock after timeout_s, return a description of that process. Raise OSError if the file cannot be opened."""
+    still holds the lock after timeout_s, return a description of that process. Raises OSError if the file cannot be opened."""
     end = time.monotonic() + timeout_s
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

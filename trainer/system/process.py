@@ -28,7 +28,7 @@ def node_id() -> str:
 
 
 def meminfo(name: str) -> int:
-    """Return an entry of /proc/meminfo, in bytes. Raise OSError on systems other than Linux."""
+    """Return an entry of /proc/meminfo, in bytes. Raises OSError on systems other than Linux."""
     entries = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
     return int(entries[f"{name}:"]) * 1024
 

@@ -77,7 +77,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Parse a layout, such as "tp=2 activation_checkpoint.mode=full". Settings of [parallel] are written without their
-        section. dp_shard defaults to 1. Raise ConfigError if the text is invalid."""
+        section. dp_shard defaults to 1. Raises ConfigError if the text is invalid."""
         parallel = {field.name for field in fields(ParallelConfig)}
         settings: dict[str, str] = {}
         for word in text.split() or [""]:
@@ -140,7 +140,7 @@ def load_layout(argv: Sequence[str]) -> Config:
 
 def batch_settings(config: Config, factor: int) -> tuple[dict[str, str], int]:
     """Return the local batch size as a setting, and the number of microbatches per rank. This number is `factor` times the
-    layout's minimum. Raise ConfigError if the global batch size cannot be divided evenly."""
+    layout's minimum. Raises ConfigError if the global batch size cannot be divided evenly."""
     parallel, batch = config.parallel, config.training.global_batch_size
     microbatches = factor * min_microbatches(parallel)
     together = parallel.dp_replicate * parallel.dp_shard * microbatches

@@ -54,7 +54,7 @@ class LocalRanks:
         self.size = size
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run an importable function on every rank and return the results by rank. Raise RankError as soon as one rank fails,
+        """Run an importable function on every rank and return the results by rank. Raises RankError as soon as one rank fails,
         because other ranks may be waiting for it."""
         # torch reads this when it is imported. The compiler's worker processes would outlive ranks that are killed.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -131,7 +131,7 @@ def training_batches(
 
 def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
     """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
-    microbatches; the last microbatches are padded with samples that have no targets. Raise LoadingFailed."""
+    microbatches; the last microbatches are padded with samples that have no targets. Raises LoadingFailed."""
     microbatches = -(-num_samples // (partition.local_batch_size * partition.ranks))
     with explain_read_errors():
         for index in partition.samples(np.arange(microbatches)):

@@ -139,7 +139,7 @@ class WorkerPool:
         return index, future
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the microbatches endlessly. Raise LoadingFailed if a worker ends."""
+        """Yield the microbatches endlessly. Raises LoadingFailed if a worker ends."""
         try:
             while True:
                 index, future = self._requested.popleft()

@@ -63,7 +63,7 @@ def is_array(head: bytes) -> bool:
 
 
 def read_array(file: BinaryIO, max_bytes: int) -> Iterator[Element]:  # noqa: C901 - one scanner, whose state is local
-    """Yield the elements of the array in a file. Their content may be malformed. Raise BrokenArray if the end of an element or
+    """Yield the elements of the array in a file. Their content may be malformed. Raises BrokenArray if the end of an element or
     of the array cannot be found, or if more text follows. max_bytes: maximum length of an element."""
     element, count, depth, in_string, has_ended = _Collector(max_bytes), 0, 0, False, False
     for chunk in _chunks(file):

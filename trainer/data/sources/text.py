@@ -181,7 +181,7 @@ class _IncompleteValue(InvalidDocument):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raise InvalidDocument if two of its fields have the same name, because one of them would be lost."""
+    """Return a JSON object. Raises InvalidDocument if two of its fields have the same name, because one of them would be lost."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))

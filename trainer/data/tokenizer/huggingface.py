@@ -163,7 +163,12 @@ class HuggingFaceTokenizer(Tokenizer):
 def _named_token(role: str, config: Mapping[str, Any], file: str, ids: Mapping[str, int]) -> int | None:
     """Return the id of the token that a configuration gives a role such as eos_token, or None if it names none.
 
-    file: name of the configuration's file. ids: token -> id. Raises ConfigError if the vocabulary does not have the token.
+    Args:
+        file: Name of the configuration's file.
+        ids: Token -> id.
+
+    Raises:
+        ConfigError: The vocabulary does not have the token.
     """
     name = name_of(config.get(role))
     if not name:

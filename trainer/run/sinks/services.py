@@ -146,7 +146,7 @@ class MLflow:
 
     @contextmanager
     def _history(self, client: Any) -> Iterator[None]:
-        """Context manager of a request that changes the run. Raise HistoryLost if it failed because the run is deleted or, on
+        """Context manager of a request that changes the run. Raises HistoryLost if it failed because the run is deleted or, on
         another server, unknown."""
         from mlflow.exceptions import MlflowException
 
