@@ -59,3 +59,14 @@ def test_an_example_runs_as_it_stands(folder, name):
 def test_the_metric_of_an_objective_is_recorded(folder):
     run(folder, "-c", EXAMPLES["Your own loss and metric in the built trainer"])
     assert [0 <= record["accuracy"] <= 1 for record in records(folder / "outputs" / "smoothed")] == [True] * 3
+
+
+def test_a_file_that_lacks_the_guard_of_its_main_part_is_told_so(folder):
+    """The process that saves imports it again."""
+    code = EXAMPLES["Your own loss and metric in the built trainer"]
+    (folder / "unguarded.py").write_text(
+        code.replace('"--run.name"', '"--checkpoint.async_mode", "process", "--run.name"')
+    )
+    result = run(folder, "unguarded.py")
+    assert result.returncode != 0
+    assert "put the code that starts a run under if __name__ == '__main__'" in result.stderr

@@ -18,6 +18,7 @@ from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
 from trainer.runtime.rendezvous import connect, wait_for_all
+from trainer.system.children import require_main_guard
 from trainer.system.process import local_rank, node_id
 from trainer.system.streams import print_error
 
@@ -57,6 +58,7 @@ def world_size() -> int:
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
+    require_main_guard()
     quiet_torch()
     _allow_more_connections()
     store = _create_store(config.init_timeout_s)

@@ -45,6 +45,15 @@ def end_children() -> None:
             os.kill(server, signal.SIGKILL)
 
 
+def require_main_guard() -> None:
+    """Raise RuntimeError if a new process of multiprocessing runs this while it imports the main file of its parent again. A run
+    that it started would wait for the parent's."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "a worker process imports this file: put the code that starts a run under if __name__ == '__main__'"
+        )
+
+
 def exit_with_parent() -> None:
     """Exit when the process that started this one through multiprocessing exits for any reason. The kernel cannot do this: the
     parent of a fork server's child is the fork server, which runs until its children exit."""
