@@ -12,7 +12,8 @@ import torch
 
 from tests.commands import run_script
 from tests.conftest import ROOT
-from tests.training_runs import train
+from tests.data.tokenizer.test_tekken import content
+from tests.training_runs import checkpoint_of, in_folder, train
 from trainer.checkpoint.export import export_run
 from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
@@ -268,6 +269,36 @@ def test_a_checkpoint_remembers_the_split_pattern_of_its_rank_file(ranks, tiny, 
     expected = load_tokenizer(TokenizerConfig(**settings)).fingerprint
     assert expected != load_tokenizer(TokenizerConfig()).fingerprint
     assert ranks(1).run(tokenizer_fingerprint, tmp_path / "run") == [expected]
+
+
+def text_prompt_and_answer(folder, text):
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
+    prompt = generator.text_prompt(text)
+    return prompt, list(generator.generate(prompt, GREEDY, 0, (), 4))
+
+
+def test_a_run_with_a_tekken_json_trains_resumes_generates_and_is_exported(ranks, tiny, tmp_path):
+    path, run = tmp_path / "tekken.json", tmp_path / "run"
+    path.write_text(json.dumps(content()))
+    argv = [
+        *tiny,
+        *in_folder(run),
+        "--data.store_folder",
+        str(tmp_path / "stores"),
+        "--model.overrides.vocab_size",
+        "1030",
+    ]
+    argv += ["--tokenizer.backend", "tekken", "--tokenizer.path", str(path)]
+    ranks(1).run(train, argv)
+    ranks(1).run(train, [*argv, "--training.steps", "6"])
+    assert (checkpoint_of(run) / "tekken.json").read_bytes() == path.read_bytes()
+    ranks(1).run(export_run, run)
+    tokenizer = load_tokenizer(TokenizerConfig(backend="tekken", path=str(path)))
+    path.unlink()  # the checkpoint has a copy
+    for folder in (run, run / "huggingface"):
+        ((prompt, answer),) = ranks(1).run(text_prompt_and_answer, folder, "Hello world")
+        assert prompt == [tokenizer.bos, *tokenizer.encode("Hello world")]
+        assert len(answer) == 4 and max(answer) < tokenizer.vocab_size
 
 
 # ------------------------------------------------------------ the command
